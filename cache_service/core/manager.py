@@ -1,0 +1,372 @@
+"""The cache manager: sessions of workers over one prefix tree. Synchronous, no I/O, no clock; one owner calls it.
+
+Everything that can be refused is refused by a `Refusal` before anything has changed. Mutating calls of a worker pass `_begin`,
+which executes a call only if its number is larger than that of any executed before in the session: so replies can be lost, and
+messages repeated or reordered, without harm.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence as List
+
+from . import allocation, updates
+from .attempts import Attempts
+from .block_pool import BlockPool
+from .description import BlockDescription, describe_blocks
+from .hashing import HashFunction, xxh64
+from .integrity import Audit, audit
+from .messages import (
+    TOKEN_BYTES,
+    AllocateItem,
+    AllocateOutcome,
+    AppendItem,
+    AppendOutcome,
+    Grant,
+    Limits,
+    Registered,
+    Registration,
+    Reply,
+    ReservedBlock,
+    Root,
+    SequenceUpdate,
+    Uplink,
+    WorkerLoad,
+)
+from .prefix_tree import PrefixTree
+from .refusal import Reason, Refusal, bad_field
+from .routing import RoutedWorker, route
+from .session import Session
+
+EPOCH_SHIFT = 40
+"""Sessions and generations are epoch << EPOCH_SHIFT | counter."""
+
+SWEEP_SLICE_BLOCKS = 2048
+"""Blocks or sequences of retired sessions that one slice of the sweep takes out of the tree."""
+
+
+class CacheManager:
+    """Owns every decision about KV blocks, for all workers.
+
+    `epoch` is this life of the manager, larger than any before; times are seconds of one monotonic clock.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        lease_seconds: float = 6.0,
+        tick_seconds: float = 0.5,
+        limits: Limits | None = None,
+        hash_function: HashFunction = xxh64,
+    ) -> None:
+        self.epoch = epoch
+        self.lease_seconds = lease_seconds
+        self.limits = limits or Limits()
+        self._tick_seconds = tick_seconds
+        self._hash_function = hash_function
+        self._tree = PrefixTree(hash_function)
+        self._attempts = Attempts()
+        self._sessions: dict[int, Session] = {}
+        self._workers: dict[str, Session] = {}
+        self._incarnations: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Newest (incarnation, register_no) seen of each worker, live or not; the oldest of the dead ones go first."""
+        self._retired: deque[Session] = deque()
+        self._sweep_position = 0
+        self._last_stamp = epoch << EPOCH_SHIFT
+        self._last_session = epoch << EPOCH_SHIFT
+        self._last_tick: float | None = None
+
+    # -- sessions
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Live sessions, oldest first."""
+        return tuple(self._sessions.values())
+
+    @property
+    def num_prefix_nodes(self) -> int:
+        """Nodes of the prefix tree over all workers."""
+        return self._tree.num_nodes
+
+    @property
+    def last_generation(self) -> int:
+        """The largest generation given so far."""
+        return self._last_stamp
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Go on under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self._last_stamp = self._last_session = epoch << EPOCH_SHIFT
+
+    def register(self, registration: Registration, now: float) -> Registered:
+        """Begin a session and fence the worker's earlier one.
+
+        Raises Refusal: BAD_FIELD, UNSUPPORTED, STALE_INCARNATION, STALE_REGISTER, TOO_MANY_WORKERS.
+        """
+        self._check_registration(registration)
+        worker_id = registration.worker_id
+        earlier = self._workers.get(worker_id)
+        if earlier is None and len(self._workers) >= self.limits.max_workers:
+            raise Refusal(Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit")
+        if earlier is not None:
+            self._retire(earlier)
+        self._remember(registration)
+        self._last_session += 1
+        config = registration.pool
+        pool = BlockPool(config.num_blocks, config.block_size, self._tree)
+        session = Session(self._last_session, registration, pool, now + self.lease_seconds)
+        self._sessions[session.number] = self._workers[worker_id] = session
+        return Registered(self.epoch, session.number)
+
+    def _check_registration(self, registration: Registration) -> None:
+        limits = self.limits
+        for name, text, most in (
+            ("worker_id", registration.worker_id, limits.max_id_bytes),
+            ("address", registration.address, limits.max_name_bytes),
+            ("model_fingerprint", registration.model_fingerprint, limits.max_id_bytes),
+        ):
+            if not 1 <= len(text.encode()) <= most:
+                raise bad_field(name, f"needed 1 to {most} bytes, got {len(text.encode())}")
+        for name, text in (("model_name", registration.model_name), ("engine", registration.engine)):
+            if len(text.encode()) > limits.max_name_bytes:
+                raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
+        size = registration.pool.block_size
+        if size < 1 or size & (size - 1) or size > limits.max_block_size:
+            raise bad_field(
+                "kv_cache_config.block_size",
+                f"needed a power of two from 1 to {limits.max_block_size}, got {size}",
+            )
+        if not 2 <= registration.pool.num_blocks <= limits.max_blocks_per_pool:
+            raise bad_field(
+                "kv_cache_config.pools",
+                f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {registration.pool.num_blocks}",
+            )
+        if registration.holds_state:
+            raise Refusal(
+                Reason.UNSUPPORTED,
+                "this manager takes no reports yet: complete running steps, forget all blocks and register with "
+                "holds_state = false",
+            )
+        incarnation, register_no = self._incarnations.get(registration.worker_id, (0, 0))
+        if registration.incarnation < incarnation:
+            raise Refusal(
+                Reason.STALE_INCARNATION,
+                f"worker {registration.worker_id!r} is known with a newer incarnation ({incarnation}, this one is "
+                f"{registration.incarnation}): two processes use the same worker_id, or the clock went back; stop one of them",
+            )
+        if registration.incarnation == incarnation and registration.register_no <= register_no:
+            raise Refusal(
+                Reason.STALE_REGISTER,
+                f"register_no {registration.register_no} of worker {registration.worker_id!r} was overtaken by {register_no}: "
+                "register again with a larger one",
+            )
+
+    def _remember(self, registration: Registration) -> None:
+        known = self._incarnations
+        known[registration.worker_id] = registration.incarnation, registration.register_no
+        known.move_to_end(registration.worker_id)
+        while len(known) > max(self.limits.max_known_incarnations, self.limits.max_workers):
+            oldest = next(worker_id for worker_id in known if worker_id not in self._workers)
+            del known[oldest]
+
+    def keep_alive(self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float) -> Reply:
+        """Renew the lease, take the load, answer with what waits on the downlink. Raises Refusal: STALE_SESSION."""
+        session = self._session(session_number)
+        session.lease_end = now + self.lease_seconds
+        session.load = load
+        session.downlink.acknowledge(downlink_ack)
+        return self._reply(session)
+
+    def deregister(self, session_number: int) -> None:
+        """End a session; nothing happens if it has ended already."""
+        session = self._sessions.get(session_number)
+        if session is not None:
+            self._retire(session)
+
+    def tick(self, now: float) -> list[Session]:
+        """Fence the sessions whose lease has run out and return them. Call it every `tick_seconds`.
+
+        A gap between two ticks that is longer than planned is time in which this process, not the workers, stood still, and
+        KeepAlives may be waiting to be read: it is added to every lease.
+        """
+        gap = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - 2 * self._tick_seconds)
+        self._last_tick = now
+        if gap:
+            for session in self._sessions.values():
+                session.lease_end += gap
+        expired = [session for session in self._sessions.values() if session.lease_end <= now]
+        for session in expired:
+            self._retire(session)
+        return expired
+
+    def _session(self, number: int) -> Session:
+        session = self._sessions.get(number)
+        if session is None:
+            raise Refusal(
+                Reason.STALE_SESSION,
+                f"session {number:#x} is not live: it was fenced, its lease ran out, or the manager restarted; end the streams, "
+                "complete running steps and register again",
+            )
+        return session
+
+    def _retire(self, session: Session) -> None:
+        """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
+        session.pool.retired = True
+        del self._sessions[session.number]
+        del self._workers[session.worker_id]
+        self._retired.append(session)
+
+    def sweep(self) -> bool:
+        """Reclaim one slice of what retired sessions left in the tree; returns whether more is left."""
+        if not self._retired:
+            return False
+        session = self._retired[0]
+        budget = SWEEP_SLICE_BLOCKS
+        while session.sequences and budget:
+            updates.leave(self._tree, self._attempts, next(iter(session.sequences.values())))
+            budget -= 1
+        if session.sequences:
+            return True
+        begin = self._sweep_position
+        session.pool.sweep(begin, begin + budget)
+        self._sweep_position += budget
+        if self._sweep_position >= session.pool.num_blocks:
+            self._retired.popleft()
+            self._sweep_position = 0
+        return bool(self._retired)
+
+    # -- the link
+
+    def _begin(self, uplink: Uplink, num_items: int) -> Session:
+        """Accept a mutating call, or refuse it whole, having done nothing."""
+        session = self._session(uplink.session)
+        if num_items > self.limits.max_items_per_call:
+            raise bad_field(
+                "items",
+                f"at most {self.limits.max_items_per_call} per call, got {num_items}: send several calls",
+            )
+        if uplink.call_no <= session.last_call_no:
+            raise Refusal(
+                Reason.STALE_CALL,
+                f"call {uplink.call_no} was overtaken by call {session.last_call_no}: send the state anew under a larger call_no",
+            )
+        session.last_call_no = uplink.call_no
+        session.num_calls += 1
+        session.downlink.acknowledge(uplink.downlink_ack)
+        if uplink.reserve_wish is not None:
+            session.reserve_wish = min(uplink.reserve_wish, session.pool.capacity)
+        self._take_back(session, uplink.returned)
+        return session
+
+    def _take_back(self, session: Session, returned: List[ReservedBlock]) -> None:
+        for block, generation in returned:
+            if session.pool.is_reserved(block, generation):
+                session.pool.unreserve(block)
+
+    def _stamp(self) -> int:
+        """A generation for the grants of one call: larger than any before."""
+        self._last_stamp += 1
+        return self._last_stamp
+
+    def _top_up(self, session: Session, generation: int) -> None:
+        """Grant to the reserve what is wanted and there. Entries on their way count: their blocks are reserved already."""
+        pool = session.pool
+        count = min(session.reserve_wish - pool.num_reserved, pool.num_available)
+        if count > 0 and len(session.downlink) < self.limits.max_downlink_entries:
+            session.downlink.push(Grant(tuple(pool.take_reserved(count, generation)), generation))
+
+    def _reply(self, session: Session) -> Reply:
+        return Reply(session.downlink.pending(), session.pool.counts())
+
+    # -- sequences
+
+    def allocate(self, uplink: Uplink, items: List[AllocateItem]) -> tuple[list[AllocateOutcome], Reply]:
+        """Grant block tables, in order; the first item that finds no blocks ends the batch. Refilling the reserve comes first.
+
+        Raises Refusal for the call as a whole: STALE_SESSION, STALE_CALL, BAD_FIELD (too many items).
+        """
+        session = self._begin(uplink, len(items))
+        # Two stamps, because a block that the top-up evicts to the reserve must not share one with the tables.
+        self._top_up(session, self._stamp())
+        generation = self._stamp()
+        outcomes: list[AllocateOutcome] = []
+        full = False
+        for item in items:
+            if full:
+                outcomes.append(Refusal(Reason.NOT_TRIED, "an earlier item of the batch found no blocks; ask again"))
+                continue
+            try:
+                outcomes.append(allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits))
+            except Refusal as refusal:
+                full = refusal.reason is Reason.NO_BLOCKS
+                outcomes.append(refusal)
+        return outcomes, self._reply(session)
+
+    def append(self, uplink: Uplink, items: List[AppendItem]) -> tuple[list[AppendOutcome], Reply]:
+        """Merge updates of live sequences, then refill the reserve. Raises as `allocate`."""
+        session = self._begin(uplink, len(items))
+        generation = self._stamp()
+        outcomes: list[AppendOutcome] = []
+        for item in items:
+            try:
+                outcomes.append(updates.append(self._tree, session, item, generation, self.limits))
+            except Refusal as refusal:
+                outcomes.append(refusal)
+        self._top_up(session, self._stamp())
+        return outcomes, self._reply(session)
+
+    def free(self, uplink: Uplink, items: List[SequenceUpdate]) -> Reply:
+        """End sequences, then refill the reserve. Raises as `allocate`, never for an item."""
+        session = self._begin(uplink, len(items))
+        for update in items:
+            updates.free(self._tree, self._attempts, session, update, self.limits)
+        self._top_up(session, self._stamp())
+        return self._reply(session)
+
+    # -- looking
+
+    def route(self, root: Root, tokens: bytes, max_workers: int = 0) -> list[RoutedWorker]:
+        """Workers that serve the root, best first. An empty fingerprint means "the model" while there is only one.
+
+        Raises Refusal: BAD_FIELD.
+        """
+        num_tokens, rest = divmod(len(tokens), TOKEN_BYTES)
+        if rest or not 0 < num_tokens <= self.limits.max_tokens_per_sequence:
+            raise bad_field(
+                "tokens",
+                f"needed 1 to {self.limits.max_tokens_per_sequence} little-endian uint32 token ids, got {len(tokens)} bytes",
+            )
+        if not root.model_fingerprint:
+            fingerprints = {session.registration.model_fingerprint for session in self._sessions.values()}
+            if len(fingerprints) > 1:
+                models = sorted({session.registration.model_name for session in self._sessions.values()})
+                raise bad_field(
+                    "root.model_fingerprint",
+                    f"name one: the workers serve several models ({', '.join(models)})",
+                )
+            root = root._replace(model_fingerprint=next(iter(fingerprints), ""))
+        candidates = [
+            session
+            for session in self._sessions.values()
+            if session.registration.model_fingerprint == root.model_fingerprint
+        ]
+        ranked = route(self._tree, candidates, root, tokens, self._hash_function)
+        return ranked[:max_workers] if max_workers else ranked
+
+    def worker(self, worker_id: str) -> Session:
+        """The live session of a worker. Raises Refusal: UNKNOWN_WORKER."""
+        session = self._workers.get(worker_id)
+        if session is None:
+            known = ", ".join(sorted(self._workers)) or "none"
+            raise Refusal(Reason.UNKNOWN_WORKER, f"no live worker {worker_id!r}; live are: {known}")
+        return session
+
+    def describe_blocks(self, worker_id: str, first_block: int = 1, max_blocks: int = 0) -> list[BlockDescription]:
+        """A page of a worker's block map. Raises Refusal: UNKNOWN_WORKER."""
+        return describe_blocks(self.worker(worker_id), first_block, max_blocks)
+
+    def check(self) -> Audit:
+        """Audit every law. Time grows with the number of blocks."""
+        return audit(self._tree, self._attempts, list(self._sessions.values()), list(self._retired), self._last_stamp)

@@ -1,0 +1,204 @@
+"""What goes into the core and what comes out: plain immutable data in the words of DESIGN.
+
+Token ids are little-endian uint32 in `bytes`; times are seconds of a monotonic clock; counts are blocks or tokens as the
+name says. Named tuples, because a busy manager makes some ten thousand of them a second.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .refusal import Refusal
+
+TOKEN_BYTES = 4
+"""Bytes of one token id on the manager plane."""
+
+
+class Limits(NamedTuple):
+    """Bounds on everything that a peer can make the manager keep or walk through."""
+
+    max_workers: int = 1024
+    max_sequences_per_session: int = 4096
+    max_tokens_per_sequence: int = 1 << 20
+    max_items_per_call: int = 1024
+    max_blocks_per_pool: int = 1 << 27
+    max_block_size: int = 1 << 16
+    max_id_bytes: int = 128
+    max_name_bytes: int = 256
+    max_known_incarnations: int = 4096
+    max_downlink_entries: int = 8192
+
+
+class Root(NamedTuple):
+    """What makes KV exchangeable, apart from the tokens and the block size."""
+
+    model_fingerprint: str
+    adapter: str = ""
+    tenant_salt: str = ""
+    input_digest: bytes = b""
+
+
+class SequenceKey(NamedTuple):
+    """One try at one request."""
+
+    sequence_id: str
+    attempt: int
+    round: int
+
+
+class TableEntry(NamedTuple):
+    """One entry of a block table as a worker names it."""
+
+    table_index: int
+    block: int
+    generation: int
+
+
+class ReservedBlock(NamedTuple):
+    """A block of the reserve as a worker names it."""
+
+    block: int
+    generation: int
+
+
+class PoolConfig(NamedTuple):
+    """The one full-attention pool of a worker: `num_blocks` counts the null block 0 too."""
+
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int = 0
+
+
+class WorkerLoad(NamedTuple):
+    """What a worker says it is busy with."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0
+
+
+class Registration(NamedTuple):
+    """A worker's introduction."""
+
+    worker_id: str
+    incarnation: int
+    register_no: int
+    address: str
+    model_name: str
+    model_fingerprint: str
+    pool: PoolConfig
+    max_model_len: int = 0
+    engine: str = ""
+    holds_state: bool = False
+
+
+class Registered(NamedTuple):
+    """The answer to it."""
+
+    epoch: int
+    session: int
+
+
+class Uplink(NamedTuple):
+    """Leads every mutating call: who calls, the how-manieth time, what it has applied, and its wishes for the reserve."""
+
+    session: int
+    call_no: int
+    downlink_ack: int = 0
+    reserve_wish: int | None = None
+    returned: tuple[ReservedBlock, ...] = ()
+
+
+class Grant(NamedTuple):
+    """Downlink entry: blocks for the reserve, all with one generation."""
+
+    blocks: tuple[int, ...]
+    generation: int
+
+
+class Stop(NamedTuple):
+    """Downlink entry: the sequence lives elsewhere under a larger attempt."""
+
+    key: SequenceKey
+
+
+class DownlinkEntry(NamedTuple):
+    """One numbered entry of the list that every reply carries until the worker acknowledges it."""
+
+    number: int
+    entry: Grant | Stop
+
+
+class BlockCounts(NamedTuple):
+    """How many blocks of a pool are in which state; free + cached + held + reserved + copying = capacity."""
+
+    capacity: int
+    free: int
+    cached: int
+    held: int
+    reserved: int
+    copying: int
+    shared: int
+
+
+class Reply(NamedTuple):
+    """What ends every answer on the link."""
+
+    entries: tuple[DownlinkEntry, ...]
+    counts: BlockCounts
+
+
+class AllocateItem(NamedTuple):
+    """A sequence that wants a block table."""
+
+    key: SequenceKey
+    root: Root
+    tokens: bytes
+    max_new_tokens: int = 1
+    no_wait: bool = False
+    max_cached_tokens: int | None = None
+
+
+class Granted(NamedTuple):
+    """A block table from index 0 on, and the prefix that its first blocks already hold."""
+
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_cached_tokens: int
+
+
+class Wait(NamedTuple):
+    """Nothing granted: `leader` is computing a prefix of this prompt, useful up to `position` tokens."""
+
+    leader: SequenceKey
+    position: int
+
+
+AllocateOutcome = Granted | Wait | Refusal
+
+
+class SequenceUpdate(NamedTuple):
+    """What a worker knows of one of its sequences. A statement of state, not a delta."""
+
+    key: SequenceKey
+    start: int = 0
+    tokens: bytes = b""
+    num_computed_tokens: int = 0
+    bound: tuple[TableEntry, ...] = ()
+
+
+class AppendItem(NamedTuple):
+    """An update of a live sequence; `want_blocks` is the table length an engine without a reserve asks for."""
+
+    update: SequenceUpdate
+    want_blocks: int = 0
+
+
+class Appended(NamedTuple):
+    """The update is taken in; `new_entries` continue the table where the engine's knowledge of it ends."""
+
+    num_sealed_tokens: int
+    new_entries: tuple[TableEntry, ...] = ()
+
+
+AppendOutcome = Appended | Refusal

@@ -1,0 +1,53 @@
+"""Why the core says no. One exception, one closed list of reasons; the edge maps each reason to a status."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(Enum):
+    """The `ErrorInfo.reason` of a refusal. Whoever raises one has changed nothing."""
+
+    BAD_FIELD = "BAD_FIELD"
+    NEVER_FITS = "NEVER_FITS"
+    NO_BLOCKS = "NO_BLOCKS"
+    NOT_TRIED = "NOT_TRIED"
+    TOO_MANY_SEQUENCES = "TOO_MANY_SEQUENCES"
+    TOO_MANY_WORKERS = "TOO_MANY_WORKERS"
+    UNKNOWN_SEQUENCE = "UNKNOWN_SEQUENCE"
+    UNKNOWN_WORKER = "UNKNOWN_WORKER"
+    STALE_SESSION = "STALE_SESSION"
+    STALE_REGISTER = "STALE_REGISTER"
+    STALE_INCARNATION = "STALE_INCARNATION"
+    STALE_CALL = "STALE_CALL"
+    STALE_ATTEMPT = "STALE_ATTEMPT"
+    STALE_ROUND = "STALE_ROUND"
+    STALE_GENERATION = "STALE_GENERATION"
+    FREE_FIRST = "FREE_FIRST"
+    SEQUENCE_ELSEWHERE = "SEQUENCE_ELSEWHERE"
+    TOKENS_DIFFER = "TOKENS_DIFFER"
+    GAP = "GAP"
+    UNSUPPORTED = "UNSUPPORTED"
+
+
+class Refusal(Exception):
+    """A request that the core turned down, having changed nothing.
+
+    `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
+    `position` is the token position needed after GAP and TOKENS_DIFFER.
+    """
+
+    def __init__(self, reason: Reason, message: str, *, field: str = "", position: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"Refusal({self.reason.value}: {self.message})"
+
+
+def bad_field(field: str, message: str) -> Refusal:
+    """A BAD_FIELD refusal for `field`."""
+    return Refusal(Reason.BAD_FIELD, f"{field}: {message}", field=field)

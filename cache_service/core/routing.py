@@ -1,0 +1,78 @@
+"""Route: which workers would have the least to compute for a prompt. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .block_pool import BlockPool
+from .hashing import HashFunction
+from .messages import TOKEN_BYTES, Root, WorkerLoad
+from .prefix_tree import Node, PrefixTree
+from .session import Session
+
+SEQUENCE_COST_TOKENS = 16
+"""What one more sequence on a worker costs a newcomer, in tokens of prefill. It only has to spread equal prompts over idle
+workers before a short prefix pulls them all to one."""
+
+
+class RoutedWorker(NamedTuple):
+    """A worker that can serve the prompt, and how much of it it has."""
+
+    session: Session
+    num_cached_tokens: int
+    num_in_flight_tokens: int
+    """Prefix that it holds or is computing; at least num_cached_tokens."""
+    load: WorkerLoad
+
+
+def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]]:
+    """Per pool, how many leading nodes of the path it holds, and how many it holds or is computing."""
+    cached: dict[BlockPool, int] = {}
+    in_flight: dict[BlockPool, int] = {}
+    for index, node in enumerate(path):
+        advanced = False
+        for pool in node.pools():
+            if cached.get(pool, 0) == index:
+                cached[pool] = index + 1
+            if in_flight.get(pool, 0) == index:
+                in_flight[pool] = index + 1
+                advanced = True
+        for leader in node.iter_leaders():
+            if in_flight.get(leader.pool, 0) == index:
+                in_flight[leader.pool] = index + 1
+                advanced = True
+        if not advanced:
+            break
+    return cached, in_flight
+
+
+def route(
+    tree: PrefixTree, sessions: Iterable[Session], root: Root, tokens: bytes, hash_function: HashFunction
+) -> list[RoutedWorker]:
+    """The sessions, best first: least expected work (tokens to compute + work queued), cold ties by hash of the first block.
+
+    The hash is combined with the worker's id (rendezvous hashing), so that equal cold prompts meet on one worker and different
+    ones spread.
+    """
+    num_tokens = len(tokens) // TOKEN_BYTES
+    reach: dict[int, tuple[dict[BlockPool, int], dict[BlockPool, int]]] = {}
+    ranked: list[tuple[int, int, RoutedWorker]] = []
+    for session in sessions:
+        block_size = session.pool.block_size
+        if block_size not in reach:
+            node = tree.find_root(root, block_size)
+            max_blocks = (num_tokens - 1) // block_size
+            path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
+            reach[block_size] = _reach(path)
+        cached, in_flight = reach[block_size]
+        num_cached = cached.get(session.pool, 0) * block_size
+        num_in_flight = max(num_cached, in_flight.get(session.pool, 0) * block_size)
+        load = session.load
+        num_sequences = max(load.num_running, len(session.sequences)) + load.num_waiting
+        cost = num_tokens - num_in_flight + load.num_uncomputed_tokens + SEQUENCE_COST_TOKENS * num_sequences
+        first_block = tokens[: block_size * TOKEN_BYTES]
+        tie = hash_function(session.worker_id.encode() + b"\0" + first_block)
+        ranked.append((cost, tie, RoutedWorker(session, num_cached, num_in_flight, load)))
+    ranked.sort(key=lambda entry: entry[:2])
+    return [worker for _, _, worker in ranked]

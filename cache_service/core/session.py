@@ -1,0 +1,68 @@
+"""One registration of a worker: its pool, its live sequences, its lease and its numbered downlink."""
+
+from __future__ import annotations
+
+from .block_pool import BlockPool
+from .messages import DownlinkEntry, Grant, Registration, Stop, WorkerLoad
+from .sequence import Sequence
+
+
+class Downlink:
+    """The numbered list of entries that every reply repeats until the worker acknowledges them."""
+
+    def __init__(self) -> None:
+        self._entries: list[DownlinkEntry] = []
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, entry: Grant | Stop) -> None:
+        """Append an entry under the next number."""
+        self._last_number += 1
+        self._entries.append(DownlinkEntry(self._last_number, entry))
+
+    def acknowledge(self, number: int) -> None:
+        """Drop entries up to `number`. An old acknowledgement that arrives late drops nothing more."""
+        entries = self._entries
+        if entries and entries[0].number <= number:
+            self._entries = [entry for entry in entries if entry.number > number]
+
+    @property
+    def last_number(self) -> int:
+        """Number of the newest entry ever pushed."""
+        return self._last_number
+
+    def pending(self) -> tuple[DownlinkEntry, ...]:
+        """Entries not acknowledged, oldest first."""
+        return tuple(self._entries)
+
+
+class Session:
+    """A worker's registration, from Register until it is fenced, expires or deregisters."""
+
+    def __init__(self, number: int, registration: Registration, pool: BlockPool, lease_end: float) -> None:
+        self.number = number
+        self.registration = registration
+        self.pool = pool
+        self.lease_end = lease_end
+        """Monotonic time at which the lease runs out, in seconds."""
+        self.last_call_no = 0
+        """Number of the last mutating call executed."""
+        self.downlink = Downlink()
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        """Live sequences by (sequence_id, attempt)."""
+        self.reserve_wish = 0
+        """Blocks that the worker wants in its reserve."""
+        self.load = WorkerLoad()
+        self.num_calls = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Name of the worker."""
+        return self.registration.worker_id
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.pool.counts()}>"

@@ -1,0 +1,235 @@
+"""Append and Free: taking in what a worker knows of a sequence, sealing what is computed, and letting go.
+
+An update is a statement of state that is merged, so that stating it again, or stating an older one later, is harmless. Every
+check comes before the first change.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .attempts import Attempts
+from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
+from .prefix_tree import PrefixTree
+from .refusal import Reason, Refusal, bad_field
+from .sequence import Sequence
+from .session import Session
+
+
+class _Merge(NamedTuple):
+    """An update that was checked and can be applied."""
+
+    new_tokens: bytes
+    new_blocks: list[int]
+    num_named: int
+    num_computed_tokens: int
+
+
+def _find(session: Session, update: SequenceUpdate) -> Sequence:
+    """The live sequence that an Append means."""
+    key = update.key
+    sequence = session.sequences.get((key.sequence_id, key.attempt))
+    if sequence is None or key.round > sequence.key.round:
+        raise Refusal(
+            Reason.UNKNOWN_SEQUENCE,
+            f"no live sequence {key.sequence_id!r} attempt {key.attempt} round {key.round} on worker {session.worker_id!r}: "
+            "Allocate it first",
+        )
+    if key.round < sequence.key.round:
+        raise Refusal(
+            Reason.STALE_ROUND,
+            f"round {key.round} of {key.sequence_id!r} is over: round {sequence.key.round} lives",
+        )
+    if sequence.fenced:
+        raise Refusal(
+            Reason.STALE_ATTEMPT,
+            f"attempt {key.attempt} of sequence {key.sequence_id!r} is fenced by a larger one: end the stream and Free it",
+        )
+    return sequence
+
+
+def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> bytes:
+    """What the update adds to the tokens known; the overlap must be equal."""
+    num_stated, rest = divmod(len(update.tokens), TOKEN_BYTES)
+    if rest:
+        raise bad_field("tokens", f"needed little-endian uint32 token ids, got {len(update.tokens)} bytes")
+    known = sequence.num_tokens
+    if update.start > known:
+        raise Refusal(
+            Reason.GAP,
+            f"sequence {update.key.sequence_id!r} is known up to position {known}, the update begins at {update.start}: "
+            f"state the tokens from {known} on",
+            position=known,
+        )
+    if update.start + num_stated > limits.max_tokens_per_sequence:
+        raise bad_field("tokens", f"at most {limits.max_tokens_per_sequence} tokens per sequence")
+    overlap = min(known - update.start, num_stated) * TOKEN_BYTES
+    begin = update.start * TOKEN_BYTES
+    if sequence.tokens[begin : begin + overlap] != update.tokens[:overlap]:
+        position = next(
+            update.start + i
+            for i in range(overlap // TOKEN_BYTES)
+            if sequence.tokens[begin + i * TOKEN_BYTES : begin + (i + 1) * TOKEN_BYTES]
+            != update.tokens[i * TOKEN_BYTES : (i + 1) * TOKEN_BYTES]
+        )
+        raise Refusal(
+            Reason.TOKENS_DIFFER,
+            f"sequence {update.key.sequence_id!r} is known with another token at position {position}: "
+            "a sequence's tokens never change",
+            position=position,
+        )
+    return update.tokens[overlap:]
+
+
+def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
+    """The entries that the update adds to the table; each named block must be the entry already, or be reserved here."""
+    pool = sequence.pool
+    table = sequence.table
+    blocks: list[int] = []
+    for index, block, generation in bound:
+        if index < len(table):
+            if table[index] == block and pool.generation(block) == generation:
+                continue
+            found = f"entry {index} is block {table[index]} of generation {pool.generation(table[index])}"
+        elif index == len(table) + len(blocks) and pool.is_reserved(block, generation) and block not in blocks:
+            blocks.append(block)
+            continue
+        else:
+            found = (
+                f"the table has {len(table) + len(blocks)} entries and the block is not reserved with that generation"
+            )
+        raise Refusal(
+            Reason.STALE_GENERATION,
+            f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index}, but "
+            f"{found}: the worker's state is not the manager's; register again",
+        )
+    return blocks
+
+
+def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
+    """Everything that can be wrong with an update. Changes nothing."""
+    new_tokens = _new_tokens(sequence, update, limits)
+    new_blocks = _new_blocks(sequence, update.bound)
+    num_tokens = sequence.num_tokens + len(new_tokens) // TOKEN_BYTES
+    num_slots = (len(sequence.table) + len(new_blocks)) * sequence.pool.block_size
+    if update.num_computed_tokens > min(num_tokens, num_slots):
+        raise bad_field(
+            "num_computed_tokens",
+            f"{update.num_computed_tokens} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
+        )
+    named = max((entry.table_index + 1 for entry in update.bound), default=0)
+    return _Merge(
+        new_tokens,
+        new_blocks,
+        max(named, sequence.num_named),
+        max(update.num_computed_tokens, sequence.num_computed_tokens),
+    )
+
+
+def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
+    """Make the checked update true, and seal the blocks that are full and computed now."""
+    pool = sequence.pool
+    sequence.tokens += merge.new_tokens
+    for block in merge.new_blocks:
+        pool.bind(block)
+    sequence.table += merge.new_blocks
+    sequence.num_named = merge.num_named
+    sequence.num_computed_tokens = merge.num_computed_tokens
+    _seal(tree, sequence)
+
+
+def _seal(tree: PrefixTree, sequence: Sequence) -> None:
+    """Give every full computed block its node; from here on it is a hit for others and never changes."""
+    pool = sequence.pool
+    nodes = sequence.nodes
+    num_full = sequence.num_computed_tokens // pool.block_size
+    if num_full > len(nodes):
+        before = nodes[-1] if nodes else sequence.root
+        tree.extend(nodes, sequence.root, sequence.tokens, pool.block_size, num_full)
+        # Generated blocks have no leader: nobody can know beforehand what they will hold.
+        before.num_sequences -= 1
+        nodes[-1].num_sequences += 1
+    for index in range(sequence.num_sealed, num_full):
+        node = nodes[index]
+        tree.name(node)
+        pool.seal(sequence.table[index], node)
+        node.drop_leader(sequence)
+    sequence.num_sealed = max(sequence.num_sealed, num_full)
+
+
+def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int, limits: Limits) -> Appended:
+    """Merge an update of a live sequence and, if `want_blocks` asks for it, lengthen its table.
+
+    Raises Refusal (having changed nothing): UNKNOWN_SEQUENCE, STALE_ROUND, STALE_ATTEMPT, GAP, TOKENS_DIFFER, STALE_GENERATION,
+    BAD_FIELD, NEVER_FITS, NO_BLOCKS.
+    """
+    sequence = _find(session, item.update)
+    merge = _check(sequence, item.update, limits)
+    pool = session.pool
+    num_missing = item.want_blocks - len(sequence.table) - len(merge.new_blocks)
+    if item.want_blocks > pool.capacity:
+        raise Refusal(
+            Reason.NEVER_FITS,
+            f"a table of {item.want_blocks} blocks was wanted; the whole pool of worker {session.worker_id!r} has {pool.capacity}",
+            field="want_blocks",
+        )
+    if num_missing > pool.num_available:
+        counts = pool.counts()
+        raise Refusal(
+            Reason.NO_BLOCKS,
+            f"needed {num_missing} more blocks; worker {session.worker_id!r} has {counts.free} free and {counts.cached} evictable "
+            f"of {counts.capacity}: Free a sequence, or wait until one ends",
+        )
+    _apply(tree, sequence, merge)
+    if num_missing > 0:
+        sequence.table += pool.take_held(num_missing, generation)
+    if not item.want_blocks:
+        return Appended(sequence.num_sealed * pool.block_size)
+    unnamed = range(sequence.num_named, len(sequence.table))
+    return Appended(
+        sequence.num_sealed * pool.block_size,
+        tuple(TableEntry(i, sequence.table[i], pool.generation(sequence.table[i])) for i in unnamed),
+    )
+
+
+def free(tree: PrefixTree, attempts: Attempts, session: Session, update: SequenceUpdate, limits: Limits) -> None:
+    """Merge what joins on, then end the sequence unless a newer round of it lives. Idempotent; never refuses.
+
+    Named blocks that are still in the reserve with that generation go back to the free list; everything else named is ignored.
+    """
+    key = update.key
+    sequence = session.sequences.get((key.sequence_id, key.attempt))
+    if sequence is not None and sequence.key.round <= key.round:
+        if sequence.key.round == key.round:
+            try:
+                merge = _check(sequence, update, limits)
+            except Refusal:
+                pass  # Free never fails: what does not join on is not sealed.
+            else:
+                _apply(tree, sequence, merge)
+        end(tree, attempts, sequence)
+    for _, block, generation in update.bound:
+        if session.pool.is_reserved(block, generation):
+            session.pool.unreserve(block)
+
+
+def end(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
+    """Release every table entry, the last block first, so that a prefix outlives its continuations."""
+    pool = sequence.pool
+    for block in reversed(sequence.table):
+        pool.release(block)
+    leave(tree, attempts, sequence)
+
+
+def leave(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
+    """Take a sequence out of the tree and the indexes, without touching its blocks."""
+    nodes = sequence.nodes
+    for node in nodes[sequence.num_sealed :]:
+        node.drop_leader(sequence)
+    deepest = nodes[-1] if nodes else sequence.root
+    deepest.num_sequences -= 1
+    tree.prune(deepest)
+    sequence.nodes = []
+    sequence.table = []
+    del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]
+    attempts.drop(sequence)
