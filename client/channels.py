@@ -1,0 +1,90 @@
+"""The gRPC channels of one client: one per address, opened when first used."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import OrderedDict
+from typing import Final
+
+import grpc.aio
+
+from .errors import InvalidRequest
+
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+MAX_CHANNELS: Final = 256
+
+_OPTIONS: Final[list[tuple[str, int]]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # gRPC backs off up to 120 s by default; a restarted service is to be found at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Also the time-out of one attempt to connect: a frozen process still accepts, but never answers.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    # Never more often than our servers allow (min_recv_ping_interval 10 s): else they hang up with too_many_pings.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A Generate that gRPC repeats on its own would be a second stream for one attempt.
+    ("grpc.enable_retries", 0),
+    # A proxy for the web must not see the way to a service on this machine.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port can only be reached on this machine."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Channels:
+    """Channels by address. Use it, and close it, inside one running event loop."""
+
+    def __init__(self, *, allow_remote: bool) -> None:
+        self._allow_remote = allow_remote
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The channel to host:port; connects when it is first used. InvalidRequest for an address off this machine
+        unless that was allowed."""
+        channel = self._channels.get(address)
+        if channel is None:
+            if not self._allow_remote and not is_loopback(address):
+                raise InvalidRequest(
+                    f"{address} is not an address of this machine, and the channel is not encrypted; "
+                    "set allow_remote (KVPOOL_ALLOW_REMOTE=1) if you trust the network between",
+                    reason="REMOTE_ADDRESS",
+                )
+            channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channels[address] = channel
+            self._bound()
+        self._channels.move_to_end(address)
+        return channel
+
+    async def close(self) -> None:
+        """Close all channels; calls that still run on them are cancelled. May be repeated."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        while self._channels:
+            await self._channels.popitem()[1].close()
+
+    def _bound(self) -> None:
+        # Restarted workers come back on other ports: without a bound a long-lived client would collect dead channels.
+        while len(self._channels) > MAX_CHANNELS:
+            _, oldest = self._channels.popitem(last=False)
+            task = asyncio.get_running_loop().create_task(oldest.close(grace=600.0))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

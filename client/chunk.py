@@ -1,0 +1,117 @@
+"""One piece of an answer, as it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvpool.v1 import worker_pb2
+
+from .errors import ProtocolError
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """An end-of-text id, a stop id or a stop string."""
+    LENGTH = "length"
+    """max_tokens, or the model's longest sequence."""
+
+
+_FINISH_REASONS: Final = {
+    worker_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    worker_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position."""
+
+    logprob: float
+    """Natural logarithm of the sampled token's probability (temperature 1, no truncation)."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability) of the most likely tokens, best first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request used."""
+
+    num_prompt_tokens: int
+    """Tokens of the prompt."""
+    num_cached_tokens: int
+    """Prompt tokens served from the cache at the first admission: a multiple of the block size."""
+    num_generated_tokens: int
+    """Tokens generated so far."""
+    num_preemptions: int
+    """How often the sequence was preempted and recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer: some tokens and the text that has become certain. Either may be empty."""
+
+    start_index: int
+    """Index of token_ids[0] among all tokens of the answer, from 0."""
+    token_ids: tuple[int, ...]
+    """New tokens, without the id that ended the text."""
+    text: str
+    """New text. It may lag behind the tokens: incomplete characters and what may begin a stop string come later."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One per token if they were asked for."""
+    usage: Usage | None
+    """In the first and the last chunk of a worker's stream."""
+    finish_reason: FinishReason | None
+    """In the last chunk only."""
+    worker_id: str
+    """The worker that computed it."""
+    attempt: int
+    """1 for the first worker tried, larger for every further one."""
+
+
+def chunk_from_proto(
+    message: worker_pb2.GenerateResponse, *, start_index: int, worker_id: str, attempt: int, want_logprobs: bool
+) -> Chunk:
+    """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities."""
+    finish_reason = None
+    if message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
+        finish_reason = _FINISH_REASONS.get(message.finish_reason)
+        if finish_reason is None:
+            raise ProtocolError(
+                f"{worker_id} ended its stream with the unknown finish reason {message.finish_reason}; "
+                "is it of another version?",
+                reason="UNKNOWN_FINISH_REASON",
+            )
+    if want_logprobs and len(message.logprobs) != len(message.token_ids):
+        raise ProtocolError(
+            f"{worker_id} sent {len(message.logprobs)} log-probabilities for {len(message.token_ids)} tokens",
+            reason="LOGPROBS_MISSING",
+        )
+    return Chunk(
+        start_index=start_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=tuple(_logprobs_from_proto(item) for item in message.logprobs) if want_logprobs else None,
+        usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
+        finish_reason=finish_reason,
+        worker_id=worker_id,
+        attempt=attempt,
+    )
+
+
+def _logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprob=message.logprob, top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    )
+
+
+def _usage_from_proto(message: worker_pb2.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        num_generated_tokens=message.num_generated_tokens,
+        num_preemptions=message.num_preemptions,
+    )

@@ -1,0 +1,118 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Final, Unpack
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from .channels import Channels
+from .chat_template import Message
+from .config import ClientConfig
+from .deadline import Deadline
+from .manager import Manager
+from .model import Model
+from .models import Models
+from .options import GenerateOptions, GenerateSettings
+from .stream import GenerateStream
+
+_READ_TIMEOUT_SECONDS: Final = 10.0
+
+
+class Client:
+    """Talks to one cluster. Cheap to make; channels are opened when first used, inside the running event loop.
+
+    Use it as `async with Client() as client`, or call close(). Any number of requests may run at once, all in the event
+    loop of the first.
+    """
+
+    def __init__(self, manager: str | None = None, *, config: ClientConfig | None = None) -> None:
+        """`manager` is host:port; None: as the config says, by default KVPOOL_MANAGER or 127.0.0.1:50051."""
+        config = ClientConfig.from_environment() if config is None else config
+        self._config = config if manager is None else replace(config, manager=manager)
+        self._channels = Channels(allow_remote=self._config.allow_remote)
+        self._manager = Manager(self._channels, self._config)
+        self._models = Models(self._manager, self._channels)
+
+    def __repr__(self) -> str:
+        return f"Client({self._config.manager})"
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all channels; streams that still run are cancelled. May be repeated."""
+        await self._channels.close()
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerateStream:
+        """Continue a raw prompt: text, tokenised as the model's tokenizer does it by itself, or token ids.
+
+        Options are checked here (InvalidRequest), the prompt when the stream starts.
+        """
+        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        return self._stream(lambda model: model.encode_prompt(prompt), options)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateStream:
+        """Let the assistant speak next: `messages` are {"role": …, "content": …}, put into the model's own form by its
+        chat template; `template_arguments` are further variables for it."""
+        messages = tuple(dict(message) for message in messages)
+        return self._stream(lambda model: model.encode_chat(messages, template_arguments), options)
+
+    async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
+        """Facts, tokenizer and chat template of a model; None: of the one that all workers serve."""
+        return await self._models.get(name, Deadline(timeout or _READ_TIMEOUT_SECONDS))
+
+    async def describe(
+        self,
+        *,
+        worker_id: str = "",
+        first_block: int | None = None,
+        max_blocks: int = 0,
+        timeout: float | None = None,
+    ) -> cache_pb2.DescribeResponse:
+        """Live workers and their block counts; with worker_id and first_block also a page of its block map."""
+        deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
+        return await self._manager.describe(
+            deadline, worker_id=worker_id, first_block=first_block, max_blocks=max_blocks
+        )
+
+    async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
+        """Audit of the manager's laws; no violations: every law holds."""
+        return await self._manager.check(Deadline(timeout or _READ_TIMEOUT_SECONDS))
+
+    async def route(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model_fingerprint: str = "",
+        adapter: str = "",
+        tenant_salt: str = "",
+        timeout: float | None = None,
+    ) -> cache_pb2.RouteResponse:
+        """Workers for a prompt, best first. Advisory; changes nothing."""
+        root = common_pb2.Root(model_fingerprint=model_fingerprint, adapter=adapter, tenant_salt=tenant_salt)
+        return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), root, token_ids)
+
+    def _stream(self, encode: Callable[[Model], list[int]], options: GenerateOptions) -> GenerateStream:
+        return GenerateStream(
+            encode=encode,
+            settings=GenerateSettings.from_options(options),
+            models=self._models,
+            manager=self._manager,
+            channels=self._channels,
+            config=self._config,
+        )

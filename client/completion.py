@@ -1,0 +1,85 @@
+"""A whole answer, and how it is put together from chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .chunk import Chunk, FinishReason, TokenLogprobs, Usage
+from .errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer."""
+
+    text: str
+    """All text, without what ended it."""
+    token_ids: tuple[int, ...]
+    """All generated tokens, without the id that ended the text."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    num_prompt_tokens: int
+    """Tokens of the prompt."""
+    num_cached_tokens: int
+    """Prompt tokens that the cache served: a multiple of the block size, always less than the prompt."""
+    worker_id: str
+    """The worker that computed the last token."""
+    time_to_first_token_ms: float
+    """From the start of the call, tokenising and routing included, to the first token (or to the end, if none came)."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One per token if they were asked for."""
+    num_preemptions: int
+    """How often the sequence was preempted and recomputed."""
+    num_attempts: int
+    """Workers tried, this one included."""
+
+
+class CompletionBuilder:
+    """Collects the chunks of one answer, in order."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None
+        self._usage: Usage | None = None
+        self._last: Chunk | None = None
+        self._first_token_ms: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens delivered so far. Owned by the builder: do not change."""
+        return self._token_ids
+
+    def add(self, chunk: Chunk, elapsed_ms: float) -> None:
+        """Take in the next chunk, `elapsed_ms` after the start of the call."""
+        self._text.append(chunk.text)
+        self._token_ids.extend(chunk.token_ids)
+        if chunk.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *chunk.logprobs]
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if self._first_token_ms is None and (chunk.token_ids or chunk.finish_reason is not None):
+            self._first_token_ms = elapsed_ms
+        self._last = chunk
+
+    def build(self) -> Completion:
+        """The answer. ProtocolError unless a chunk with a finish reason and one with usage were added."""
+        last, usage, first_token_ms = self._last, self._usage, self._first_token_ms
+        if last is None or last.finish_reason is None or usage is None or first_token_ms is None:
+            raise ProtocolError(
+                f"the answer is not complete: {len(self._token_ids)} tokens, "
+                f"finish reason {last.finish_reason if last else None}, usage {usage}",
+                reason="INCOMPLETE",
+            )
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=last.finish_reason,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            worker_id=last.worker_id,
+            time_to_first_token_ms=first_token_ms,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            num_preemptions=usage.num_preemptions,
+            num_attempts=last.attempt,
+        )

@@ -1,0 +1,59 @@
+"""What a client can be told once, at its start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import InvalidRequest
+
+DEFAULT_MANAGER: Final = "127.0.0.1:50051"
+MANAGER_VARIABLE: Final = "KVPOOL_MANAGER"
+REMOTE_VARIABLE: Final = "KVPOOL_ALLOW_REMOTE"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Settings of one client. Times are in seconds. Validated when it is made: InvalidRequest."""
+
+    manager: str = DEFAULT_MANAGER
+    """host:port of the cache manager."""
+    timeout: float = 600.0
+    """How long a generate or chat may take from its start to its last token, unless the call says otherwise."""
+    unary_timeout: float = 5.0
+    """How long one short call to the manager may take before it counts as unanswered."""
+    first_contact: float = 5.0
+    """How long to look for a manager that has never answered this client. One that has answered is waited for until the
+    time-out of the request: it is restarting."""
+    worker_wait: float = 5.0
+    """How long to wait for a live worker when the manager knows none: after its restart they register again."""
+    max_attempts: int = 8
+    """Workers tried for one request at most."""
+    liveness_interval: float = 2.0
+    """How often to ask the manager whether the worker still lives while the first token is not there."""
+    allow_remote: bool = False
+    """Also talk to addresses outside this machine. The channel is not encrypted: only on a network that you trust."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.manager.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InvalidRequest(
+                f"the manager's address must be host:port, got {self.manager!r}; e.g. {DEFAULT_MANAGER}",
+                reason="BAD_FIELD",
+            )
+        for name in ("timeout", "unary_timeout", "first_contact", "worker_wait", "liveness_interval"):
+            value = getattr(self, name)
+            if not 0 < value <= 86_400:
+                raise InvalidRequest(f"{name} must be in (0, 86400] seconds, got {value}", reason="BAD_FIELD")
+        if not 1 <= self.max_attempts <= 64:
+            raise InvalidRequest(f"max_attempts must be in 1 … 64, got {self.max_attempts}", reason="BAD_FIELD")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientConfig:
+        """The defaults, with KVPOOL_MANAGER and KVPOOL_ALLOW_REMOTE applied where they are set."""
+        return cls(
+            manager=environment.get(MANAGER_VARIABLE) or DEFAULT_MANAGER,
+            allow_remote=environment.get(REMOTE_VARIABLE, "") not in ("", "0"),
+        )

@@ -1,0 +1,155 @@
+"""What can go wrong, as exceptions: the inverse of the status table in DESIGN.md, section 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, cast
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+ERROR_DOMAIN: Final = "kvpool"
+"""The domain of every ErrorInfo that a kvpool service sends."""
+
+
+class KvpoolError(Exception):
+    """Base of everything this library raises on purpose. `str(error)` says what was needed and what to change."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        retry_after: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        violations: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message: Final = message
+        """The sentence for people."""
+        self.reason: Final = reason
+        """The word for programs, e.g. NO_BLOCKS; empty where the transport answered instead of a kvpool service."""
+        self.retry_after: Final = retry_after
+        """Seconds after which the same request may succeed, where the service said so."""
+        self.metadata: Final[Mapping[str, str]] = dict(metadata or {})
+        """Further figures of the service's ErrorInfo."""
+        self.violations: Final = violations
+        """`field: what is wrong with it`, one for each bad field or exhausted quota."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.message!r}, reason={self.reason!r}, retry_after={self.retry_after})"
+
+
+class InvalidRequest(KvpoolError):
+    """The request can never succeed as it is: a bad field, or more than the worker can ever hold."""
+
+
+class NotFound(KvpoolError):
+    """What the request names does not exist, e.g. a model that no live worker serves."""
+
+
+class AlreadyExists(KvpoolError):
+    """A stream for the same sequence and attempt exists already."""
+
+
+class ResourceExhausted(KvpoolError):
+    """Not now: blocks, places or a quota are used up. `retry_after` says when to ask again, where it is known."""
+
+
+class FailedPrecondition(KvpoolError):
+    """The request rests on something that is no longer so (attempt, session, model): never repeat it as it is."""
+
+
+class Aborted(KvpoolError):
+    """The request does not join on to what the service knows."""
+
+
+class Unavailable(KvpoolError):
+    """The service is not there, starts, drains or recovers; another one, or a later try, may answer."""
+
+
+class DeadlineExceeded(KvpoolError):
+    """The time-out passed. What was asked for may have happened all the same."""
+
+
+class Cancelled(KvpoolError):
+    """The call was ended before its result was complete."""
+
+
+class Unimplemented(KvpoolError):
+    """The service does not know this call: another version than this client's."""
+
+
+class PermissionDenied(KvpoolError):
+    """The service refuses this client."""
+
+
+class ServiceError(KvpoolError):
+    """The service failed in a way that it does not explain: a defect to report."""
+
+
+class ProtocolError(KvpoolError):
+    """The service's answer breaks the protocol: wrong digest, tokens out of order, an end without a reason."""
+
+
+_EXCEPTIONS: Final[Mapping[grpc.StatusCode, type[KvpoolError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.ABORTED: Aborted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDenied,
+}
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
+    """The exception for a failed call to `who`. A code outside the table, INTERNAL among them, is a ServiceError."""
+    exception = _EXCEPTIONS.get(error.code(), ServiceError)
+    reason = ""
+    metadata: dict[str, str] = {}
+    retry_after: float | None = None
+    violations: list[str] = []
+    for detail in _details(error):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            if info.domain == ERROR_DOMAIN:
+                reason = info.reason
+                metadata = dict(info.metadata)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            violations += [f"{violation.field}: {violation.description}" for violation in bad.field_violations]
+        elif detail.Is(error_details_pb2.QuotaFailure.DESCRIPTOR):
+            quota = error_details_pb2.QuotaFailure()
+            detail.Unpack(quota)
+            violations += [f"{violation.subject}: {violation.description}" for violation in quota.violations]
+    return exception(
+        f"{who}: {error.details() or error.code().name}",
+        reason=reason,
+        retry_after=retry_after,
+        metadata=metadata,
+        violations=tuple(violations),
+    )
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[error_details_pb2.Any]:
+    try:
+        status = rpc_status.from_call(cast(grpc.Call, error))
+    except ValueError:
+        # Code or message of the status and of the details disagree: believe the status alone.
+        return []
+    return [] if status is None else list(status.details)

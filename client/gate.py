@@ -1,0 +1,59 @@
+"""The gate of a stream: which tokens of which attempt the client takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import ProtocolError
+
+
+class Accepted(NamedTuple):
+    """Where accepted tokens stand in the answer."""
+
+    start_index: int
+    """Index of the first of them among all tokens of the answer."""
+
+
+class Gate:
+    """Takes a token only for the current attempt and at its next position (DESIGN.md, section 7).
+
+    Workers count positions from 0 in each stream; the gate knows how many tokens earlier attempts delivered, so a
+    continuation on another worker joins on without a token twice or a hole.
+    """
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._base = 0
+        self._num_delivered = 0
+
+    def __repr__(self) -> str:
+        return f"Gate(attempt={self._attempt}, base={self._base}, num_delivered={self._num_delivered})"
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens taken so far, over all attempts."""
+        return self._num_delivered
+
+    def open(self, attempt: int) -> None:
+        """From now on only `attempt` may deliver; it starts behind what was delivered. Attempts only grow."""
+        assert attempt > self._attempt, (attempt, self._attempt)
+        self._attempt = attempt
+        self._base = self._num_delivered
+
+    def take(self, attempt: int, start_index: int, num_tokens: int) -> Accepted | None:
+        """Let `num_tokens` tokens at `start_index` of attempt's stream through; None: of an older attempt, drop them.
+
+        ProtocolError if they do not stand at the next position. Without tokens only the attempt is looked at.
+        """
+        if attempt != self._attempt:
+            return None
+        position = self._base + start_index
+        if num_tokens and position != self._num_delivered:
+            raise ProtocolError(
+                f"the worker sent tokens at position {start_index} of attempt {attempt}, "
+                f"the next one is {self._num_delivered - self._base}",
+                reason="OUT_OF_ORDER",
+            )
+        accepted = Accepted(start_index=self._num_delivered)
+        self._num_delivered += num_tokens
+        return accepted

@@ -1,0 +1,104 @@
+"""The client's side of the cache manager: three read-only calls, repeated while the manager restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import grpc.aio
+import numpy as np
+from google.protobuf.message import Message
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+
+from .channels import MAX_MESSAGE_BYTES, Channels
+from .config import ClientConfig
+from .deadline import Deadline
+from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, from_rpc_error
+
+_BACKOFF_SECONDS_MIN: Final = 0.05
+_BACKOFF_SECONDS_MAX: Final = 1.0
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+class Manager:
+    """Describe, Check and Route. All of them change nothing, so all of them may be repeated."""
+
+    def __init__(self, channels: Channels, config: ClientConfig) -> None:
+        self._channels = channels
+        self._config = config
+        self._has_answered = False
+
+    async def describe(
+        self, deadline: Deadline, *, worker_id: str = "", first_block: int | None = None, max_blocks: int = 0
+    ) -> cache_pb2.DescribeResponse:
+        """Live workers and their block counts; with first_block also one page of that worker's block map."""
+        request = cache_pb2.DescribeRequest(
+            worker_id=worker_id,
+            include_blocks=first_block is not None,
+            first_block=first_block or 0,
+            max_blocks=max_blocks,
+        )
+        return await self._call(self._stub().Describe, request, deadline)
+
+    async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:
+        """Audit of the manager's laws."""
+        return await self._call(self._stub().Check, cache_pb2.CheckRequest(), deadline)
+
+    async def route(
+        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, max_workers: int = 0
+    ) -> cache_pb2.RouteResponse:
+        """Workers for a prompt, best first. Advisory."""
+        request = cache_pb2.RouteRequest(
+            root=root, tokens=np.asarray(token_ids, dtype="<u4").tobytes(), max_workers=max_workers
+        )
+        if request.ByteSize() > MAX_MESSAGE_BYTES:
+            raise InvalidRequest(
+                f"a prompt of {len(token_ids)} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes",
+                reason="NEVER_FITS",
+            )
+        return await self._call(self._stub().Route, request, deadline)
+
+    def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
+        return cache_pb2_grpc.CacheServiceStub(self._channels.get(self._config.manager))
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        deadline: Deadline,
+    ) -> _Response:
+        """One call, repeated while the manager is away: until the deadline if it ever answered, else for first_contact."""
+        contact = Deadline(self._config.first_contact, deadline.clock)
+        backoff = _BACKOFF_SECONDS_MIN
+        while True:
+            deadline.check(f"asking the manager at {self._config.manager}")
+            patience = deadline if self._has_answered else contact
+            try:
+                timeout = min(self._config.unary_timeout, deadline.remaining(), max(patience.remaining(), 0.1))
+                response = await method(request, timeout=timeout)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc_error(rpc_error, f"the manager at {self._config.manager}")
+                if not isinstance(error, Unavailable | DeadlineExceeded):
+                    raise error from rpc_error
+                left = min(patience.remaining(), deadline.remaining())
+                if left <= 0:
+                    raise self._unreachable(error) from rpc_error
+                pause = max(backoff * random.uniform(0.8, 1.2), error.retry_after or 0.0)
+                await asyncio.sleep(min(pause, left))
+                backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX)
+            else:
+                self._has_answered = True
+                return response
+
+    def _unreachable(self, error: KvpoolError) -> KvpoolError:
+        if error.reason:
+            return error
+        return Unavailable(
+            f"no manager answers at {self._config.manager}; start a cluster with `kvpool up`, "
+            "or name another manager with --manager or KVPOOL_MANAGER",
+            reason="NO_MANAGER",
+        )

@@ -1,0 +1,122 @@
+"""What a client knows of a model: facts, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvpool.v1 import worker_pb2
+from tokenizers import Tokenizer
+
+from .chat_template import ChatTemplate, Message
+from .errors import InvalidRequest, ProtocolError
+
+_TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
+_CHAT_TEMPLATE: Final = worker_pb2.MODEL_FILE_CHAT_TEMPLATE
+_SPECIAL_TOKENS: Final = worker_pb2.MODEL_FILE_SPECIAL_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model. Immutable; tokenising is blocking and may take milliseconds for long texts."""
+
+    name: str
+    """As people know it."""
+    fingerprint: str
+    """Of weights, KV dtype, RoPE and quantisation; part of the root."""
+    architecture: str
+    """As in the model's config, e.g. "llama"."""
+    dtype: str
+    """Of weights and KV."""
+    vocab_size: int
+    """Token ids are below it."""
+    max_model_len: int
+    """Prompt and generated tokens together."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text."""
+    tokenizer: Tokenizer | None
+    """None: the model folder has none; talk to it in token ids."""
+    chat_template: ChatTemplate | None
+    """None: the model folder has none; generate() only."""
+
+    @classmethod
+    def from_parts(cls, facts: worker_pb2.ModelFacts, files: Mapping[int, bytes]) -> Model:
+        """Build from a worker's facts and its files, already checked against their digests."""
+        tokenizer = None
+        if _TOKENIZER in files:
+            try:
+                tokenizer = Tokenizer.from_str(files[_TOKENIZER].decode())
+            except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
+                raise ProtocolError(
+                    f"the tokenizer of {facts.model_name} cannot be read: {error}", reason="BAD_MODEL_FILE"
+                ) from error
+            # A tokenizer.json may carry the cutting and padding of the last training run; prompts want neither.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        chat_template = None
+        if _CHAT_TEMPLATE in files:
+            special_tokens = _special_tokens(files.get(_SPECIAL_TOKENS, b"{}"), facts.model_name)
+            chat_template = ChatTemplate(files[_CHAT_TEMPLATE].decode(), special_tokens)
+        return cls(
+            name=facts.model_name,
+            fingerprint=facts.model_fingerprint,
+            architecture=facts.architecture,
+            dtype=facts.dtype,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=tuple(facts.eos_token_ids),
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+        )
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a raw prompt, with the special tokens that the tokenizer itself adds. Ids are only checked."""
+        return self._checked(list(prompt) if not isinstance(prompt, str) else self._encode(prompt, special=True))
+
+    def encode_chat(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a chat up to where the assistant is to speak."""
+        if self.chat_template is None:
+            raise InvalidRequest(
+                f"{self.name} has no chat template; use generate() with a prompt in the model's own form",
+                reason="NO_CHAT_TEMPLATE",
+            )
+        # The template writes the special tokens itself, a BOS among them: the tokenizer must not add a second one.
+        return self._checked(self._encode(self.chat_template.render(messages, arguments=arguments), special=False))
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.name} has no tokenizer; pass the prompt as token ids", reason="NO_TOKENIZER")
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise InvalidRequest("the prompt is empty; it needs at least one token", reason="BAD_FIELD")
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; {self.name} takes {self.max_model_len} for prompt and answer "
+                "together; shorten the prompt, or start the workers with a larger --max-model-len",
+                reason="NEVER_FITS",
+            )
+        lowest, largest = min(ids), max(ids)
+        if lowest < 0 or largest >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {lowest if lowest < 0 else largest} is outside 0 … {self.vocab_size - 1}, "
+                f"the vocabulary of {self.name}",
+                reason="BAD_FIELD",
+            )
+        return ids
+
+
+def _special_tokens(content: bytes, model_name: str) -> dict[str, str]:
+    try:
+        tokens = json.loads(content)
+    except ValueError as error:
+        raise ProtocolError(
+            f"the special tokens of {model_name} cannot be read: {error}", reason="BAD_MODEL_FILE"
+        ) from error
+    if not isinstance(tokens, dict):
+        raise ProtocolError(f"the special tokens of {model_name} are not a JSON object", reason="BAD_MODEL_FILE")
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}

@@ -1,0 +1,124 @@
+"""The models that a client has met, by fingerprint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+import grpc.aio
+from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
+
+from .channels import Channels
+from .deadline import Deadline
+from .errors import InvalidRequest, KvpoolError, NotFound, ProtocolError, Unavailable, from_rpc_error
+from .manager import Manager
+from .model import Model
+from .model_files import receive_model
+
+MAX_MODELS: Final = 16
+_FETCH_TIMEOUT_SECONDS: Final = 30.0
+
+
+class Models:
+    """Finds the model that a request means, and keeps what was fetched of it. One fetch at a time."""
+
+    def __init__(self, manager: Manager, channels: Channels) -> None:
+        self._manager = manager
+        self._channels = channels
+        self._models: OrderedDict[str, Model] = OrderedDict()
+        self._fingerprints: dict[str | None, str] = {}
+        self._lock = asyncio.Lock()
+
+    async def get(self, name: str | None, deadline: Deadline) -> Model:
+        """The model of that name or fingerprint; None: the one that all live workers serve. Asks nobody if it is known.
+
+        Unavailable (NO_WORKER) while no worker lives, NotFound if none serves `name`, InvalidRequest if None is
+        ambiguous.
+        """
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self._lock.acquire()
+        except TimeoutError:
+            deadline.check("waiting for another request to fetch the model")
+            raise
+        try:
+            fingerprint = self._fingerprints.get(name)
+            if fingerprint is None:
+                response = await self._manager.describe(deadline)
+                fingerprint = resolve_fingerprint(response.workers, name)
+                if fingerprint not in self._models:
+                    serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
+                    self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
+                self._remember(name, fingerprint)
+            self._models.move_to_end(fingerprint)
+            return self._models[fingerprint]
+        finally:
+            self._lock.release()
+
+    def forget(self, model: Model) -> None:
+        """Ask the manager anew who is meant by the names that led to `model`. What was fetched of it is kept."""
+        self._fingerprints = {
+            name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
+        }
+
+    def _remember(self, name: str | None, fingerprint: str) -> None:
+        self._fingerprints[name] = fingerprint
+        while len(self._models) > MAX_MODELS:
+            dropped, _ = self._models.popitem(last=False)
+            self._fingerprints = {name: kept for name, kept in self._fingerprints.items() if kept != dropped}
+
+    async def _fetch(
+        self, serving: Iterable[cache_pb2.WorkerDescription], fingerprint: str, deadline: Deadline
+    ) -> Model:
+        """From the first worker that answers; the last one's error if none does."""
+        failure: KvpoolError | None = None
+        for worker in serving:
+            who = f"{worker.worker_id} ({worker.address})"
+            deadline.check(f"asking {who} for its model")
+            stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(worker.address))
+            timeout = min(_FETCH_TIMEOUT_SECONDS, deadline.remaining())
+            call = stub.GetModel(worker_pb2.GetModelRequest(), timeout=timeout)
+            try:
+                facts, files = await receive_model(aiter(call), who)
+            except grpc.aio.AioRpcError as rpc_error:
+                failure = from_rpc_error(rpc_error, who)
+                continue
+            finally:
+                call.cancel()
+            if facts.model_fingerprint != fingerprint:
+                failure = Unavailable(
+                    f"{who} serves another model than the manager knows; it is registering anew", reason="MODEL_CHANGED"
+                )
+                continue
+            # Reading a tokenizer of several megabytes takes a while; other requests go on meanwhile.
+            return await asyncio.to_thread(Model.from_parts, facts, files)
+        if failure is None:
+            raise ProtocolError("a fingerprint without a worker", reason="NO_WORKER")
+        raise failure
+
+
+def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:
+    """The fingerprint meant by `name` among live workers. Changes nothing; errors as Models.get."""
+    names = {worker.model_fingerprint: worker.model_name for worker in workers}
+    if not names:
+        raise Unavailable(
+            "the manager knows no live worker; start one with `kvpool worker`, or wait until it has loaded its model",
+            reason="NO_WORKER",
+        )
+    served = ", ".join(sorted(f"{model} ({fingerprint[:12]})" for fingerprint, model in names.items()))
+    if name is None:
+        meant = list(names)
+    elif name in names:
+        meant = [name]
+    else:
+        meant = [fingerprint for fingerprint, model in names.items() if model == name]
+    if not meant:
+        raise NotFound(f"no live worker serves the model {name!r}; served are {served}", reason="UNKNOWN_MODEL")
+    if len(meant) > 1:
+        raise InvalidRequest(
+            f"several models are served: {served}; say which by name or fingerprint (model=…, --model)",
+            reason="AMBIGUOUS_MODEL",
+        )
+    return meant[0]

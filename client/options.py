@@ -1,0 +1,153 @@
+"""How an answer is to be generated: the options of generate() and chat(), and their checked form."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+from kvpool.v1 import worker_pb2
+
+from .errors import InvalidRequest
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_LOGPROBS: Final = 20
+MAX_NAME_BYTES: Final = 256
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of generate() and chat(), all optional."""
+
+    max_tokens: int | None
+    """Tokens to generate at most. None: as many as the model's longest sequence leaves."""
+    temperature: float
+    """0, the default: always the most likely token. Otherwise logits are divided by it; at most 100."""
+    top_k: int
+    """Keep the k most likely tokens; 0, the default: all."""
+    top_p: float
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1, the default: all."""
+    seed: int | None
+    """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
+    stop: str | Sequence[str]
+    """Strings that end the text; not part of it. At most 16, each at most 256 bytes."""
+    stop_token_ids: Sequence[int]
+    """Ids that end the text, beside the model's own."""
+    ignore_eos: bool
+    """Go on behind the model's end-of-text ids."""
+    logprobs: int | None
+    """None: no log-probabilities; 0: of the sampled tokens; n: also of the n most likely ones. At most 20."""
+    timeout: float | None
+    """Seconds from the start of the call to the last token. None: the client's own."""
+    model: str | None
+    """Name or fingerprint of the model. None: the one that all workers serve."""
+    adapter: str
+    """Name of the adapter to use; empty, the default: none."""
+    tenant_salt: str
+    """Tenants with different salts never share blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """The options, checked and with every default filled in."""
+
+    max_tokens: int
+    """0: as many as the model's longest sequence leaves."""
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    """Chosen at random by the client when sampling without one, so that every attempt draws alike."""
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None
+    timeout: float | None
+    model: str | None
+    adapter: str
+    tenant_salt: str
+
+    @classmethod
+    def from_options(cls, options: GenerateOptions) -> GenerateSettings:
+        """Check the options; InvalidRequest names the first one that is wrong and what it may be."""
+        unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+        if unknown:
+            raise InvalidRequest(
+                f"unknown option {unknown[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}",
+                reason="BAD_FIELD",
+            )
+        max_tokens = options.get("max_tokens")
+        temperature = float(options.get("temperature", 0.0))
+        top_k = options.get("top_k", 0)
+        top_p = float(options.get("top_p", 1.0))
+        seed = options.get("seed")
+        stop = options.get("stop", ())
+        logprobs = options.get("logprobs")
+        timeout = options.get("timeout")
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop_token_ids = tuple(options.get("stop_token_ids", ()))
+        _require(max_tokens is None or 1 <= max_tokens < 2**32, "max_tokens", max_tokens, "at least 1, or None")
+        _require(math.isfinite(temperature) and 0 <= temperature <= 100, "temperature", temperature, "in [0, 100]")
+        _require(0 <= top_k < 2**32, "top_k", top_k, "at least 0")
+        _require(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
+        _require(seed is None or 0 <= seed < 2**64, "seed", seed, "in 0 … 2**64 − 1")
+        _require(
+            len(stop_strings) <= MAX_STOP_STRINGS, "stop", len(stop_strings), f"{MAX_STOP_STRINGS} strings at most"
+        )
+        for string in stop_strings:
+            fits = 0 < len(string.encode()) <= MAX_STOP_STRING_BYTES
+            _require(fits, "stop", string, f"strings of 1 to {MAX_STOP_STRING_BYTES} bytes")
+        num_ids = len(stop_token_ids)
+        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"{MAX_STOP_TOKEN_IDS} ids at most")
+        _require(all(0 <= token < 2**32 for token in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids")
+        _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, "logprobs", logprobs, f"None or 0 … {MAX_LOGPROBS}")
+        _require(timeout is None or 0 < timeout <= 86_400, "timeout", timeout, "in (0, 86400] seconds, or None")
+        for name in ("adapter", "tenant_salt"):
+            value = options.get("adapter", "") if name == "adapter" else options.get("tenant_salt", "")
+            _require(len(value.encode()) <= MAX_NAME_BYTES, name, value, f"{MAX_NAME_BYTES} bytes at most")
+        return cls(
+            max_tokens=max_tokens or 0,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=secrets.randbits(64) if seed is None and temperature > 0 else seed or 0,
+            stop_strings=stop_strings,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=options.get("ignore_eos", False),
+            logprobs=logprobs,
+            timeout=timeout,
+            model=options.get("model"),
+            adapter=options.get("adapter", ""),
+            tenant_salt=options.get("tenant_salt", ""),
+        )
+
+    def request(
+        self, *, token_ids: Sequence[int], sequence_id: str, attempt: int, model_fingerprint: str
+    ) -> worker_pb2.GenerateRequest:
+        """The message for one attempt."""
+        return worker_pb2.GenerateRequest(
+            sequence_id=sequence_id,
+            attempt=attempt,
+            token_ids=worker_pb2.TokenIds(ids=token_ids),
+            adapter=self.adapter,
+            tenant_salt=self.tenant_salt,
+            model_fingerprint=model_fingerprint,
+            sampling=worker_pb2.SamplingParams(
+                temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+            ),
+            stop=worker_pb2.StopConditions(
+                max_tokens=self.max_tokens,
+                stop_token_ids=self.stop_token_ids,
+                stop_strings=self.stop_strings,
+                ignore_eos=self.ignore_eos,
+            ),
+            logprobs=self.logprobs,
+        )
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} must be {expected}; got {value!r}", reason="BAD_FIELD")

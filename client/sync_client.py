@@ -1,0 +1,170 @@
+"""The same client for code without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+from kvpool.v1 import cache_pb2
+
+from .chat_template import Message
+from .chunk import Chunk
+from .client import Client
+from .completion import Completion
+from .config import ClientConfig
+from .errors import FailedPrecondition
+from .model import Model
+from .options import GenerateOptions
+from .stream import GenerateStream
+
+_T = TypeVar("_T")
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run in the loop and wait. An interrupt while waiting (Ctrl-C) cancels the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise FailedPrecondition("this client is closed; make a new one", reason="CLOSED")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class SyncStream:
+    """A GenerateStream to be used with `for` and `with`; leaving the block cancels the call."""
+
+    def __init__(self, stream: GenerateStream, loop: _LoopThread) -> None:
+        self._stream = stream
+        self._loop = loop
+
+    @property
+    def sequence_id(self) -> str:
+        """The name of the sequence at the manager and the workers."""
+        return self._stream.sequence_id
+
+    def __iter__(self) -> SyncStream:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._loop.run(self._stream.next_chunk())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __enter__(self) -> SyncStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request; its call is cancelled if it still runs."""
+        self._loop.run(self._stream.aclose())
+
+    def collect(self) -> Completion:
+        """Wait for the end and return the whole answer."""
+        return self._loop.run(self._stream.collect())
+
+
+class SyncClient:
+    """Client behind blocking methods; see there. Its event loop runs in a thread of its own.
+
+    Use it as `with SyncClient() as client`, or call close(). Safe to use from several threads.
+    """
+
+    def __init__(self, manager: str | None = None, *, config: ClientConfig | None = None) -> None:
+        self._client = Client(manager, config=config)
+        self._loop = _LoopThread()
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all channels, cancel streams that still run and end the thread. May be repeated."""
+        try:
+            self._loop.run(self._client.close())
+        except FailedPrecondition:
+            return
+        self._loop.close()
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> SyncStream:
+        """Continue a raw prompt; see Client.generate."""
+        return SyncStream(self._client.generate(prompt, **options), self._loop)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> SyncStream:
+        """Let the assistant speak next; see Client.chat."""
+        return SyncStream(self._client.chat(messages, template_arguments=template_arguments, **options), self._loop)
+
+    def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
+        """Facts, tokenizer and chat template of a model; see Client.model."""
+        return self._loop.run(self._client.model(name, timeout=timeout))
+
+    def describe(
+        self,
+        *,
+        worker_id: str = "",
+        first_block: int | None = None,
+        max_blocks: int = 0,
+        timeout: float | None = None,
+    ) -> cache_pb2.DescribeResponse:
+        """Live workers and their block counts; see Client.describe."""
+        return self._loop.run(
+            self._client.describe(worker_id=worker_id, first_block=first_block, max_blocks=max_blocks, timeout=timeout)
+        )
+
+    def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
+        """Audit of the manager's laws; see Client.check."""
+        return self._loop.run(self._client.check(timeout=timeout))
+
+    def route(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model_fingerprint: str = "",
+        adapter: str = "",
+        tenant_salt: str = "",
+        timeout: float | None = None,
+    ) -> cache_pb2.RouteResponse:
+        """Workers for a prompt, best first; see Client.route."""
+        return self._loop.run(
+            self._client.route(
+                token_ids,
+                model_fingerprint=model_fingerprint,
+                adapter=adapter,
+                tenant_salt=tenant_salt,
+                timeout=timeout,
+            )
+        )
