@@ -1,0 +1,36 @@
+"""The interface behind which attention kernels live."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .layer import AttentionCall, KVLayer
+from .packing import Packing
+
+
+class AttentionBackend(Protocol):
+    """Reads and writes the paged KV of all layers. One step at a time, from one thread.
+
+    Slots that no token of the step's sequences has written hold anything, NaN included: a backend never lets them
+    into the arithmetic, not even with weight 0. Only block 0, the null block, may be read as padding: it is zero.
+    """
+
+    def begin(self, packing: Packing) -> None:
+        """Make the metadata of the next step; every attend until the next begin uses it."""
+        ...
+
+    def attend(
+        self,
+        layer: KVLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """Write the new K and V to their slots, then attend causally over each sequence's blocks.
+
+        query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns [1, ΣT, Hq, Dv].
+        """
+        ...

@@ -1,0 +1,54 @@
+"""One attention layer's KV and what it is bound to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class AttentionCall(NamedTuple):
+    """What a model asks for beside q, k and v, in one call of one layer."""
+
+    scaling: float
+    """Factor on q·k."""
+    window: int | None = None
+    """A token sees itself and the window − 1 tokens before it; None: all before it."""
+    softcap: float | None = None
+    """Scores become softcap · tanh(score / softcap) before the mask."""
+    sinks: torch.Tensor | None = None
+    """[num_heads] logits that take part in the softmax and have no value (gpt-oss)."""
+
+
+class AttentionTarget(Protocol):
+    """What an attention module is bound to: the paged layer in service, a recorder while loading."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → [1, ΣT, Hq, Dv]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """The KV of one layer. The tensors are allocated once; block 0 is the null block and stays zero."""
+
+    group: int
+    """Layers of one group share block tables."""
+    window: int | None
+    """Sliding window in tokens, as in AttentionCall."""
+    k_cache: torch.Tensor
+    """[num_blocks, block_size, num_kv_heads, head_dim of K]."""
+    v_cache: torch.Tensor
+    """[num_blocks, block_size, num_kv_heads, head_dim of V]."""
+
+    @property
+    def block_size(self) -> int:
+        return int(self.k_cache.shape[1])

@@ -1,0 +1,99 @@
+"""Softmax attention over keys that are already gathered, with the log-sum-exp that lets partial results be merged."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Attended(NamedTuple):
+    """Attention over some of a query's keys."""
+
+    out: torch.Tensor
+    """[B, Hq, T, Dv]."""
+    lse: torch.Tensor
+    """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys."""
+
+
+class Keys(NamedTuple):
+    """Gathered keys and values with the rule of who sees what."""
+
+    key: torch.Tensor
+    """[B, Hkv, S, Dk]."""
+    value: torch.Tensor
+    """[B, Hkv, S, Dv]."""
+    mask: torch.Tensor | None = None
+    """[B, 1, T, S], 0 or −inf, added to the scores; None: no mask."""
+    causal: bool = False
+    """With T = S and no mask: query t sees keys 0 … t."""
+
+
+def attend(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
+    """query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key."""
+    fits_fused = softcap is None and keys.key.shape[-1] == keys.value.shape[-1]
+    if fits_fused and query.device.type == "cpu" and fused_cpu_attention_works():
+        return _fused_cpu(query, keys, scaling)
+    return _plain(query, keys, scaling, softcap)
+
+
+def merge(first: Attended, second: Attended) -> Attended:
+    """Attention over the union of two disjoint sets of keys, in float32 (log-sum-exp merge, as in FlashAttention)."""
+    lse = torch.logaddexp(first.lse, second.lse)
+    weight_first = torch.exp(first.lse - lse)[..., None]
+    weight_second = torch.exp(second.lse - lse)[..., None]
+    return Attended(first.out * weight_first + second.out * weight_second, lse)
+
+
+def with_sinks(attended: Attended, sinks: torch.Tensor) -> torch.Tensor:
+    """The output once each head's sink logit [Hq] takes its share of the softmax."""
+    share = torch.sigmoid(attended.lse - sinks.float()[:, None])
+    return (attended.out * share[..., None]).to(attended.out.dtype)
+
+
+def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys.key, keys.value, 0.0, keys.causal, attn_mask=keys.mask, scale=scaling
+    )
+    return Attended(out, lse)
+
+
+def _plain(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None) -> Attended:
+    batch, heads, length, dim = query.shape
+    kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
+    # The query heads of one KV head stand together, so K and V need no repetition.
+    grouped = query.float().reshape(batch, kv_heads, -1, dim)
+    scores = torch.matmul(grouped, keys.key.float().transpose(-1, -2)) * scaling
+    scores = scores.view(batch, heads, length, num_keys)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if keys.mask is not None:
+        scores = scores + keys.mask
+    if keys.causal:
+        future = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, num_keys)
+    out = torch.matmul(weights, keys.value.float())
+    return Attended(out.view(batch, heads, length, -1).to(query.dtype), lse)
+
+
+@cache
+def fused_cpu_attention_works() -> bool:
+    """Whether this torch's fused CPU kernel exists, takes grouped heads and a mask, and returns the log-sum-exp.
+
+    It is reached by its inner name, because the public function does not return the log-sum-exp; so try it once.
+    """
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return False
+    numbers = torch.linspace(-1, 1, 4 * 2 * 8)
+    query = numbers.view(1, 4, 2, 8)
+    key = numbers[:48].view(1, 2, 3, 8)
+    keys = Keys(key, key.flip(-1), mask=torch.tensor([[[[0, 0, float("-inf")], [0, 0, 0]]]]))
+    try:
+        fused = _fused_cpu(query, keys, scaling=0.5)
+    except (RuntimeError, TypeError):
+        return False
+    plain = _plain(query, keys, scaling=0.5, softcap=None)
+    return torch.allclose(fused.out, plain.out, atol=1e-5) and torch.allclose(fused.lse, plain.lse, atol=1e-5)

@@ -1,0 +1,89 @@
+"""What a worker tells others about its model: plain data, no tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a loaded model."""
+
+    name: str
+    """For people."""
+    fingerprint: str
+    """Hex SHA-256 of what shapes the KV."""
+    architecture: str
+    """`model_type` of the config, e.g. llama."""
+    dtype: str
+    """Of weights and KV, e.g. bfloat16."""
+    device: str
+    """cpu or cuda:N."""
+    vocab_size: int
+    """Token ids are 0 … vocab_size − 1."""
+    max_model_len: int
+    """Prompt and generated tokens together."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text, ascending."""
+    tokenizer_json: bytes | None
+    """tokenizer.json of the `tokenizers` library; None: talk to this model in token ids."""
+    chat_template: str | None
+    """Jinja template; render it in a sandbox."""
+    special_tokens: dict[str, str]
+    """bos_token, eos_token, … as a chat template names them."""
+
+    @property
+    def special_tokens_json(self) -> bytes:
+        """`special_tokens` as a JSON object, UTF-8."""
+        return json.dumps(self.special_tokens, ensure_ascii=False, sort_keys=True).encode()
+
+
+class TokenizerFiles:
+    """The files beside the weights that turn text into tokens; every one of them may be missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._config = self._json("tokenizer_config.json")
+
+    def tokenizer_json(self) -> bytes | None:
+        path = self._folder / "tokenizer.json"
+        return path.read_bytes() if path.is_file() else None
+
+    def chat_template(self) -> str | None:
+        """The file chat_template.jinja, else the field; of several named templates the one called default."""
+        path = self._folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = self._config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def special_tokens(self) -> dict[str, str]:
+        fields = {**self._json("special_tokens_map.json"), **self._config}
+        tokens = {name: _token_text(value) for name, value in fields.items() if name.endswith("_token")}
+        return {name: text for name, text in tokens.items() if text is not None}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def eos_token_ids(*configs: Any) -> tuple[int, ...]:
+    """All ids that the given configs (generation config, model config) name as the end of a text, ascending."""
+    found: set[int] = set()
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(found))

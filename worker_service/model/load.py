@@ -1,0 +1,146 @@
+"""From settings to a model that can be run: the one entry of the model side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from ..attention.backend import AttentionBackend
+from ..attention.interface import ATTENTION_NAME, register
+from ..attention.torch_backend import TorchAttention
+from .cache_dir import default_cache_dir
+from .errors import ModelError
+from .facts import ModelFacts, TokenizerFiles, eos_token_ids
+from .fingerprint import fingerprint
+from .guard import check_config, check_layers
+from .kv_cache import KVCache, KVCachePlan, plan_kv_cache
+from .layers import AttentionLayer, find_attention_layers
+from .placement import choose_device, choose_dtype, dtype_name, free_memory_bytes, own_dtype
+from .probe import probe
+from .quiet import quiet_transformers
+from .resolve import ModelFolder, resolve_model
+from .runner import ModelRunner
+from .settings import ModelSettings
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that passed the guard. Make one runner of it; facts may be kept without keeping the weights."""
+
+    facts: ModelFacts
+    layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
+    device: torch.device
+    model: Any
+
+    def plan(
+        self, block_size: int, num_blocks: int | None = None, kv_cache_memory_bytes: int | None = None
+    ) -> KVCachePlan:
+        """Size of the KV cache; allocates nothing. See plan_kv_cache."""
+        free = free_memory_bytes(self.device)
+        return plan_kv_cache(self.layers, self.dtype, self.device, free, block_size, num_blocks, kv_cache_memory_bytes)
+
+    def runner(self, plan: KVCachePlan, backend: AttentionBackend | None = None) -> ModelRunner:
+        """Allocate the KV cache and bind the model to it. backend: None takes plain torch."""
+        cache = KVCache(plan, self.layers, self.dtype, self.device)
+        return ModelRunner(self.model, self.layers, cache, backend or TorchAttention(self.dtype), self.device)
+
+
+def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:
+    """Find, convert if need be, check and load the model. Blocking; seconds, or half a minute for a conversion.
+
+    progress gets one line per step (default: the log). Raises ModelError with what to change.
+    """
+    progress = progress or structlog.get_logger("kvpool.model").info
+    cache_dir = settings.cache_dir or default_cache_dir()
+    folder = resolve_model(settings.model, cache_dir, progress)
+    config = _read_config(folder.path)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device, own_dtype(config))
+    max_model_len = _max_model_len(config, settings.max_model_len)
+    check_config(config, max_model_len)
+    facts = _read_facts(folder, config, device, dtype, max_model_len, cache_dir, progress)
+    started = time.monotonic()
+    model = _load_weights(folder.path, dtype, device)
+    layers = find_attention_layers(model, device)
+    check_layers(config, layers, max_model_len)
+    if settings.probe:
+        probe(model, layers, dtype, device, max_model_len)
+    progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
+    return LoadedModel(facts, layers, dtype, device, model)
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ModelError(
+            f"transformers cannot read {path / 'config.json'}: {error}. Models that bring their own code are refused."
+        ) from error
+
+
+def _max_model_len(config: Any, wanted: int | None) -> int:
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if wanted is None:
+        if limit is None:
+            raise ModelError(f"The config of {config.model_type} names no longest sequence: give --max-model-len.")
+        return int(limit)
+    if wanted < 2 or (limit is not None and wanted > limit):
+        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, which the model's config allows.")
+    return wanted
+
+
+def _read_facts(
+    folder: ModelFolder,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    cache_dir: Path,
+    progress: Progress,
+) -> ModelFacts:
+    files = TokenizerFiles(folder.path)
+    text = config.get_text_config(decoder=True)
+    return ModelFacts(
+        name=folder.name,
+        fingerprint=fingerprint(folder.path, dtype_name(dtype), cache_dir, progress),
+        architecture=config.model_type,
+        dtype=dtype_name(dtype),
+        device=str(device),
+        vocab_size=text.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(_generation_config(folder.path), text),
+        tokenizer_json=files.tokenizer_json(),
+        chat_template=files.chat_template(),
+        special_tokens=files.special_tokens(),
+    )
+
+
+def _generation_config(path: Path) -> Any:
+    if not (path / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(path, local_files_only=True)
+
+
+def _load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    register()
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    return model.to(device).eval()
