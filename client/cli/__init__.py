@@ -1,0 +1,5 @@
+"""The command line `kvpool`."""
+
+from .app import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""`python -m kvpool.client.cli`, the same as `kvpool`."""
+
+from . import main
+
+main()

@@ -1,0 +1,56 @@
+"""All commands under one name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import typer
+
+from ..errors import KvpoolError
+from .blocks import blocks
+from .chat import chat
+from .check import check
+from .generate import generate
+from .services import manager, worker
+from .status import status
+from .terminal import error_line
+from .up import up
+
+_INTERRUPTED: Final = 130
+
+app = typer.Typer(
+    name="kvpool",
+    help="A paged KV cache for LLM inference, cut into services. Start with `kvpool up`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# The services parse their own arguments, --help among them.
+_PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+app.command("up")(up)
+app.command("generate")(generate)
+app.command("chat")(chat)
+app.command("status")(status)
+app.command("blocks")(blocks)
+app.command("check")(check)
+app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
+app.command("worker", context_settings=_PASS_THROUGH, add_help_option=False)(worker)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit. Errors of kvpool are one line on stderr and exit status 1; Ctrl-C is 130."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="kvpool")
+    except KvpoolError as error:
+        print(error_line(error), file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

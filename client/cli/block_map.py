@@ -1,0 +1,202 @@
+"""The block map of a worker as a picture in the terminal: one cell per block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.v1 import cache_pb2
+from rich.text import Text
+
+from ..client import Client
+from ..errors import NotFound
+from .status import num_device_blocks
+
+PAGE_BLOCKS: Final = 4096
+_COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
+_LABEL_CELLS: Final = 8
+_CELLS_PER_ROW_MAX: Final = 128
+_LEGEND_OWNERS_MAX: Final = 16
+
+_NULL: Final = "∅"
+_PLAIN_CELLS: Final = {
+    cache_pb2.BLOCK_STATE_UNSPECIFIED: ("?", "red"),
+    cache_pb2.BLOCK_STATE_FREE: ("·", "dim"),
+    cache_pb2.BLOCK_STATE_CACHED: ("▒", "green"),
+    cache_pb2.BLOCK_STATE_RESERVED: ("+", "dim yellow"),
+    cache_pb2.BLOCK_STATE_COPYING: ("~", "blue"),
+}
+_STATE_NAMES: Final = {
+    cache_pb2.BLOCK_STATE_UNSPECIFIED: "unknown",
+    cache_pb2.BLOCK_STATE_FREE: "free",
+    cache_pb2.BLOCK_STATE_CACHED: "cached",
+    cache_pb2.BLOCK_STATE_HELD: "held",
+    cache_pb2.BLOCK_STATE_RESERVED: "reserved",
+    cache_pb2.BLOCK_STATE_COPYING: "copying",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """All blocks of one worker's device pool, as the manager described them page by page."""
+
+    worker_id: str
+    """Whose blocks they are."""
+    block_size: int
+    """Token slots of a block."""
+    num_blocks: int
+    """Blocks of the pool, the null block included."""
+    blocks: tuple[cache_pb2.BlockDescription, ...]
+    """In order of block_id. The null block may be missing."""
+
+
+async def fetch_block_map(client: Client, worker_id: str) -> BlockMap:
+    """Page through Describe. Pages are taken one after the other, so blocks may change between them. NotFound if the
+    worker is not there."""
+    blocks: dict[int, cache_pb2.BlockDescription] = {}
+    first_block = 0
+    while True:
+        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=PAGE_BLOCKS)
+        if not response.workers:
+            raise NotFound(
+                f"the manager knows no live worker {worker_id!r}; `kvpool status` lists them", reason="UNKNOWN_WORKER"
+            )
+        worker = response.workers[0]
+        num_blocks = num_device_blocks(worker)
+        blocks |= {block.block_id: block for block in worker.blocks}
+        first_block += PAGE_BLOCKS
+        if first_block >= num_blocks:
+            return BlockMap(
+                worker_id=worker_id,
+                block_size=worker.kv_cache_config.block_size,
+                num_blocks=num_blocks,
+                blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
+            )
+
+
+def render_block_map(block_map: BlockMap, width: int) -> Text:
+    """The picture, `width` columns wide at most, with its counts and legend. Every state has a sign of its own, so that
+    it can be read without colours."""
+    owners = _name_owners(block_map.blocks)
+    cells = {block.block_id: _cell(block, owners) for block in block_map.blocks}
+    cells[0] = (_NULL, "dim")
+    per_row = _cells_per_row(width)
+    text = Text(no_wrap=True)
+    text.append(f"{block_map.worker_id}", style="bold")
+    text.append(f"  {_counts_line(block_map)}\n")
+    rows = [
+        range(start, min(start + per_row, block_map.num_blocks)) for start in range(0, block_map.num_blocks, per_row)
+    ]
+    index = 0
+    while index < len(rows):
+        row = rows[index]
+        num_same = _num_uniform_rows(rows[index:], cells)
+        if num_same > 2:
+            last = rows[index + num_same - 1]
+            sign, style = cells[row[0]]
+            text.append(f"{row[0]:>{_LABEL_CELLS - 1}} ", style="dim")
+            text.append(sign * 3, style=style)
+            text.append(f" … {num_same} rows like this, up to block {last[-1]}\n", style="dim")
+            index += num_same
+            continue
+        text.append(f"{row[0]:>{_LABEL_CELLS - 1}} ", style="dim")
+        for block_id in row:
+            sign, style = cells.get(block_id, ("?", "red"))
+            text.append(sign, style=style)
+        text.append("\n")
+        index += 1
+    text.append_text(_legend(block_map.blocks, owners))
+    return text
+
+
+class _Owner:
+    """A live sequence in the picture."""
+
+    def __init__(self, index: int, sequence_id: str) -> None:
+        self.letter = chr(ord("A") + index % 26)
+        self.style = _COLOURS[index % len(_COLOURS)]
+        self.sequence_id = sequence_id
+        self.num_blocks = 0
+
+
+def _name_owners(blocks: Sequence[cache_pb2.BlockDescription]) -> dict[tuple[str, int], _Owner]:
+    owners: dict[tuple[str, int], _Owner] = {}
+    for block in blocks:
+        for key in block.owners:
+            name = (key.sequence_id, key.attempt)
+            if name not in owners:
+                owners[name] = _Owner(len(owners), key.sequence_id)
+            owners[name].num_blocks += 1
+    return owners
+
+
+def _cell(block: cache_pb2.BlockDescription, owners: dict[tuple[str, int], _Owner]) -> tuple[str, str]:
+    if block.state != cache_pb2.BLOCK_STATE_HELD:
+        return _PLAIN_CELLS.get(block.state, ("?", "red"))
+    if block.ref_count > 1:
+        return (str(block.ref_count) if block.ref_count < 10 else "#", "bold reverse")
+    if not block.owners:
+        return ("!", "red")
+    owner = owners[(block.owners[0].sequence_id, block.owners[0].attempt)]
+    return (owner.letter if block.sealed else owner.letter.lower(), owner.style)
+
+
+def _cells_per_row(width: int) -> int:
+    per_row = _CELLS_PER_ROW_MAX
+    while per_row > 16 and per_row + _LABEL_CELLS > width:
+        per_row //= 2
+    return per_row
+
+
+def _num_uniform_rows(rows: Sequence[range], cells: dict[int, tuple[str, str]]) -> int:
+    """How many rows from the first on consist of one and the same plain cell."""
+    first = cells.get(rows[0][0])
+    if first is None or first not in _PLAIN_CELLS.values():
+        return 0
+    num_rows = 0
+    for row in rows:
+        if any(cells.get(block_id) != first for block_id in row):
+            break
+        num_rows += 1
+    return num_rows
+
+
+def _counts_line(block_map: BlockMap) -> str:
+    states = Counter(block.state for block in block_map.blocks if block.block_id != 0)
+    shared = sum(1 for block in block_map.blocks if block.state == cache_pb2.BLOCK_STATE_HELD and block.ref_count > 1)
+    parts = []
+    for state, name in _STATE_NAMES.items():
+        if states[state] or state in (cache_pb2.BLOCK_STATE_FREE, cache_pb2.BLOCK_STATE_CACHED):
+            parts.append(f"{states[state]:,} {name}")
+        if state == cache_pb2.BLOCK_STATE_HELD and shared:
+            parts[-1] += f" ({shared:,} shared)"
+    return f"{block_map.num_blocks:,} blocks of {block_map.block_size} tokens: {', '.join(parts)}"
+
+
+def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner]) -> Text:
+    text = Text(no_wrap=True)
+    indent = " " * _LABEL_CELLS
+    text.append(indent)
+    present = {block.state for block in blocks}
+    for state, (sign, style) in _PLAIN_CELLS.items():
+        if state in present:
+            text.append(sign, style=style)
+            text.append(f" {_STATE_NAMES[state]}   ", style="dim")
+    text.append(_NULL, style="dim")
+    text.append(" null block", style="dim")
+    if owners:
+        text.append("   2 … 9 #", style="bold")
+        text.append(" shared by so many   ", style="dim")
+        text.append("A", style="bold")
+        text.append(" held by one sequence, ", style="dim")
+        text.append("a", style="bold")
+        text.append(" not sealed yet", style="dim")
+    for owner in list(owners.values())[:_LEGEND_OWNERS_MAX]:
+        text.append(f"\n{indent}")
+        text.append(owner.letter, style=owner.style)
+        text.append(f" {owner.sequence_id}: {owner.num_blocks} blocks", style="dim")
+    if len(owners) > _LEGEND_OWNERS_MAX:
+        text.append(f"\n{indent}… and {len(owners) - _LEGEND_OWNERS_MAX} further sequences", style="dim")
+    return text

@@ -1,0 +1,171 @@
+"""Child processes that live and die together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+MAX_LINE_BYTES: Final = 8192
+_READ_BYTES: Final = 65536
+_KILL_WAIT_SECONDS: Final = 5.0
+
+# Runs in the child before the service: asks the kernel for SIGTERM when the supervisor dies, even by SIGKILL, and
+# becomes the service. (A preexec_fn would run Python between fork and exec, under gRPC's threads.)
+_LAUNCHER: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to start."""
+
+    name: str
+    """For prefixes and messages, e.g. "worker-0"."""
+    command: Sequence[str]
+    """Program, by its full path, and arguments."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the supervisor's own."""
+
+
+class ChildExit(NamedTuple):
+    """A child that has ended."""
+
+    name: str
+    status: int
+    """Exit status; −n: ended by signal n."""
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            return f"{self.name} was ended by {signal.Signals(-self.status).name}"
+        return f"{self.name} ended with exit status {self.status}"
+
+
+class Supervisor:
+    """Starts children, hands on their log lines, and stops them all: SIGTERM, a grace, SIGKILL.
+
+    Children have sessions of their own, so that Ctrl-C reaches only the supervisor, which stops them in order. Use it as
+    `async with Supervisor(…)`: whatever happens, no child outlives the block.
+    """
+
+    def __init__(self, on_line: Callable[[str, str], None], *, grace_seconds: float = 10.0) -> None:
+        self._on_line = on_line
+        self._grace_seconds = grace_seconds
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._kill_now = asyncio.Event()
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Shielded: a second Ctrl-C must not leave children behind, it only makes the end a hard one.
+        stopping = asyncio.ensure_future(self.stop())
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                self.kill_now()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all children started, in order."""
+        return list(self._processes)
+
+    async def start(self, spec: ChildSpec) -> None:
+        """Start a child; its stdout and stderr become lines for on_line(name, line)."""
+        assert spec.name not in self._processes, spec.name
+        command = list(spec.command)
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,
+        )
+        self._processes[spec.name] = process
+        assert process.stdout is not None
+        self._pumps[spec.name] = asyncio.create_task(self._pump(spec.name, process.stdout))
+
+    async def wait_for_exit(self) -> ChildExit:
+        """Wait until any child ends, and until its last lines are out. May be cancelled."""
+        waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        first = done.pop()
+        name = waits[first]
+        with contextlib.suppress(TimeoutError):
+            # Its last words say why; a grandchild that keeps the pipe open must not keep us.
+            await asyncio.wait_for(asyncio.shield(self._pumps[name]), timeout=1.0)
+        return ChildExit(name, first.result())
+
+    def kill_now(self) -> None:
+        """Cut the grace of a stop short."""
+        self._kill_now.set()
+
+    async def stop(self) -> list[ChildExit]:
+        """Stop all children, the one started last first, and wait for them. May be repeated.
+
+        Children other than the first (the manager) are asked together; the first is asked when they are gone, so that
+        they can still take leave of it.
+        """
+        names = list(self._processes)
+        for group in (names[1:], names[:1]):
+            await self._stop_group([self._processes[name] for name in reversed(group)])
+        for pump in self._pumps.values():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(pump, timeout=1.0)
+        return [ChildExit(name, self._processes[name].returncode or 0) for name in names]
+
+    async def _stop_group(self, processes: Sequence[asyncio.subprocess.Process]) -> None:
+        waits = [asyncio.ensure_future(process.wait()) for process in processes if process.returncode is None]
+        if not waits:
+            return
+        _signal_all(processes, signal.SIGTERM)
+        killed = asyncio.ensure_future(self._kill_now.wait())
+        ended = asyncio.gather(*waits)
+        either: set[asyncio.Future[Any]] = {ended, killed}
+        await asyncio.wait(either, timeout=self._grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if not ended.done():
+            _signal_all(processes, signal.SIGKILL)
+            await asyncio.wait({ended}, timeout=_KILL_WAIT_SECONDS)
+
+    async def _pump(self, name: str, stream: asyncio.StreamReader) -> None:
+        """Hand on lines until the child closes its output. A line longer than the limit is handed on in pieces."""
+        rest = b""
+        while data := await stream.read(_READ_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            while len(rest) > MAX_LINE_BYTES:
+                lines.append(rest[:MAX_LINE_BYTES])
+                rest = rest[MAX_LINE_BYTES:]
+            for line in lines:
+                self._on_line(name, line.decode(errors="replace").rstrip("\r"))
+        if rest:
+            self._on_line(name, rest.decode(errors="replace"))
+
+
+def _signal_all(processes: Sequence[asyncio.subprocess.Process], number: signal.Signals) -> None:
+    for process in processes:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)

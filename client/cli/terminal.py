@@ -1,0 +1,59 @@
+"""What all commands share of the terminal: consoles, the options they have in common, and how an error looks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from ..config import MANAGER_VARIABLE, ClientConfig
+from ..errors import KvpoolError
+
+_PIPED_WIDTH: Final = 120
+_FIRST_CONTACT_SECONDS: Final = 1.0
+
+ManagerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--manager", envvar=MANAGER_VARIABLE, help="host:port of the cache manager.", show_default="127.0.0.1:50051"
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def client_config(manager: str | None) -> ClientConfig:
+    """The client's settings for one command: whoever types it does not want to wait long for a manager that is not there."""
+    environment = dict(os.environ)
+    if manager is not None:
+        environment[MANAGER_VARIABLE] = manager
+    base = ClientConfig.from_environment(environment)
+    return ClientConfig(manager=base.manager, allow_remote=base.allow_remote, first_contact=_FIRST_CONTACT_SECONDS)
+
+
+def stdout_console() -> Console:
+    """For results. Piped, it keeps a fixed width, so that tables are not cut to 80 columns."""
+    return _console(stderr=False)
+
+
+def stderr_console() -> Console:
+    """For progress and remarks that are no part of the result."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def error_line(error: KvpoolError) -> str:
+    """One line: what was needed, what there is, what to change."""
+    line = f"kvpool: {error}"
+    if error.violations:
+        line += f" ({'; '.join(error.violations)})"
+    if error.retry_after is not None:
+        line += f" [try again in {error.retry_after:g} s]"
+    return " ".join(line.split())
