@@ -301,7 +301,8 @@ class CacheManager:
                 outcomes.append(allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits))
             except Refusal as refusal:
                 full = refusal.reason is Reason.NO_BLOCKS
-                outcomes.append(refusal)
+                # Its traceback holds this frame, whose `outcomes` holds it: a cycle that only the collector would free.
+                outcomes.append(refusal.with_traceback(None))
         return outcomes, self._reply(session)
 
     def append(self, uplink: Uplink, items: List[AppendItem]) -> tuple[list[AppendOutcome], Reply]:
@@ -313,7 +314,7 @@ class CacheManager:
             try:
                 outcomes.append(updates.append(self._tree, session, item, generation, self.limits))
             except Refusal as refusal:
-                outcomes.append(refusal)
+                outcomes.append(refusal.with_traceback(None))
         self._top_up(session, self._stamp())
         return outcomes, self._reply(session)
 
