@@ -1,0 +1,114 @@
+"""Drives ModelRunner as an engine would, with block tables made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker_service.attention.torch_backend import TorchAttention
+from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
+from worker_service.model.load import LoadedModel, load_model
+from worker_service.model.runner import ModelRunner
+from worker_service.model.settings import ModelSettings
+
+BLOCK_SIZE = 4
+NEVER = 1 << 60
+"""As min_shared_tokens: no prefix is ever attended once for several sequences."""
+GREEDY = SamplingParams(num_logprobs=3)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda:0",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+    ),
+]
+
+
+def quiet(_: str) -> None:
+    """Progress that nobody wants to read."""
+
+
+def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) -> LoadedModel:
+    settings = ModelSettings(
+        str(folder), dtype="float32", device=device, max_model_len=max_model_len, cache_dir=folder / "cache"
+    )
+    return load_model(settings, quiet)
+
+
+@dataclass
+class Request:
+    """One sequence to be run, and what came of it."""
+
+    prompt: Sequence[int]
+    table: list[int]
+    num_new: int
+    start: int = 0
+    """Positions below are in the table's blocks already."""
+    sampling: SamplingParams = GREEDY
+    sampled: list[SampledToken] = field(default_factory=list)
+    computed: int = -1
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.sampled]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [token.logprob for token in self.sampled if token.logprob is not None]
+
+
+class PagedModel:
+    """A loaded model with a cache whose unwritten slots are NaN and whose blocks come in random order."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int = 256, min_shared_tokens: int = NEVER) -> None:
+        self._free = list(range(1, num_blocks))
+        random.Random(3).shuffle(self._free)
+        backend = TorchAttention(loaded.dtype, min_shared_tokens)
+        self.runner: ModelRunner = loaded.runner(loaded.plan(BLOCK_SIZE, num_blocks), backend)
+        self.runner.kv_cache.fill(float("nan"))
+
+    def request(
+        self, prompt: Sequence[int], num_new: int, shared: Sequence[int] = (), sampling: SamplingParams = GREEDY
+    ) -> Request:
+        """A request with blocks of its own behind `shared`, full blocks that hold the beginning of its prompt."""
+        needed = -(-(len(prompt) + num_new) // BLOCK_SIZE) - len(shared)
+        own = [self._free.pop() for _ in range(needed)]
+        return Request(prompt, [*shared, *own], num_new, start=len(shared) * BLOCK_SIZE, sampling=sampling)
+
+    def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
+        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger."""
+        for request in requests:
+            request.computed = request.start
+        step_no = 0
+        while any(len(request.sampled) < request.num_new for request in requests):
+            running = [
+                request
+                for index, request in enumerate(requests)
+                if index * stagger <= step_no and len(request.sampled) < request.num_new
+            ]
+            parts = [_next_part(request, chunk) for request in running]
+            for request, part, token in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
+                request.computed += len(part.token_ids)
+                assert (token is None) == (part.sampling is None)
+                if token is not None:
+                    request.sampled.append(token)
+            step_no += 1
+
+    def block_bytes(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of all layers' KV of the blocks."""
+        index = torch.tensor(blocks, device=self.runner.kv_cache.layers[0].k_cache.device)
+        caches = [cache for layer in self.runner.kv_cache.layers for cache in (layer.k_cache, layer.v_cache)]
+        return [cache[index].clone() for cache in caches]
+
+
+def _next_part(request: Request, chunk: int) -> SequencePart:
+    known = [*request.prompt, *request.token_ids]
+    tokens = known[request.computed : request.computed + chunk]
+    reaches_end = request.computed + len(tokens) == len(known)
+    return SequencePart(tokens, request.computed, request.table, request.sampling if reaches_end else None)

@@ -1,0 +1,207 @@
+"""Tiny random models of many architectures, able to fail a truth test: large weights, short windows, clear winners.
+
+`python -m tests.tiny_models` searches the seeds anew and prints the table.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 264
+"""256 bytes and some ids that mean nothing."""
+EOS_TOKEN_ID = 256
+MAX_MODEL_LEN = 512
+WINDOW = 8
+NUM_NEW_TOKENS = 16
+"""The seeds are good for so many greedy tokens behind each of the model's prompts."""
+MIN_MARGIN = 1e-3
+"""Between the oracle's two best logits at every step."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# What differs from _COMMON; None takes a field away.
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "gpt2": {"intermediate_size": None, "num_key_value_heads": None},
+    "phi3": {"sliding_window": WINDOW},
+    "mixtral": {"num_local_experts": 4, "sliding_window": WINDOW},
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "olmo2": {},
+    "opt": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
+    "granite": {"attention_multiplier": 0.3, "logits_scaling": 0.5, "residual_multiplier": 0.7},
+    "mistral": {"sliding_window": WINDOW},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 2,
+    },
+}
+ARCHITECTURES = tuple(_ARCHITECTURES)
+# Standard deviation of the weights where 0.2 gives texts that repeat one token.
+_STD = {"gpt2": 0.4, "opt": 0.5, "gpt_neox": 0.5}
+_MIN_DISTINCT_TOKENS = 6
+
+SEEDS: dict[str, int] = {
+    "llama": 0,
+    "qwen2": 1,
+    "qwen3": 0,
+    "gpt2": 0,
+    "phi3": 0,
+    "mixtral": 1,
+    "gemma2": 0,
+    "olmo2": 3,
+    "opt": 0,
+    "gpt_neox": 1,
+    "granite": 0,
+    "mistral": 0,
+    "gpt_oss": 2,
+    "deepseek_v3": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A tiny model as a folder, with prompts for which its greedy continuation is beyond doubt."""
+
+    architecture: str
+    path: Path
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids; shorter and longer than the window, some with a common beginning."""
+    num_new_tokens: int
+
+
+class Oracle:
+    """transformers' own generate in float32: what every other way of computing must equal."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model.eval()
+
+    @classmethod
+    def of(cls, path: Path) -> Oracle:
+        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+
+    def logits(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+        """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by."""
+        prompt_ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = self._model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        tokens: list[int] = output.sequences[0, len(prompt) :].tolist()
+        return tokens, torch.cat(output.logits)
+
+    def margin(self, prompt: tuple[int, ...], num_tokens: int) -> float:
+        """Smallest distance between the two best logits on the way."""
+        _, logits = self.logits(prompt, num_tokens)
+        best = logits.topk(2, dim=-1).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+
+def make_tiny_model(
+    architecture: str, folder: Path, *, tokenizer: bool = False, eos_token_id: int | None = None
+) -> TinyModel:
+    """Save the model as safetensors into the folder (made if missing), with a tokenizer of one token per ASCII character
+    if asked for. Without eos_token_id no token ends a text."""
+    build_model(architecture, SEEDS[architecture], eos_token_id).save_pretrained(folder)
+    if tokenizer:
+        _save_tokenizer(folder)
+    return TinyModel(architecture, folder, prompts(), NUM_NEW_TOKENS)
+
+
+def prompts() -> tuple[tuple[int, ...], ...]:
+    """The same for all architectures: 5 to 41 tokens, the last two share beginnings with earlier ones."""
+    numbers = random.Random(7)
+    short, middle, long = (tuple(numbers.randrange(VOCAB_SIZE) for _ in range(n)) for n in (5, 19, 41))
+    return short, middle, long, long[:20] + middle[:7], middle[:12] + short
+
+
+def build_model(architecture: str, seed: int, eos_token_id: int | None = None) -> PreTrainedModel:
+    """The model with random weights of a standard deviation of 0.2 and more."""
+    fields = {**_COMMON, **_ARCHITECTURES[architecture], "eos_token_id": eos_token_id}
+    config = AutoConfig.for_model(architecture, **{k: v for k, v in fields.items() if v is not None or "_id" in k})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * _STD.get(architecture, 0.2)
+            # Norm weights (vectors) stay around what they were, so that they still let something through.
+            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+    model.generation_config.eos_token_id = eos_token_id
+    return model
+
+
+def find_seed(architecture: str, tries: int = 200) -> int:
+    """The first seed whose greedy continuations of all prompts are clear and vary."""
+    for seed in range(tries):
+        oracle = Oracle(build_model(architecture, seed))
+        if all(_is_clear(oracle, prompt) for prompt in prompts()):
+            return seed
+    raise AssertionError(f"no seed below {tries} makes {architecture} clear")
+
+
+def _is_clear(oracle: Oracle, prompt: tuple[int, ...]) -> bool:
+    tokens, _ = oracle.logits(prompt, NUM_NEW_TOKENS)
+    return len(set(tokens)) >= _MIN_DISTINCT_TOKENS and oracle.margin(prompt, NUM_NEW_TOKENS) >= 2 * MIN_MARGIN
+
+
+def _save_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    assert tokenizer.token_to_id("<eos>") == EOS_TOKEN_ID
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+
+if __name__ == "__main__":
+    for name in ARCHITECTURES:
+        print(f'    "{name}": {find_seed(name)},', flush=True)
