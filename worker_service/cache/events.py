@@ -1,0 +1,37 @@
+"""What the cache side tells the engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from google.rpc import status_pb2
+
+from .sequence import CacheSequence
+
+
+class Granted(NamedTuple):
+    """The sequence has its block table and is live."""
+
+    sequence: CacheSequence
+
+
+class Refused(NamedTuple):
+    """The manager will not grant the sequence; it holds nothing and has ended."""
+
+    sequence: CacheSequence
+    status: status_pb2.Status
+
+
+class Stopped(NamedTuple):
+    """The sequence lives elsewhere under a larger attempt: end its stream and free it."""
+
+    sequence: CacheSequence
+
+
+class SessionLost(NamedTuple):
+    """The manager no longer knows this session, or disagrees with this worker: end all streams, then `reset` and register."""
+
+    why: str
+
+
+Event = Granted | Refused | Stopped | SessionLost

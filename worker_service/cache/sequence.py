@@ -1,0 +1,114 @@
+"""A sequence as the worker's cache side knows it: what it holds, and how much of that the manager has acknowledged."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from kvpool.v1 import common_pb2
+
+
+class SequenceState(Enum):
+    """Where a sequence stands between the engine and the manager."""
+
+    WAITING = "waiting"
+    """Holds nothing; may be a candidate for the next Allocate."""
+    PARKED = "parked"
+    """Holds nothing; another sequence is computing its prefix."""
+    ALLOCATING = "allocating"
+    """Named in an Allocate that is in flight."""
+    LIVE = "live"
+    """Has a block table."""
+    ENDING = "ending"
+    """The engine is done with it; waits for its running step or for the answer to Free."""
+    ENDED = "ended"
+    """Holds nothing any more, here or at the manager."""
+
+
+class SequenceId(NamedTuple):
+    """What tells a worker's live sequences apart; the round is part of their state."""
+
+    sequence_id: str
+    attempt: int
+
+
+class CacheSequence:
+    """One (sequence_id, attempt) of the engine, in its current round.
+
+    The engine reads `state`, `table`, `num_cached_tokens` and `num_computed_tokens`; only EngineCache writes.
+    """
+
+    def __init__(
+        self,
+        sequence_id: str,
+        attempt: int,
+        root: common_pb2.Root,
+        tokens: list[int],
+        *,
+        max_new_tokens: int,
+        max_cached_tokens: int | None = None,
+        no_wait: bool = False,
+    ) -> None:
+        self.id = SequenceId(sequence_id, attempt)
+        self.round = 0
+        self.root = root
+        self.tokens = list(tokens)
+        """Prompt and generated tokens."""
+        self.max_tokens = len(tokens) + max_new_tokens
+        """Length at which the engine stops; the KV of the last token is never computed."""
+        self.max_cached_tokens = max_cached_tokens
+        self.no_wait = no_wait
+        self.state = SequenceState.WAITING
+        self.table: list[int] = []
+        """Block ids, from position 0."""
+        self.generations: list[int] = []
+        """Generation of each entry of the table."""
+        self.num_cached_tokens = 0
+        """Tokens that the cache served when the current round was granted."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV is completed, not merely launched."""
+        self.in_step = False
+        """A step that has not completed names its blocks."""
+        self.maybe_granted = False
+        """An Allocate of this round was sent and not refused: the manager may hold blocks for it."""
+        self.acked_tokens = 0
+        """Tokens that the manager has acknowledged."""
+        self.acked_entries = 0
+        """Table entries that it has acknowledged."""
+        self.acked_computed_tokens = 0
+        """Computed tokens that it has acknowledged."""
+        self.parked_on: SequenceId | None = None
+        self.parked_position = 0
+        self.parked_at = 0.0
+        self.progress_at = 0.0
+        """When the manager last acknowledged more computed tokens."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<CacheSequence {self.id.sequence_id!r} attempt={self.id.attempt} round={self.round} {self.state.value} "
+            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} table={self.table}>"
+        )
+
+    @property
+    def key(self) -> common_pb2.SequenceKey:
+        """The key of the current round."""
+        return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
+
+    def num_blocks_to_come(self, block_size: int) -> int:
+        """Blocks that the sequence can still need beyond its table."""
+        return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
+
+    def start_round(self) -> None:
+        """Hold nothing and wait again, in the next round."""
+        self.round += 1
+        self.state = SequenceState.WAITING
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everything about the manager: table, progress, acknowledgements."""
+        self.table = []
+        self.generations = []
+        self.num_cached_tokens = self.num_computed_tokens = 0
+        self.maybe_granted = False
+        self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
+        self.parked_on = None
