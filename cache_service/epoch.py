@@ -1,0 +1,140 @@
+"""The epoch: a number that is larger in every life of the manager, kept in its state directory.
+
+All stamps of the manager (sessions, generations) begin with the epoch, so what makes them unique for ever is that this number
+never repeats: it is on the disk before it is used, by write, fsync, rename, fsync of the directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+import zlib
+from pathlib import Path
+
+MAX_EPOCH = (1 << 24) - 1
+"""Stamps are 64 bits, of which the counter takes 40."""
+
+MAX_FOREIGN_EPOCH = MAX_EPOCH >> 1
+"""The largest epoch that a worker may claim to have seen: one corrupt message must not use up all that are left."""
+
+_FILE = "epoch"
+_TEMPORARY_FILE = "epoch.tmp"
+_LOCK_FILE = "lock"
+_FORMAT = re.compile(rb"kvpool epoch (\d{1,8}) ([0-9a-f]{8})\n")
+
+
+class StateError(Exception):
+    """The state directory cannot be used; the message says why and what to do."""
+
+
+def _encode(epoch: int) -> bytes:
+    return b"kvpool epoch %d %08x\n" % (epoch, zlib.crc32(b"%d" % epoch))
+
+
+def _decode(data: bytes) -> int | None:
+    """The epoch of a file's content, None if it is torn or was never one."""
+    match = _FORMAT.fullmatch(data)
+    if match is None:
+        return None
+    epoch = int(match[1])
+    return epoch if _encode(epoch) == data and 1 <= epoch <= MAX_EPOCH else None
+
+
+class EpochStore:
+    """The epoch of this life of the manager and the exclusive lock on its state directory.
+
+    Made by `open`, which has already begun a new epoch. Safe to use from several threads; every method may block on the disk.
+    """
+
+    def __init__(self, directory: Path, lock: int) -> None:
+        self._directory = directory
+        self._lock = lock
+        self._mutex = threading.Lock()
+        self.epoch = 0
+        """The current epoch; durable."""
+
+    @classmethod
+    def open(cls, directory: Path) -> EpochStore:
+        """Make the directory if there is none, lock it for the life of the process, and begin the next epoch.
+
+        Raises StateError if another manager holds the directory, the file in it is damaged, or the directory cannot be written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StateError(f"state directory {directory} cannot be used: {error.strerror}") from error
+        store = cls(directory, lock)
+        try:
+            store._take_lock()
+            store._write(store._read() + 1)
+        except OSError as error:
+            store.close()
+            raise StateError(f"state directory {directory} cannot be used: {error.strerror}") from error
+        except StateError:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Give the directory back. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def raise_above(self, epoch: int) -> int:
+        """Make the epoch larger than `epoch`, which a worker has seen, and return it. Idempotent.
+
+        Raises OSError if it cannot be made durable; the epoch is then what it was.
+        """
+        with self._mutex:
+            if self.epoch <= epoch:
+                self._write(epoch + 1)
+            return self.epoch
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            raise StateError(
+                f"state directory {self._directory} is held by another manager{f' (pid {holder})' if holder else ''}: "
+                "stop it, or give this one another --state-dir"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+
+    def _read(self) -> int:
+        """The epoch of the life before; 0 if there was none."""
+        path = self._directory / _FILE
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return 0
+        epoch = _decode(data)
+        if epoch is None:
+            raise StateError(
+                f"{path} is damaged: {data[:64]!r} is no epoch. A smaller epoch than the last would make old grants valid again: "
+                "restore the file, or stop all workers of this manager and delete it"
+            )
+        return epoch
+
+    def _write(self, epoch: int) -> None:
+        if epoch > MAX_EPOCH:
+            raise StateError(
+                f"the epochs of {self._directory} are used up ({MAX_EPOCH}): give the manager a new --state-dir"
+            )
+        temporary = self._directory / _TEMPORARY_FILE
+        with open(temporary, "wb") as file:
+            file.write(_encode(epoch))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._directory / _FILE)
+        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        self.epoch = epoch

@@ -1,0 +1,152 @@
+"""The manager's gRPC server: services, limits, health, and the task that lets leases run out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
+
+from .core.manager import CacheManager
+from .epoch import EpochStore
+from .servicer import CacheServicer
+from .settings import ManagerSettings
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Largest message, both ways: four prompts of a million tokens."""
+
+SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise a second manager on the port would share it, and each worker would meet now one and now the other.
+    ("grpc.so_reuseport", 0),
+    # Peers may ping every 10 s without a call in flight; a second of slack, because too early a ping ends in GOAWAY.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 9_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+_GRACE_SECONDS: Final = 1.0
+"""How long calls in flight may take to end when the manager stops; they take milliseconds."""
+
+_NOTICE_SECONDS: Final = 0.1
+"""Between NOT_SERVING and the end, so that those who watch the health hear of it."""
+
+
+class PortError(Exception):
+    """The address cannot be listened on; the message says which and why."""
+
+
+class Server:
+    """A cache manager that listens. `async with` starts and stops it; make it inside the loop that runs it.
+
+    `epochs` has begun this life's epoch; the server does not close it. `clock` gives monotonic seconds.
+    """
+
+    def __init__(
+        self, settings: ManagerSettings, epochs: EpochStore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.manager = CacheManager(
+            epochs.epoch, lease_seconds=settings.lease_seconds, tick_seconds=settings.tick_seconds
+        )
+        self.port = 0
+        """The port in use, once started."""
+        self._health = health.aio.HealthServicer()
+        self._grpc = grpc.aio.server(options=_OPTIONS)
+        servicer = CacheServicer(self.manager, epochs, keep_alive_seconds=settings.keep_alive_seconds, clock=clock)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen and serve. Raises PortError."""
+        try:
+            self.port = self._grpc.add_insecure_port(self._settings.address)
+        except RuntimeError:
+            raise PortError(
+                f"cannot listen on {self._settings.address}: the port is in use (another manager?) or the address is not this "
+                "machine's; choose another --port or --host"
+            ) from None
+        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await self._grpc.start()
+        self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
+        address = self._settings.model_copy(update={"port": self.port}).address
+        log.info("listening", address=address, epoch=self.manager.epoch, state_dir=str(self._settings.state_dir))
+        if not _is_loopback(self._settings.host):
+            log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
+
+    async def stop(self) -> None:
+        """Report NOT_SERVING, let calls in flight end, and stop. Idempotent."""
+        if self._ticking is None:
+            return
+        ticking, self._ticking = self._ticking, None
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(_NOTICE_SECONDS)
+        await self._grpc.stop(_GRACE_SECONDS)
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        log.info("stopped", epoch=self.manager.epoch)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.tick_seconds)
+            try:
+                await self._tick()
+            except Exception:
+                # Without ticks no lease would ever end, so one that fails must not be the last.
+                log.exception("tick failed")
+
+    async def _tick(self) -> None:
+        """End the leases that have run out, take up in slices what fenced sessions left, and drop gRPC's cycles."""
+        for session in self.manager.tick(self._clock()):
+            log.warning("lease expired", worker_id=session.worker_id, session=f"{session.number:#x}")
+        more = self.manager.sweep()
+        while more:
+            await asyncio.sleep(0)  # calls that have arrived meanwhile
+            more = self.manager.sweep()
+        collect_young()
+
+
+def collect_young() -> None:
+    """Free the reference cycles made since the last call, where automatic collection is off.
+
+    Our code makes none, but grpc.aio leaves some five objects per call behind. Only objects younger than the last call are
+    looked at, so the pause does not grow with the prefix tree: that is what automatic collection was switched off for.
+    """
+    if not gc.isenabled():
+        gc.collect(0)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,222 @@
+"""CacheService behind gRPC: each method decodes, makes one call into the core, and encodes.
+
+Everything runs on the event loop, and only Register awaits anything, before it touches the core: so the core has one owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
+
+from . import codec, status, views
+from .core.manager import CacheManager
+from .core.messages import Registration
+from .core.refusal import Reason, Refusal, bad_field
+from .core.session import Session
+from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Servicer = TypeVar("Servicer")
+Context = grpc.aio.ServicerContext[Request, Awaitable[Response]]
+Method = Callable[[Servicer, Request, Context[Request, Response]], Awaitable[Response]]
+
+
+def answering(method: Method[Servicer, Request, Response]) -> Method[Servicer, Request, Response]:
+    """Turn what a method raises into the call's status. A bug is logged with its traceback and never ends the process."""
+
+    @functools.wraps(method)
+    async def answer(self: Servicer, request: Request, context: Context[Request, Response]) -> Response:
+        try:
+            return await method(self, request, context)
+        except Refusal as refusal:
+            found = status.of_refusal(refusal)
+        except status.Unavailable as error:
+            found = status.of_unavailable(error)
+        except Exception:
+            log.exception("call failed", method=method.__name__)
+            found = status.of_bug()
+        return await context.abort_with_status(rpc_status.to_status(found))
+
+    return answer
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """The RPCs. `clock` gives the monotonic seconds that leases are measured in."""
+
+    def __init__(
+        self, manager: CacheManager, epochs: EpochStore, *, keep_alive_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._manager = manager
+        self._epochs = epochs
+        self._epoch_lock = asyncio.Lock()
+        self._lease_ms = round(manager.lease_seconds * 1000)
+        self._keep_alive_ms = round(keep_alive_seconds * 1000)
+        self._clock = clock
+
+    # -- sessions
+
+    @answering
+    async def Register(
+        self, request: cache_pb2.RegisterRequest, context: Context[Any, Any]
+    ) -> cache_pb2.RegisterResponse:
+        registration = codec.decode_registration(request)
+        await self._outgrow(request.highest_epoch_seen, registration)
+        earlier = self._live(registration.worker_id)
+        epoch, number = self._manager.register(registration, self._clock())
+        if earlier is not None:
+            log.warning(
+                "session fenced", worker_id=earlier.worker_id, session=f"{earlier.number:#x}", by=f"{number:#x}"
+            )
+        _log_registered(registration, number)
+        return cache_pb2.RegisterResponse(
+            epoch=epoch, session=number, lease_ms=self._lease_ms, keep_alive_interval_ms=self._keep_alive_ms
+        )
+
+    async def _outgrow(self, seen: int, registration: Registration) -> None:
+        """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us.
+
+        That means our state directory is older than the worker. The disk is written off the event loop; the core changes when
+        the new epoch is durable.
+        """
+        async with self._epoch_lock:
+            if not self._is_foreign(seen, registration):
+                return
+            if seen > MAX_FOREIGN_EPOCH:
+                raise bad_field("highest_epoch_seen", f"at most {MAX_FOREIGN_EPOCH}, got {seen}")
+            try:
+                epoch = await asyncio.to_thread(self._epochs.raise_above, seen)
+            except (OSError, StateError) as error:
+                log.error("epoch cannot be raised", error=str(error))
+                raise status.Unavailable("the manager's state directory cannot be written; see its log") from error
+            log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=registration.worker_id)
+            self._manager.raise_epoch(epoch)
+
+    def _is_foreign(self, seen: int, registration: Registration) -> bool:
+        """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
+        if seen != self._manager.epoch:
+            return seen > self._manager.epoch
+        # A process that has a session with us was outgrown when it began that, so it has our epoch from us.
+        session = self._live(registration.worker_id)
+        return session is None or session.registration.incarnation != registration.incarnation
+
+    @answering
+    async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
+        _unsupported("Report: this version takes none; register with holds_state = false")
+
+    @answering
+    async def KeepAlive(
+        self, request: cache_pb2.KeepAliveRequest, context: Context[Any, Any]
+    ) -> cache_pb2.KeepAliveResponse:
+        load = codec.decode_load(request.load)
+        reply = self._manager.keep_alive(request.session, request.downlink_ack, load, self._clock())
+        return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=codec.encode_downlink(reply))
+
+    @answering
+    async def Deregister(
+        self, request: cache_pb2.DeregisterRequest, context: Context[Any, Any]
+    ) -> cache_pb2.DeregisterResponse:
+        for session in self._manager.sessions:
+            if session.number == request.session:
+                log.info("worker deregistered", worker_id=session.worker_id, session=f"{session.number:#x}")
+        self._manager.deregister(request.session)
+        return cache_pb2.DeregisterResponse()
+
+    def _live(self, worker_id: str) -> Session | None:
+        return next((session for session in self._manager.sessions if session.worker_id == worker_id), None)
+
+    # -- sequences
+
+    @answering
+    async def Allocate(
+        self, request: cache_pb2.AllocateRequest, context: Context[Any, Any]
+    ) -> cache_pb2.AllocateResponse:
+        uplink = codec.decode_uplink(request)
+        batch = codec.decode_batch(request.items, codec.decode_allocate_item)
+        outcomes, reply = self._manager.allocate(uplink, batch.items)
+        return cache_pb2.AllocateResponse(
+            downlink=codec.encode_downlink(reply),
+            results=map(codec.encode_allocate_outcome, batch.merge(outcomes)),
+        )
+
+    @answering
+    async def Append(self, request: cache_pb2.AppendRequest, context: Context[Any, Any]) -> cache_pb2.AppendResponse:
+        uplink = codec.decode_uplink(request)
+        batch = codec.decode_batch(request.items, codec.decode_append_item)
+        outcomes, reply = self._manager.append(uplink, batch.items)
+        return cache_pb2.AppendResponse(
+            downlink=codec.encode_downlink(reply),
+            results=map(codec.encode_append_outcome, batch.merge(outcomes)),
+        )
+
+    @answering
+    async def Free(self, request: cache_pb2.FreeRequest, context: Context[Any, Any]) -> cache_pb2.FreeResponse:
+        uplink = codec.decode_uplink(request)
+        reply = self._manager.free(uplink, codec.decode_free_items(request.items))
+        return cache_pb2.FreeResponse(downlink=codec.encode_downlink(reply))
+
+    @answering
+    async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
+        _unsupported("Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared")
+
+    # -- clients
+
+    @answering
+    async def Route(self, request: cache_pb2.RouteRequest, context: Context[Any, Any]) -> cache_pb2.RouteResponse:
+        workers = self._manager.route(codec.decode_root(request.root), request.tokens, request.max_workers)
+        explanation = ""
+        if not workers:
+            explanation = views.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)
+        return views.encode_route(workers, explanation)
+
+    @answering
+    async def Describe(
+        self, request: cache_pb2.DescribeRequest, context: Context[Any, Any]
+    ) -> cache_pb2.DescribeResponse:
+        manager, worker_id = self._manager, request.worker_id
+        if request.include_blocks and not worker_id:
+            raise bad_field("worker_id", "include_blocks needs one: a block map is of one worker")
+        sessions = (manager.worker(worker_id),) if worker_id else manager.sessions
+        blocks = (
+            manager.describe_blocks(worker_id, request.first_block, request.max_blocks)
+            if request.include_blocks
+            else ()
+        )
+        now = self._clock()
+        return cache_pb2.DescribeResponse(
+            epoch=manager.epoch,
+            workers=[views.encode_worker(session, blocks, now) for session in sessions],
+            num_prefix_nodes=manager.num_prefix_nodes,
+        )
+
+    @answering
+    async def Check(self, request: cache_pb2.CheckRequest, context: Context[Any, Any]) -> cache_pb2.CheckResponse:
+        audit = self._manager.check()
+        for violation in audit.violations[: views.MAX_VIOLATIONS]:
+            log.error("law broken", **violation._asdict())
+        return views.encode_audit(audit)
+
+
+def _unsupported(message: str) -> NoReturn:
+    raise Refusal(Reason.UNSUPPORTED, message)
+
+
+def _log_registered(registration: Registration, number: int) -> None:
+    log.info(
+        "worker registered",
+        worker_id=registration.worker_id,
+        session=f"{number:#x}",
+        address=registration.address,
+        model=registration.model_name,
+        num_blocks=registration.pool.num_blocks,
+        block_size=registration.pool.block_size,
+    )
