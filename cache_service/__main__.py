@@ -25,6 +25,8 @@ def main() -> int:
         settings = CliApp.run(ManagerSettings)
     except ValidationError as error:
         for problem in error.errors():
+            if problem["type"] == "default_factory_not_called":
+                continue  # a default that depends on a setting that is wrong itself
             where = ".".join(map(str, problem["loc"])) or "settings"
             _complain(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
         return EXIT_USAGE

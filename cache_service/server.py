@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import ipaddress
+import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -88,13 +90,11 @@ class Server:
 
     async def start(self) -> None:
         """Listen and serve. Raises PortError."""
+        await require_free(self._settings.host.strip("[]"), self._settings.port)
         try:
             self.port = self._grpc.add_insecure_port(self._settings.address)
-        except RuntimeError:
-            raise PortError(
-                f"cannot listen on {self._settings.address}: the port is in use (another manager?) or the address is not this "
-                "machine's; choose another --port or --host"
-            ) from None
+        except RuntimeError as error:
+            raise PortError(f"cannot listen on {self._settings.address}: {error}") from None
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._grpc.start()
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
@@ -133,6 +133,29 @@ class Server:
             await asyncio.sleep(0)  # calls that have arrived meanwhile
             more = self.manager.sweep()
         collect_young()
+
+
+async def require_free(host: str, port: int) -> None:
+    """Raise PortError, which says why, if an address cannot be listened on. gRPC itself says why on stderr only."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PortError(f"cannot listen on host {host!r}: {error.strerror}; choose another --host") from None
+    problems: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortError(
+                    f"cannot listen on {host} port {port}: it is in use, perhaps by another manager; choose another --port"
+                ) from None
+            problems.append(error)
+    # A name may stand for several addresses, of which one has to work: "localhost" without IPv6.
+    if len(problems) == len(found):
+        raise PortError(f"cannot listen on {host} port {port}: {problems[0].strerror}; choose another --host or --port")
 
 
 def collect_young() -> None:
