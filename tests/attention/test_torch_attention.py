@@ -1,0 +1,192 @@
+"""The torch backend against a slow oracle that walks over queries and keys one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from worker_service.attention.layer import AttentionCall, KVLayer
+from worker_service.attention.packing import pack
+from worker_service.attention.softmax import Keys, attend, fused_cpu_attention_works, merge
+from worker_service.attention.torch_backend import TorchAttention
+
+BLOCK_SIZE = 4
+NEVER = 1 << 60
+
+
+class Part(NamedTuple):
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 6
+    kv_heads: int = 2
+    k_dim: int = 8
+    v_dim: int = 8
+
+
+class Scene:
+    """Sequences with random K and V, of which all but the last few positions lie in a NaN-filled paged cache."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], shape: Shape, window: int | None, shared_tokens: int = 0
+    ) -> None:
+        """lengths: (tokens in the cache, new tokens) per sequence; all share the KV of the first shared_tokens."""
+        assert shared_tokens % BLOCK_SIZE == 0
+        torch.manual_seed(0)
+        self.lengths, self.shape = lengths, shape
+        num_blocks = 1 + sum(-(-(start + new) // BLOCK_SIZE) for start, new in lengths)
+        self.num_blocks = num_blocks
+        cache_shape = (num_blocks, BLOCK_SIZE, shape.kv_heads)
+        self.layer = KVLayer(
+            0,
+            window,
+            torch.full((*cache_shape, shape.k_dim), float("nan")),
+            torch.full((*cache_shape, shape.v_dim), float("nan")),
+        )
+        self.layer.k_cache[0] = self.layer.v_cache[0] = 0
+        free = list(range(1, num_blocks))
+        random.Random(1).shuffle(free)
+        common_k = torch.randn(shared_tokens, shape.kv_heads, shape.k_dim)
+        common_v = torch.randn(shared_tokens, shape.kv_heads, shape.v_dim)
+        common = [free.pop() for _ in range(shared_tokens // BLOCK_SIZE)]
+        self.keys, self.values, self.parts = [], [], []
+        for start, new in lengths:
+            shared = shared_tokens if start >= shared_tokens else 0
+            own = start + new - shared
+            key = torch.cat([common_k[:shared], torch.randn(own, shape.kv_heads, shape.k_dim)])
+            value = torch.cat([common_v[:shared], torch.randn(own, shape.kv_heads, shape.v_dim)])
+            table = [*common[: shared // BLOCK_SIZE], *(free.pop() for _ in range(-(-own // BLOCK_SIZE)))]
+            for position in range(start):
+                block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                self.layer.k_cache[block, offset] = key[position]
+                self.layer.v_cache[block, offset] = value[position]
+            self.keys.append(key)
+            self.values.append(value)
+            self.parts.append(Part([0] * new, start, table))
+        self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
+
+    def paged(self, call: AttentionCall, min_shared_tokens: int) -> torch.Tensor:
+        backend = TorchAttention(torch.float32, min_shared_tokens)
+        backend.begin(pack(self.parts, BLOCK_SIZE, self.num_blocks, torch.device("cpu")))
+        new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])
+        new_v = torch.cat([value[start:] for value, (start, _) in zip(self.values, self.lengths, strict=True)])
+        return backend.attend(self.layer, self.query, new_k.transpose(0, 1)[None], new_v.transpose(0, 1)[None], call)
+
+    def oracle(self, call: AttentionCall) -> torch.Tensor:
+        rows, index = [], 0
+        for key, value, (start, new) in zip(self.keys, self.values, self.lengths, strict=True):
+            for position in range(start, start + new):
+                first = 0 if call.window is None else max(0, position + 1 - call.window)
+                seen = slice(first, position + 1)
+                rows.append(self._one_query(self.query[0, :, index], key[seen], value[seen], call))
+                index += 1
+        return torch.stack(rows)[None]
+
+    def _one_query(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        outputs = []
+        for head in range(self.shape.heads):
+            kv_head = head // (self.shape.heads // self.shape.kv_heads)
+            scores = key[:, kv_head].double() @ query[head].double() * call.scaling
+            if call.softcap is not None:
+                scores = torch.tanh(scores / call.softcap) * call.softcap
+            if call.sinks is not None:
+                scores = torch.cat([scores, call.sinks[head : head + 1].double()])
+            weights = scores.softmax(0)[: len(key)]
+            outputs.append((weights @ value[:, kv_head].double()).float())
+        return torch.stack(outputs)
+
+
+DECODES = [(7, 1), (30, 1), (3, 1), (64, 1), (29, 1)]
+MIXED = [(0, 9), (12, 7), (30, 1), (0, 1), (16, 7), (41, 1), (8, 20)]
+LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
+
+
+@pytest.mark.parametrize("lengths", [DECODES, MIXED, LONG], ids=["decodes", "mixed", "long"])
+@pytest.mark.parametrize(
+    ("shape", "call"),
+    [
+        (Shape(), AttentionCall(0.3)),
+        (Shape(kv_heads=6), AttentionCall(0.3)),
+        (Shape(kv_heads=1, v_dim=5), AttentionCall(0.3)),
+        (Shape(), AttentionCall(0.3, window=8)),
+        (Shape(v_dim=5), AttentionCall(0.3, window=1)),
+        (Shape(), AttentionCall(1.0, softcap=2.0)),
+        (Shape(), AttentionCall(1.0, window=6, softcap=2.0)),
+        (Shape(), AttentionCall(0.5, sinks=torch.linspace(-1, 3, 6))),
+        (Shape(), AttentionCall(0.5, window=600, sinks=torch.linspace(-1, 3, 6))),
+    ],
+    ids=["gqa", "mha", "mqa_other_v", "window", "window_1", "softcap", "softcap_window", "sinks", "sinks_window"],
+)
+def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall) -> None:
+    scene = Scene(lengths, shape, call.window)
+    torch.testing.assert_close(scene.paged(call, NEVER), scene.oracle(call), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [DECODES, MIXED, [(28, 1), (20, 5), (24, 5), (3, 1), (22, 1)]])
+@pytest.mark.parametrize(
+    ("shape", "call"),
+    [
+        (Shape(), AttentionCall(0.3)),
+        (Shape(v_dim=5), AttentionCall(0.3)),
+        (Shape(), AttentionCall(1.0, softcap=2.0)),
+        (Shape(), AttentionCall(0.5, sinks=torch.linspace(-1, 3, 6))),
+        (Shape(), AttentionCall(0.5, window=9)),
+    ],
+    ids=["gqa", "other_v", "softcap", "sinks", "window"],
+)
+def test_a_prefix_attended_once_equals_the_oracle(
+    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall
+) -> None:
+    """Merging by log-sum-exp is exact in float32, also beside sequences that share nothing."""
+    scene = Scene(lengths, shape, call.window, shared_tokens=16)
+    torch.testing.assert_close(scene.paged(call, 1), scene.oracle(call), rtol=1e-5, atol=1e-5)
+
+
+def test_new_kv_is_written_to_its_slots_and_nowhere_else() -> None:
+    scene = Scene(MIXED, Shape(), None)
+    before = scene.layer.k_cache.clone()
+    scene.paged(AttentionCall(0.3), NEVER)
+    for key, part in zip(scene.keys, scene.parts, strict=True):
+        for position in range(len(key)):
+            block, offset = part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            assert torch.equal(scene.layer.k_cache[block, offset], key[position])
+    written = int((before.isnan() & ~scene.layer.k_cache.isnan()).all(-1).all(-1).sum())
+    assert written == sum(new for _, new in MIXED)
+    assert not scene.layer.k_cache[0].any()
+
+
+def test_the_oracle_would_see_a_wrong_window() -> None:
+    scene = Scene(MIXED, Shape(), 8)
+    result = scene.paged(AttentionCall(0.3, window=8), NEVER)
+    assert not torch.allclose(result, scene.oracle(AttentionCall(0.3, window=9)), atol=1e-3)
+
+
+def test_fused_and_plain_softmax_agree_and_merge() -> None:
+    """Any cut of the keys, merged, is attention over all of them."""
+    torch.manual_seed(2)
+    query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    whole = attend(query, Keys(key, value), 0.4)
+    # A softcap far above all scores changes nothing, but takes the plain path.
+    plain = attend(query, Keys(key, value), 0.4, softcap=1e4)
+    halves = merge(
+        attend(query, Keys(key[:, :, :13], value[:, :, :13]), 0.4),
+        attend(query, Keys(key[:, :, 13:], value[:, :, 13:]), 0.4),
+    )
+    for other in (plain, halves):
+        torch.testing.assert_close(other.out, whole.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.lse, whole.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_this_torch_has_the_fused_cpu_kernel() -> None:
+    """If this fails after an upgrade of torch, everything still works, but decoding on a CPU is several times slower."""
+    assert fused_cpu_attention_works()
