@@ -73,6 +73,13 @@ class GenerateStream:
         self._target: Target | None = None
         self._call: Call | None = None
         self._is_ended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __del__(self) -> None:
+        # grpc.aio's calls live in reference cycles: without this a dropped stream would hold its blocks until the
+        # collector comes by. It may run in any thread, so the loop's own thread has to cancel.
+        if self._call is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._call.cancel)
 
     def __repr__(self) -> str:
         return f"GenerateStream({self._sequence_id}, {self._target}, {self._gate}, ended={self._is_ended})"
@@ -131,6 +138,7 @@ class GenerateStream:
     async def _next_chunk(self) -> Chunk:
         if self._deadline is None:
             self._deadline = Deadline(self._settings.timeout or self._config.timeout)
+            self._loop = asyncio.get_running_loop()
         while True:
             if self._call is None or self._target is None:
                 self._call, self._target = await self._open(self._deadline)

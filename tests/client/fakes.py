@@ -1,0 +1,292 @@
+"""A manager and workers that say what a test tells them to, over real gRPC on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+
+WORDS = ("<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", "the", "cat", "sat", "on", "mat", "dog")
+BOS, USER, ASSISTANT, THE, CAT, SAT = 1, 3, 4, 5, 6, 7
+CHAT_TEMPLATE = (
+    "{{ bos_token }} {% for message in messages %}<|{{ message.role }}|> {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+Context = grpc.aio.ServicerContext
+
+
+def word_tokenizer() -> str:
+    """tokenizer.json of a tokenizer with one token per word, which puts <bos> before a raw text by itself."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"])
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    # As a training run may leave them behind: a client that obeyed would cut and pad every prompt.
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    return tokenizer.to_str()
+
+
+def error_status(
+    code: int, reason: str, message: str, *details: object, domain: str = "kvpool", **metadata: str
+) -> status_pb2.Status:
+    """A status as kvpool's services send it: ErrorInfo first, further details behind it."""
+    status = status_pb2.Status(code=code, message=message)
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata)
+    for detail in (info, *details):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+UNAVAILABLE = error_status(code_pb2.UNAVAILABLE, "DRAINING", "draining")
+
+
+class Hang:
+    """In an answer: say nothing more until the client goes away."""
+
+
+HANG = Hang()
+Step: TypeAlias = worker_pb2.GenerateResponse | status_pb2.Status | Hang
+
+
+def usage(num_prompt: int = 4, num_cached: int = 0, num_generated: int = 0) -> worker_pb2.Usage:
+    return worker_pb2.Usage(
+        num_prompt_tokens=num_prompt, num_cached_tokens=num_cached, num_generated_tokens=num_generated
+    )
+
+
+def answer(*token_ids: int, num_cached: int = 0) -> list[Step]:
+    """A proper answer: one message per token, then the end."""
+    steps: list[Step] = []
+    for index, token in enumerate(token_ids):
+        message = worker_pb2.GenerateResponse(start_index=index, token_ids=[token], text=f" {WORDS[token]}")
+        if index == 0:
+            message.usage.CopyFrom(usage(num_cached=num_cached))
+        steps.append(message)
+    steps.append(
+        worker_pb2.GenerateResponse(
+            start_index=len(token_ids),
+            usage=usage(num_cached=num_cached, num_generated=len(token_ids)),
+            finish_reason=worker_pb2.FINISH_REASON_STOP,
+        )
+    )
+    return steps
+
+
+@dataclass
+class FakeModel:
+    """What GetModel answers."""
+
+    name: str = "tiny"
+    fingerprint: str = "fp-tiny"
+    max_model_len: int = 32
+    files: dict[int, bytes] = field(
+        default_factory=lambda: {
+            worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer().encode(),
+            worker_pb2.MODEL_FILE_CHAT_TEMPLATE: CHAT_TEMPLATE.encode(),
+            worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps({"bos_token": "<bos>"}).encode(),
+        }
+    )
+    is_corrupt: bool = False
+    """One byte is changed on the way."""
+
+    def messages(self, worker_id: str) -> list[worker_pb2.GetModelResponse]:
+        facts = worker_pb2.ModelFacts(
+            worker_id=worker_id,
+            model_name=self.name,
+            model_fingerprint=self.fingerprint,
+            architecture="tiny",
+            dtype="float32",
+            vocab_size=len(WORDS),
+            max_model_len=self.max_model_len,
+            block_size=4,
+            eos_token_ids=[2],
+        )
+        messages = [worker_pb2.GetModelResponse(facts=facts)]
+        for file, content in self.files.items():
+            digest = hashlib.sha256(content).digest()
+            facts.files.add(file=worker_pb2.ModelFile.ValueType(file), size_bytes=len(content), digest=digest)
+            sent = bytes([content[0] ^ 1]) + content[1:] if self.is_corrupt else content
+            for offset in range(0, len(sent), 100):
+                part = worker_pb2.FilePart(
+                    file=worker_pb2.ModelFile.ValueType(file), offset_bytes=offset, data=sent[offset : offset + 100]
+                )
+                messages.append(worker_pb2.GetModelResponse(part=part))
+        messages[0].facts.CopyFrom(facts)
+        return messages
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers each Generate with the next list of steps; the last one is repeated."""
+
+    def __init__(self, worker_id: str, *answers: Sequence[Step], model: FakeModel | None = None) -> None:
+        self.worker_id = worker_id
+        self.model = model or FakeModel()
+        self.answers = deque(answers or [answer(THE, CAT, SAT)])
+        self.requests: list[worker_pb2.GenerateRequest] = []
+        self.num_model_calls = 0
+        self.num_live = 0
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.address = ""
+
+    async def GetModel(
+        self,
+        request: worker_pb2.GetModelRequest,
+        context: Context[worker_pb2.GetModelRequest, AsyncIterator[worker_pb2.GetModelResponse]],
+    ) -> AsyncIterator[worker_pb2.GetModelResponse]:
+        self.num_model_calls += 1
+        for message in self.model.messages(self.worker_id):
+            yield message
+
+    async def Generate(
+        self,
+        request: worker_pb2.GenerateRequest,
+        context: Context[worker_pb2.GenerateRequest, AsyncIterator[worker_pb2.GenerateResponse]],
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.asked.set()
+        steps = self.answers.popleft() if len(self.answers) > 1 else self.answers[0]
+        self.num_live += 1
+        try:
+            for step in steps:
+                if isinstance(step, status_pb2.Status):
+                    await context.abort_with_status(rpc_status.to_status(step))
+                elif isinstance(step, Hang):
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+        finally:
+            self.num_live -= 1
+
+    def description(self) -> cache_pb2.WorkerDescription:
+        config = common_pb2.KVCacheConfig(block_size=4)
+        config.groups.add(full_attention=common_pb2.FullAttentionSpec())
+        config.pools.add(tier=common_pb2.TIER_DEVICE, num_blocks=12)
+        description = cache_pb2.WorkerDescription(
+            worker_id=self.worker_id,
+            address=self.address,
+            model_name=self.model.name,
+            model_fingerprint=self.model.fingerprint,
+            kv_cache_config=config,
+        )
+        description.counts.add(tier=common_pb2.TIER_DEVICE, capacity=11, free=6, cached=2, held=2, reserved=1, shared=1)
+        return description
+
+
+class FakeManager(cache_pb2_grpc.CacheServiceServicer):
+    """Knows the workers that it is given and ranks them in that order."""
+
+    def __init__(self, workers: Sequence[FakeWorker] = ()) -> None:
+        self.workers = list(workers)
+        self.route_errors: deque[status_pb2.Status] = deque()
+        self.routes: list[cache_pb2.RouteRequest] = []
+        self.describes: list[cache_pb2.DescribeRequest] = []
+        self.blocks: list[cache_pb2.BlockDescription] = []
+        self.violations: list[cache_pb2.Violation] = []
+        self.num_blocks: int | None = None
+        self.address = ""
+
+    async def Route(
+        self,
+        request: cache_pb2.RouteRequest,
+        context: Context[cache_pb2.RouteRequest, Awaitable[cache_pb2.RouteResponse]],
+    ) -> cache_pb2.RouteResponse:
+        self.routes.append(request)
+        if self.route_errors:
+            await context.abort_with_status(rpc_status.to_status(self.route_errors.popleft()))
+        response = cache_pb2.RouteResponse()
+        for worker in self.workers:
+            if worker.model.fingerprint == request.root.model_fingerprint:
+                response.workers.add(
+                    worker_id=worker.worker_id,
+                    address=worker.address,
+                    model_fingerprint=worker.model.fingerprint,
+                )
+        if not response.workers:
+            response.explanation = "none registered"
+        return response
+
+    async def Describe(
+        self,
+        request: cache_pb2.DescribeRequest,
+        context: Context[cache_pb2.DescribeRequest, Awaitable[cache_pb2.DescribeResponse]],
+    ) -> cache_pb2.DescribeResponse:
+        self.describes.append(request)
+        response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
+        for worker in self.workers:
+            if request.worker_id in ("", worker.worker_id):
+                description = worker.description()
+                if self.num_blocks is not None:
+                    description.kv_cache_config.pools[0].num_blocks = self.num_blocks
+                if request.include_blocks:
+                    last = request.first_block + (request.max_blocks or 4096)
+                    description.blocks.extend(
+                        block for block in self.blocks if request.first_block <= block.block_id < last
+                    )
+                response.workers.append(description)
+        return response
+
+    async def Check(
+        self,
+        request: cache_pb2.CheckRequest,
+        context: Context[cache_pb2.CheckRequest, Awaitable[cache_pb2.CheckResponse]],
+    ) -> cache_pb2.CheckResponse:
+        return cache_pb2.CheckResponse(violations=self.violations, num_blocks_checked=11)
+
+    async def Register(self, request: object, context: Context[Any, Any]) -> NoReturn:
+        raise NotImplementedError
+
+    Report = KeepAlive = Allocate = Append = Free = Fork = Deregister = Register
+
+
+@asynccontextmanager
+async def serving(*servicers: FakeManager | FakeWorker, port: int = 0) -> AsyncIterator[None]:
+    """Serve each on a port of its own (or all on `port`, for one) and set its address."""
+    servers: list[grpc.aio.Server] = []
+    try:
+        for servicer in servicers:
+            server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+            if isinstance(servicer, FakeManager):
+                cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
+            else:
+                worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+            servicer.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+            await server.start()
+            servers.append(server)
+        yield
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+@asynccontextmanager
+async def fake_cluster(*workers: FakeWorker) -> AsyncIterator[FakeManager]:
+    """A manager that knows these workers, all of them serving."""
+    manager = FakeManager(workers)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serving(*workers))
+        await stack.enter_async_context(serving(manager))
+        yield manager

@@ -1,0 +1,259 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+from google.rpc import code_pb2
+from kvpool.v1 import cache_pb2
+
+from client.cli import main
+from client.cli.cluster import ClusterSpec, num_cores
+from tests.client.fakes import (
+    HANG,
+    SAT,
+    THE,
+    FakeWorker,
+    answer,
+    error_status,
+    fake_cluster,
+)
+
+
+async def kvpool(*arguments: str) -> int:
+    """Run a command beside the fakes' event loop; returns its exit status."""
+
+    def run() -> int:
+        try:
+            main(arguments)
+        except SystemExit as exit_:
+            return int(exit_.code or 0)
+        return 0
+
+    return await asyncio.to_thread(run)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_generate_streams_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager:
+        status = await kvpool(
+            "generate", "the dog", "--manager", manager.address, "--max-tokens", "5", "--seed", "9",
+            "--temperature", "0.5", "--top-k", "4", "--top-p", "0.5", "--stop", "x", "--stop", "y",
+        )  # fmt: skip
+    captured = capsys.readouterr()
+    assert (status, captured.out, captured.err) == (0, " the cat sat\n", "")
+    (request,) = worker.requests
+    assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (5, ["x", "y"])
+    assert (request.sampling.seed, request.sampling.top_k, request.sampling.top_p) == (9, 4, 0.5)
+
+
+async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w", answer(THE, SAT, num_cached=4))) as manager:
+        status = await kvpool("generate", "the", "--json", "--manager", manager.address)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert (status, captured.err) == (0, "")
+    assert found.pop("time_to_first_token_ms") > 0
+    assert found == {
+        "text": " the sat",
+        "token_ids": [THE, SAT],
+        "finish_reason": "stop",
+        "num_prompt_tokens": 4,
+        "num_cached_tokens": 4,
+        "worker_id": "w",
+    }
+
+
+async def test_generate_reads_the_prompt_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager:
+        command = [sys.executable, "-m", "kvpool.client.cli", "generate", "-", "--json", "--manager", manager.address]
+        done = await asyncio.to_thread(
+            subprocess.run, command, input="the cat", capture_output=True, text=True, timeout=60, check=True
+        )
+    assert json.loads(done.stdout)["worker_id"] == "w"
+    assert list(worker.requests[0].token_ids.ids) == [1, 5, 6]
+
+
+async def test_chat_answers_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager:
+        status = await kvpool("chat", "the cat", "--manager", manager.address)
+    assert (status, capsys.readouterr().out) == (0, " the cat sat\n")
+    assert list(worker.requests[0].token_ids.ids) == [1, 3, 5, 6, 4]
+
+
+async def test_chat_remembers_the_conversation_until_it_is_told_not_to() -> None:
+    """Each question carries what was said before; /clear forgets it."""
+    worker = FakeWorker("w", answer(SAT))
+    async with fake_cluster(worker) as manager:
+        command = [sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            input="the\ncat\n/clear\ndog\n/exit\nmat\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert done.stdout.split() == ["sat", "sat", "sat"]
+    prompts = [list(request.token_ids.ids) for request in worker.requests]
+    assert prompts == [[1, 3, 5, 4], [1, 3, 5, 4, SAT, 3, 6, 4], [1, 3, 10, 4]]
+
+
+async def test_status_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        status = await kvpool("status", "--json", "--manager", manager.address)
+        expected = {
+            "worker_id": "w",
+            "address": manager.workers[0].address,
+            "model": "tiny",
+            "block_size": 4,
+            "num_blocks": 12,
+            "free": 6,
+            "cached": 2,
+            "held": 2,
+            "reserved": 1,
+        }
+    assert (status, json.loads(capsys.readouterr().out)) == (0, {"workers": [expected]})
+
+
+async def test_status_without_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster() as manager:
+        assert await kvpool("status", "--manager", manager.address) == 0
+    assert "kvpool worker" in capsys.readouterr().out
+
+
+async def test_the_environment_names_the_manager(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_cluster(FakeWorker("w-of-the-environment")) as manager:
+        monkeypatch.setenv("KVPOOL_MANAGER", manager.address)
+        assert await kvpool("status") == 0
+    assert "w-of-the-environment" in capsys.readouterr().out
+
+
+async def test_blocks_draws_every_worker_or_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = FakeWorker("w1"), FakeWorker("w2")
+    async with fake_cluster(one, two) as manager:
+        manager.blocks = [
+            cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_CACHED) for i in range(1, 12)
+        ]
+        assert await kvpool("blocks", "--manager", manager.address) == 0
+        out = capsys.readouterr().out
+        assert out.count("∅▒▒▒▒▒▒▒▒▒▒▒") == 2
+        assert "\x1b" not in out
+        assert await kvpool("blocks", "--worker", "w2", "--manager", manager.address) == 0
+        assert "w1" not in capsys.readouterr().out
+        assert await kvpool("blocks", "--worker", "w3", "--manager", manager.address) == 1
+        assert "there are: w1, w2" in capsys.readouterr().err
+
+
+async def test_check_fails_if_a_law_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster() as manager:
+        assert await kvpool("check", "--manager", manager.address) == 0
+        assert "every law holds" in capsys.readouterr().out
+        violation = manager_violation()
+        manager.violations = [violation]
+        assert await kvpool("check", "--manager", manager.address) == 1
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("conservation", "one [too] many", "w9", "17", "seq/2/1"))
+
+
+def manager_violation() -> cache_pb2.Violation:
+    violation = cache_pb2.Violation(law="conservation", message="one [too] many", worker_id="w9", block_id=17)
+    violation.sequence.sequence_id, violation.sequence.attempt, violation.sequence.round = "seq", 2, 1
+    return violation
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "the"], ["chat", "the"], ["chat"], ["status"], ["blocks"], ["check"], ["status", "--json"]]
+)
+async def test_a_missing_manager_is_one_helpful_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    address = free_address()
+    status = await kvpool(*command, "--manager", address)
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (1, "")
+    assert captured.err.count("\n") == 1
+    assert address in captured.err
+    assert "kvpool up" in captured.err
+
+
+async def test_a_refusal_is_one_line_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if the service wrote several lines, and with --json nothing on stdout."""
+    refused = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "needs 900 blocks,\nthere are 11")
+    async with fake_cluster(FakeWorker("w", [refused])) as manager:
+        status = await kvpool("generate", "the", "--json", "--manager", manager.address)
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (1, "")
+    assert captured.err.count("\n") == 1
+    assert "needs 900 blocks, there are 11" in captured.err
+
+
+async def test_killing_the_command_ends_its_call() -> None:
+    """kill -9 in the middle of an answer: the worker sees the connection go."""
+    worker = FakeWorker("w", [answer(THE)[0], HANG])
+    async with fake_cluster(worker) as manager:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvpool.client.cli", "generate", "the", "--manager", manager.address,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
+        process.kill()
+        await process.wait()
+        await asyncio.wait_for(worker.cancelled.wait(), 5)
+
+
+async def test_ctrl_c_ends_the_command_quietly() -> None:
+    worker = FakeWorker("w", [answer(THE)[0], HANG])
+    async with fake_cluster(worker) as manager:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvpool.client.cli", "generate", "the", "--manager", manager.address,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
+        process.send_signal(2)
+        _, err = await asyncio.wait_for(process.communicate(), 10)
+        await asyncio.wait_for(worker.cancelled.wait(), 5)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+async def test_up_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the other cluster's manager would be taken for ours."""
+    async with fake_cluster() as manager:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kvpool.client.cli", "up", "--port", manager.address.rpartition(":")[2]],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_cores_are_divided_among_workers_unless_the_user_did() -> None:
+    spec = ClusterSpec(num_workers=2, port=1234)
+    manager, *workers = spec.children({})
+    assert [child.name for child in (manager, *workers)] == ["manager", "worker-0", "worker-1"]
+    assert "OMP_NUM_THREADS" not in manager.environment
+    assert {child.environment["OMP_NUM_THREADS"] for child in workers} == {str(max(1, num_cores() // 2))}
+    assert all("OMP_NUM_THREADS" not in child.environment for child in spec.children({"OMP_NUM_THREADS": "7"}))
+    assert list(workers[0].command[3:5]) == ["--manager", "127.0.0.1:1234"]

@@ -1,0 +1,93 @@
+"""The inverse of the status table."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2
+from kvpool.v1 import cache_pb2
+
+import client
+from client import Client, ClientConfig, KvpoolError
+from client.errors import from_rpc_error
+from tests.client.fakes import FakeManager, error_status, serving
+
+CODES = [
+    (code_pb2.RESOURCE_EXHAUSTED, client.ResourceExhausted),
+    (code_pb2.INVALID_ARGUMENT, client.InvalidRequest),
+    (code_pb2.NOT_FOUND, client.NotFound),
+    (code_pb2.FAILED_PRECONDITION, client.FailedPrecondition),
+    (code_pb2.ABORTED, client.Aborted),
+    (code_pb2.ALREADY_EXISTS, client.AlreadyExists),
+    (code_pb2.UNIMPLEMENTED, client.Unimplemented),
+    (code_pb2.PERMISSION_DENIED, client.PermissionDenied),
+    (code_pb2.INTERNAL, client.ServiceError),
+]
+
+
+@pytest.mark.parametrize(("code", "exception"), CODES)
+async def test_every_status_becomes_its_exception(code: int, exception: type[KvpoolError]) -> None:
+    """Over a real connection, with the reason, the hint, the figures and the bad fields that the service packed."""
+    manager = FakeManager()
+    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=250_000_000))
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field="tokens", description="empty")
+    manager.route_errors.append(error_status(code, "WHY", "needed 5, there are 3", retry, bad, position="12"))
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        with pytest.raises(KvpoolError) as caught:
+            await connected.route([1, 2])
+    error = caught.value
+    assert type(error) is exception
+    assert (error.reason, error.retry_after, error.metadata) == ("WHY", 0.25, {"position": "12"})
+    assert error.violations == ("tokens: empty",)
+    assert "needed 5, there are 3" in str(error)
+
+
+async def test_a_quota_failure_tells_whose_quota() -> None:
+    manager = FakeManager()
+    quota = error_details_pb2.QuotaFailure()
+    quota.violations.add(subject="worker-0", description="4,096 live sequences")
+    manager.route_errors.append(error_status(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SEQUENCES", "full", quota))
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        with pytest.raises(client.ResourceExhausted) as caught:
+            await connected.route([1])
+    assert caught.value.violations == ("worker-0: 4,096 live sequences",)
+
+
+async def test_a_reason_of_another_domain_is_not_ours() -> None:
+    """A proxy's ErrorInfo must not be taken for the manager's word."""
+    manager = FakeManager()
+    manager.route_errors.append(error_status(code_pb2.NOT_FOUND, "NO_BLOCKS", "proxy", domain="example.com"))
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        with pytest.raises(client.NotFound) as caught:
+            await connected.route([1])
+    assert caught.value.reason == ""
+
+
+@pytest.mark.parametrize("details", [None, error_status(code_pb2.ABORTED, "GAP", "other message").SerializeToString()])
+def test_a_status_without_good_details_still_becomes_its_exception(details: bytes | None) -> None:
+    """The transport's own errors carry none; details that contradict their status are not believed."""
+    metadata = grpc.aio.Metadata(*([] if details is None else [("grpc-status-details-bin", details)]))
+    rpc_error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), metadata, details="connection refused"
+    )
+    error = from_rpc_error(rpc_error, "worker-0")
+    assert type(error) is client.Unavailable
+    assert (str(error), error.reason, error.retry_after) == ("worker-0: connection refused", "", None)
+
+
+async def test_a_prompt_larger_than_a_message_is_refused_here() -> None:
+    """The transport would answer in its own words, after sending 16 MiB."""
+    async with Client(config=ClientConfig(manager="127.0.0.1:1")) as connected:
+        with pytest.raises(client.InvalidRequest, match="does not fit"):
+            await connected.route([1] * (5 * 1024 * 1024))
+
+
+async def test_check_and_describe_return_what_the_manager_says() -> None:
+    manager = FakeManager()
+    manager.violations = [cache_pb2.Violation(law="conservation", message="one block too many", block_id=3)]
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        assert (await connected.check()).violations == manager.violations
+        assert (await connected.describe()).epoch == 7

@@ -1,0 +1,91 @@
+"""The gate of a stream and the order of attempts, without any network."""
+
+from __future__ import annotations
+
+import pytest
+from kvpool.v1 import cache_pb2
+
+from client import ProtocolError, ResourceExhausted, Unavailable
+from client.attempts import Attempts
+from client.gate import Gate
+
+
+def test_a_continuation_joins_on_to_what_was_delivered() -> None:
+    """Workers count from 0 in each stream; the answer's positions go on."""
+    gate = Gate()
+    gate.open(1)
+    assert gate.take(1, 0, 3) == (0,)
+    gate.open(2)
+    assert gate.take(2, 0, 2) == (3,)
+    assert gate.take(2, 2, 1) == (5,)
+    assert gate.num_delivered == 6
+
+
+def test_tokens_of_an_older_attempt_are_dropped() -> None:
+    """Whatever the worker that was given up still sends, it changes nothing."""
+    gate = Gate()
+    gate.open(1)
+    gate.take(1, 0, 1)
+    gate.open(2)
+    assert gate.take(1, 1, 1) is None
+    assert gate.num_delivered == 1
+    assert gate.take(2, 0, 1) == (1,)
+
+
+@pytest.mark.parametrize("start_index", [0, 1, 3])
+def test_only_the_next_position_is_taken(start_index: int) -> None:
+    gate = Gate()
+    gate.open(1)
+    gate.take(1, 0, 2)
+    with pytest.raises(ProtocolError):
+        gate.take(1, start_index, 1)
+    assert gate.take(1, 2, 1) == (2,)
+
+
+def test_attempts_never_go_back() -> None:
+    gate = Gate()
+    gate.open(2)
+    with pytest.raises(AssertionError):
+        gate.open(2)
+
+
+def ranked(*names: str) -> list[cache_pb2.RoutedWorker]:
+    return [cache_pb2.RoutedWorker(worker_id=name, address=f"{name}:1") for name in names]
+
+
+def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
+    attempts = Attempts(max_attempts=8)
+    tried: list[tuple[str, int]] = []
+    for names in (("a", "b"), ("b",)):
+        assert attempts.wants_ranking
+        attempts.rank(ranked(*names))
+        for _ in names:
+            assert not attempts.wants_ranking
+            target = attempts.next()
+            tried.append((target.worker_id, target.attempt))
+            attempts.failed(target, Unavailable(f"{target.worker_id} says no"))
+    assert tried == [("a", 1), ("b", 2), ("b", 3)]
+    assert not attempts.wants_ranking
+    with pytest.raises(Unavailable, match="a says no; b says no; b says no"):
+        attempts.next()
+
+
+def test_attempts_are_bounded_however_many_workers_there_are() -> None:
+    attempts = Attempts(max_attempts=3)
+    attempts.rank(ranked("a", "b", "c", "d", "e"))
+    for _ in range(3):
+        attempts.failed(attempts.next(), Unavailable("no"))
+    with pytest.raises(Unavailable):
+        attempts.next()
+    assert not attempts.wants_ranking
+
+
+def test_one_worker_that_is_away_makes_full_ones_unavailable() -> None:
+    """ResourceExhausted only if every worker was full: coming back later helps then, and only then for sure."""
+    attempts = Attempts(max_attempts=2)
+    attempts.rank(ranked("a", "b"))
+    attempts.failed(attempts.next(), ResourceExhausted("full", reason="FULL", retry_after=3.0))
+    attempts.failed(attempts.next(), Unavailable("gone"))
+    with pytest.raises(Unavailable) as caught:
+        attempts.next()
+    assert caught.value.retry_after == 3.0

@@ -1,0 +1,90 @@
+"""Options are checked before anybody is asked, and reach the worker as they were given."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from client import ClientConfig, GenerateOptions, InvalidRequest
+from client.options import GenerateSettings
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"temperature": -0.1},
+        {"temperature": 100.5},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"stop": ["x"] * 17},
+        {"stop": ""},
+        {"stop": "ü" * 129},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1] * 1025},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"timeout": 0},
+        {"adapter": "x" * 257},
+        {"tenant_salt": "x" * 257},
+        {"max_token": 5},
+    ],
+)
+def test_a_wrong_option_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        GenerateSettings.from_options(cast(GenerateOptions, wrong))
+
+
+def test_options_reach_the_message() -> None:
+    settings = GenerateSettings.from_options(
+        GenerateOptions(
+            max_tokens=7,
+            temperature=0.5,
+            top_k=3,
+            top_p=0.25,
+            seed=2**64 - 1,
+            stop=["a", "b"],
+            stop_token_ids=[9],
+            ignore_eos=True,
+            logprobs=0,
+        )
+    )
+    request = settings.request(token_ids=[1, 2], sequence_id="s", attempt=3, model_fingerprint="f")
+    assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
+    assert list(request.token_ids.ids) == [1, 2]
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
+    assert request.sampling.seed == 2**64 - 1
+    assert (request.stop.max_tokens, request.stop.ignore_eos) == (7, True)
+    assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
+    assert request.HasField("logprobs")
+    assert request.logprobs == 0
+
+
+def test_one_stop_string_is_not_taken_for_its_letters() -> None:
+    assert GenerateSettings.from_options({"stop": "end"}).stop_strings == ("end",)
+
+
+def test_sampling_without_a_seed_gets_a_random_one() -> None:
+    """Chosen by the client, so that another attempt draws the same tokens; greedy needs none."""
+    seeds = {GenerateSettings.from_options({"temperature": 1.0}).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert max(seeds) > 2**48
+    assert GenerateSettings.from_options({}).seed == 0
+    assert GenerateSettings.from_options({"temperature": 1.0, "seed": 0}).seed == 0
+
+
+def test_the_environment_names_the_manager() -> None:
+    assert ClientConfig.from_environment({}).manager == "127.0.0.1:50051"
+    assert ClientConfig.from_environment({"KVPOOL_MANAGER": "localhost:1"}).manager == "localhost:1"
+
+
+@pytest.mark.parametrize("address", ["", "localhost", ":50051", "localhost:0", "localhost:70000", "localhost:port"])
+def test_a_manager_that_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="host:port"):
+        ClientConfig(manager=address)
