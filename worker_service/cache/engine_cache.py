@@ -25,6 +25,9 @@ _SESSION_ENDING = frozenset(
     {"STALE_SESSION", "STALE_REGISTER", "STALE_GENERATION", "TOKENS_DIFFER", "GAP", "UNKNOWN_SEQUENCE"}
 )
 
+NO_BLOCKS_RETRY_SECONDS = 1.0
+"""When to ask again after NO_BLOCKS although nothing was given back; only a safeguard."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -68,8 +71,8 @@ class EngineCache:
         self._parked: list[CacheSequence] = []
         self._dirty_since: float | None = None
         self._urgent = False
-        self._no_blocks = False
-        """The last Allocate found no blocks, and nothing was given back since."""
+        self._ask_again_at = 0.0
+        """The last Allocate found no blocks: no other before this time, unless something is given back."""
         self._exhausted = False
         """The last call left fewer blocks in the pool than the reserve wanted."""
         self._lost = False
@@ -89,6 +92,11 @@ class EngineCache:
     def is_exhausted(self) -> bool:
         """Whether the reserve is empty because the pool is: the manager has said so, and nothing is on its way back."""
         return self._exhausted and not self._reserve and not self._ending
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the manager has acknowledged that nothing is held or reserved here."""
+        return not (self._sequences or self._ending or self._reserve or self._reserve.returning)
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
         """Make the table cover `num_slots` positions out of the reserve. False, and nothing changed, if it is too small."""
@@ -237,7 +245,7 @@ class EngineCache:
         if link is None or self._lost or link.in_flight is not None or now < link.retry_at:
             return None
         self._wake_parked(now)
-        call = self._free_call(link) or self._append_call(link, now) or self._allocate_call(link, candidates)
+        call = self._free_call(link) or self._append_call(link, now) or self._allocate_call(link, candidates, now)
         if call is not None:
             link.in_flight = call
             self.num_calls += 1
@@ -253,8 +261,8 @@ class EngineCache:
             times.append(self._dirty_since + self.settings.report_seconds)
         if self._parked:
             times.append(now + self.settings.prefix_wait_seconds / 4)
-        if self._no_blocks and candidates:
-            times.append(now + 1.0)
+        if candidates and now < self._ask_again_at:
+            times.append(self._ask_again_at)
         if now < link.retry_at:
             times = [link.retry_at]
         return min(times, default=None)
@@ -271,7 +279,9 @@ class EngineCache:
             return
         link.in_flight = None
         link.succeeded()
-        self._reserve.returned(call.returned)
+        if call.returned:
+            self._reserve.returned(call.returned)
+            self._ask_again_at = now
 
         def take_in() -> None:
             # Grants first: a table may name a block that an earlier entry of the downlink brought.
@@ -285,6 +295,7 @@ class EngineCache:
             else:
                 for stated in call.stated:
                     self._on_freed(stated.sequence)
+                self._ask_again_at = now
 
         self._guarded(take_in)
         self._exhausted = len(self._reserve) < self._spare_target() and not self._num_available(response.downlink)
@@ -362,8 +373,8 @@ class EngineCache:
         idle = bool(self._reserve) and self._spare_target() == 0
         return idle or bool(self._reserve.returning)
 
-    def _allocate_call(self, link: Link, candidates: List[CacheSequence]) -> Call | None:
-        if self._no_blocks or (self._exhausted and self._spare_target() > len(self._reserve)):
+    def _allocate_call(self, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
+        if now < self._ask_again_at or (self._exhausted and self._spare_target() > len(self._reserve)):
             return None
         wanted = [
             sequence
@@ -422,7 +433,7 @@ class EngineCache:
         reason = reason_of(result.status)
         if reason in ("NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES"):
             sequence.state = SequenceState.WAITING
-            self._no_blocks = True
+            self._ask_again_at = now + NO_BLOCKS_RETRY_SECONDS
         else:
             self._end(sequence)
             self._events.append(events.Refused(sequence, result.status))
@@ -463,7 +474,6 @@ class EngineCache:
     def _on_freed(self, sequence: CacheSequence) -> None:
         self._ending.remove(sequence)
         self._end(sequence)
-        self._no_blocks = self._exhausted = False
 
     def _end(self, sequence: CacheSequence) -> None:
         for block in sequence.table:

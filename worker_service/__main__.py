@@ -1,0 +1,53 @@
+"""`python -m kvpool.worker_service`: run one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from .logs import configure_logging
+from .settings import WorkerSettings
+
+
+def _settings() -> WorkerSettings:
+    try:
+        return CliApp.run(WorkerSettings)
+    except ValidationError as error:
+        for problem in error.errors():
+            field = (
+                "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+                if problem["loc"]
+                else "settings"
+            )
+            print(f"kvpool worker: {field}: {problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    """Run a worker until it is told to stop. Exit status 2: bad settings; 1: it could not start or go on."""
+    settings = _settings()
+    configure_logging(settings.log_format, settings.log_level)
+    try:
+        from .manager_link import RegistrationRefused
+        from .model.errors import ModelError
+        from .server import PortInUse, run_worker
+    except ModuleNotFoundError as error:
+        print(
+            f"kvpool worker: the package {error.name!r} is missing: a worker needs `pip install kvpool[worker]`",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    try:
+        asyncio.run(run_worker(settings))
+    except (ModelError, PortInUse, RegistrationRefused) as error:
+        print(f"kvpool worker: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Between the messages of WorkerService and the engine's own types. Pure, except for tokenising."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+from kvpool.v1 import worker_pb2
+from tokenizers import Tokenizer
+
+from .engine.errors import EngineError, ErrorKind, invalid
+from .engine.request import GenerationParams
+from .engine.step import SamplingParams
+from .engine.stream import Chunk, FinishReason, Usage
+
+MAX_ID_BYTES = 128
+MAX_NAME_BYTES = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0
+PART_BYTES = 1 << 20
+
+ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
+"""The files that GetModel streams, by kind."""
+
+
+def decode_generate(
+    request: worker_pb2.GenerateRequest, tokenizer: Tokenizer | None, model_fingerprint: str
+) -> GenerationParams:
+    """The engine's view of a request. Raises EngineError naming the field that is wrong."""
+    if not 1 <= len(request.sequence_id.encode()) <= MAX_ID_BYTES:
+        raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
+    if request.attempt < 1:
+        raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
+    for name, text in (("adapter", request.adapter), ("tenant_salt", request.tenant_salt)):
+        if len(text.encode()) > MAX_NAME_BYTES:
+            raise invalid(name, f"at most {MAX_NAME_BYTES} bytes, got {len(text.encode())}")
+    if request.adapter:
+        raise invalid("adapter", f"this worker has no adapters, {request.adapter!r} was asked for; leave it empty")
+    if request.model_fingerprint not in ("", model_fingerprint):
+        raise EngineError(
+            ErrorKind.OTHER_MODEL,
+            f"the request was made for the model {request.model_fingerprint[:16]}…, this worker serves "
+            f"{model_fingerprint[:16]}…: ask GetModel and tokenise again",
+        )
+    return GenerationParams(
+        sequence_id=request.sequence_id,
+        attempt=request.attempt,
+        token_ids=_prompt(request, tokenizer),
+        sampling=_sampling(request),
+        max_tokens=request.stop.max_tokens,
+        stop_token_ids=_stop_token_ids(request.stop),
+        stop_strings=_stop_strings(request.stop),
+        ignore_eos=request.stop.ignore_eos,
+        tenant_salt=request.tenant_salt,
+    )
+
+
+def _prompt(request: worker_pb2.GenerateRequest, tokenizer: Tokenizer | None) -> list[int]:
+    which = request.WhichOneof("prompt")
+    if which == "token_ids":
+        return list(request.token_ids.ids)
+    if which is None:
+        raise invalid("prompt", "needed text or token_ids, got neither")
+    if tokenizer is None:
+        raise invalid("prompt", "this model has no tokenizer: send token_ids")
+    return list(tokenizer.encode(request.text).ids)
+
+
+def _sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:
+    sampling = request.sampling
+    temperature = sampling.temperature
+    if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+        raise invalid("sampling.temperature", f"needed 0 (greedy) to {MAX_TEMPERATURE:g}, got {temperature:g}")
+    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise invalid("sampling.top_p", f"needed more than 0 and at most 1, got {top_p:g}")
+    num_logprobs = request.logprobs if request.HasField("logprobs") else None
+    if num_logprobs is not None and num_logprobs > MAX_LOGPROBS:
+        raise invalid("logprobs", f"at most {MAX_LOGPROBS}, got {num_logprobs}")
+    return SamplingParams(temperature, sampling.top_k, top_p, sampling.seed, num_logprobs)
+
+
+def _stop_token_ids(stop: worker_pb2.StopConditions) -> frozenset[int]:
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(stop.stop_token_ids)}")
+    return frozenset(stop.stop_token_ids)
+
+
+def _stop_strings(stop: worker_pb2.StopConditions) -> tuple[str, ...]:
+    if len(stop.stop_strings) > MAX_STOP_STRINGS:
+        raise invalid("stop.stop_strings", f"at most {MAX_STOP_STRINGS}, got {len(stop.stop_strings)}")
+    for text in stop.stop_strings:
+        if not 1 <= len(text.encode()) <= MAX_STOP_STRING_BYTES:
+            raise invalid(
+                "stop.stop_strings", f"needed 1 to {MAX_STOP_STRING_BYTES} bytes each, got {len(text.encode())}"
+            )
+    return tuple(stop.stop_strings)
+
+
+_FINISH_REASONS = {
+    None: worker_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: worker_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def encode_chunk(chunk: Chunk) -> worker_pb2.GenerateResponse:
+    """One message of the stream."""
+    response = worker_pb2.GenerateResponse(
+        start_index=chunk.start_index,
+        token_ids=[token.token_id for token in chunk.tokens],
+        text=chunk.text,
+        usage=None if chunk.usage is None else encode_usage(chunk.usage),
+        finish_reason=_FINISH_REASONS[chunk.finish_reason],
+    )
+    for token in chunk.tokens:
+        if token.logprob is not None:
+            response.logprobs.add(
+                logprob=token.logprob,
+                top_token_ids=[token_id for token_id, _ in token.top],
+                top_logprobs=[logprob for _, logprob in token.top],
+            )
+    return response
+
+
+def encode_usage(usage: Usage) -> worker_pb2.Usage:
+    """What a request has cost so far."""
+    return worker_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_generated_tokens=usage.num_generated_tokens,
+        num_preemptions=usage.num_preemptions,
+    )
+
+
+def encode_files(files: ModelFiles) -> list[worker_pb2.FileInfo]:
+    """Names, sizes and digests of the files that GetModel streams."""
+    return [
+        worker_pb2.FileInfo(file=file, size_bytes=len(data), digest=hashlib.sha256(data).digest())
+        for file, data in files.items()
+    ]
+
+
+def file_parts(files: ModelFiles) -> Iterator[worker_pb2.GetModelResponse]:
+    """The files in parts, file after file, each file's parts in order."""
+    for file, data in files.items():
+        for offset in range(0, len(data), PART_BYTES):
+            part = worker_pb2.FilePart(file=file, offset_bytes=offset, data=data[offset : offset + PART_BYTES])
+            yield worker_pb2.GetModelResponse(part=part)

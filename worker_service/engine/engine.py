@@ -1,0 +1,263 @@
+"""The engine: takes requests in, runs step after step, and passes tokens on.
+
+All state belongs to the event loop; only the model's forward pass runs in a thread of its own, one step at a time. The loop never
+waits for the manager while a step can run: what is to be said to it is said by the edge, beside the running step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+from kvpool.v1 import common_pb2
+from tokenizers import Tokenizer
+
+from ..cache import events
+from ..cache.engine_cache import EngineCache
+from ..cache.sequence import CacheSequence, SequenceId
+from .errors import EngineError, ErrorKind, invalid
+from .request import GenerationParams, Request
+from .scheduler import Scheduled, Scheduler, as_step
+from .step import SampledToken, StepRunner
+from .text import TextDecoder
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of the engine, and what it needs to know of the model."""
+
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    """Largest sequence, prompt and generated tokens together."""
+    eos_token_ids: frozenset[int] = frozenset()
+    max_num_seqs: int = 64
+    """Sequences in one batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens forwarded in one step at most."""
+    max_num_waiting: int = 1024
+    """Requests that may wait; more are refused."""
+    prefix_caching: bool = True
+    """Whether prompts may be served from the cache."""
+
+
+class Engine:
+    """Continuous batching over one model and one cache side."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        cache: EngineCache,
+        runner: StepRunner,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
+        )
+        self.num_steps = 0
+        self.num_forwarded_tokens = 0
+        self.changed_for_link = asyncio.Event()
+        """Set when there may be something to tell the manager."""
+        self._runner = runner
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+
+    # -- requests
+
+    def submit(self, params: GenerationParams) -> Request:
+        """Accept a request; its tokens arrive on `request.stream`. Raises EngineError, having changed nothing."""
+        max_tokens = self._check(params)
+        sequence = CacheSequence(
+            params.sequence_id,
+            params.attempt,
+            common_pb2.Root(
+                model_fingerprint=self.settings.model_fingerprint,
+                adapter=params.adapter,
+                tenant_salt=params.tenant_salt,
+            ),
+            params.token_ids,
+            max_new_tokens=max_tokens,
+            max_cached_tokens=None if self.settings.prefix_caching else 0,
+            no_wait=not self.settings.prefix_caching,
+        )
+        decoder = None
+        if self.tokenizer is not None:
+            decoder = TextDecoder(self.tokenizer, params.token_ids, params.stop_strings)
+        stop_token_ids = params.stop_token_ids
+        if not params.ignore_eos:
+            stop_token_ids |= self.settings.eos_token_ids
+        request = Request(params, sequence, max_tokens, stop_token_ids, decoder)
+        self.scheduler.add(request)
+        self.changed_for_link.set()
+        return request
+
+    def _check(self, params: GenerationParams) -> int:
+        """Refuse what cannot be served; returns how many tokens may be generated."""
+        settings = self.settings
+        if not self.cache.is_ready():
+            raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
+        num_prompt = len(params.token_ids)
+        if not num_prompt:
+            raise invalid("prompt", "needed at least one token, got none")
+        largest = max(params.token_ids)
+        if largest >= settings.vocab_size or min(params.token_ids) < 0:
+            raise invalid("prompt", f"token id {largest} is outside the vocabulary of {settings.vocab_size} tokens")
+        room = settings.max_model_len - num_prompt
+        if room < 1:
+            raise invalid(
+                "prompt",
+                f"{num_prompt} tokens leave no room to generate: the model takes {settings.max_model_len}; shorten the prompt",
+            )
+        if params.max_tokens > room:
+            raise invalid(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed the {settings.max_model_len} that the model "
+                f"takes; at most {room} can be generated",
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise invalid("stop_strings", "this model has no tokenizer, so there is no text to find them in")
+        if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
+            raise EngineError(
+                ErrorKind.EXISTS,
+                f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker",
+            )
+        if self.scheduler.num_waiting >= settings.max_num_waiting:
+            raise EngineError(
+                ErrorKind.BUSY,
+                f"{self.scheduler.num_waiting} requests are waiting already, the limit; try again later or on another worker",
+            )
+        max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt)
+        self._check_fits(num_prompt, max_tokens)
+        return max_tokens
+
+    def _tokens_that_fit(self, room: int, num_prompt: int) -> int:
+        """ "As many as possible", limited by the model and by the pool."""
+        cache = self.cache.settings
+        return max(1, min(room, (cache.num_blocks - 1) * cache.block_size - num_prompt + 1))
+
+    def _check_fits(self, num_prompt: int, max_tokens: int) -> None:
+        cache = self.cache.settings
+        num_blocks = -(-(num_prompt + max_tokens - 1) // cache.block_size)
+        if num_blocks > cache.num_blocks - 1:
+            raise EngineError(
+                ErrorKind.NEVER_FITS,
+                f"{num_prompt} prompt tokens and {max_tokens} new ones need {num_blocks} blocks of {cache.block_size}; this worker "
+                f"has {cache.num_blocks - 1}: lower max_tokens, or give the worker more (--num-blocks, --kv-cache-memory)",
+                field="max_tokens",
+            )
+
+    def abort(self, request: Request) -> None:
+        """The reader has gone: end the request and free its blocks. Nothing happens if it has ended."""
+        self.scheduler.remove(request)
+        self.changed_for_link.set()
+
+    def load(self) -> common_pb2.WorkerLoad:
+        """What the worker is busy with."""
+        scheduler = self.scheduler
+        return common_pb2.WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_uncomputed_tokens=scheduler.num_uncomputed_tokens,
+        )
+
+    # -- running
+
+    def on_cache_changed(self) -> None:
+        """The edge has handed something to the cache side."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run steps as long as there are any; for ever. Cancelling it waits for the running step."""
+        try:
+            while True:
+                self._wake.clear()
+                self._take_events()
+                batch = self.scheduler.schedule()
+                self.changed_for_link.set()
+                if batch:
+                    await self._run_step(batch)
+                else:
+                    await self._wake.wait()
+        finally:
+            self._model_thread.shutdown(wait=True)
+
+    async def _run_step(self, batch: list[Scheduled]) -> None:
+        sequences = [scheduled.sequence for scheduled in batch]
+        self.cache.begin_step(sequences)
+        step = as_step(batch)
+        loop = asyncio.get_running_loop()
+        try:
+            tokens = await loop.run_in_executor(self._model_thread, self._runner.execute, step)
+        except Exception as error:
+            log.exception("step failed", num_sequences=len(batch))
+            self.cache.fail_step(sequences)
+            for scheduled in batch:
+                self._fail(
+                    scheduled.request, EngineError(ErrorKind.INTERNAL, f"the model step failed: {type(error).__name__}")
+                )
+            return
+        self.num_steps += 1
+        self.num_forwarded_tokens += sum(scheduled.num_tokens for scheduled in batch)
+        self._finish_step(batch, tokens)
+
+    def _finish_step(self, batch: list[Scheduled], tokens: list[SampledToken | None]) -> None:
+        computed = [
+            (
+                scheduled.sequence,
+                scheduled.sequence.num_computed_tokens + scheduled.num_tokens,
+                None if token is None else token.token_id,
+            )
+            for scheduled, token in zip(batch, tokens, strict=True)
+        ]
+        self.cache.end_step(computed, self._clock())
+        for scheduled, token in zip(batch, tokens, strict=True):
+            request = scheduled.request
+            # A request may have been aborted while its step ran.
+            if token is not None and self.scheduler.find(scheduled.sequence.id) is request and request.on_token(token):
+                self.scheduler.remove(request)
+
+    def _take_events(self) -> None:
+        for event in self.cache.take_events():
+            if isinstance(event, events.Granted):
+                self.scheduler.on_granted(event.sequence)
+            elif isinstance(event, events.Refused):
+                self._fail_sequence(
+                    event.sequence, EngineError(ErrorKind.REFUSED, event.status.message, status=event.status)
+                )
+            elif isinstance(event, events.Stopped):
+                self._fail_sequence(
+                    event.sequence,
+                    EngineError(ErrorKind.SUPERSEDED, "this sequence goes on elsewhere under a larger attempt"),
+                )
+            else:
+                self._give_up_session(event.why)
+
+    def _give_up_session(self, why: str) -> None:
+        """No step is running here: end all streams, forget all blocks; the edge then registers again."""
+        log.warning("session lost", why=why, num_requests=self.scheduler.num_running + self.scheduler.num_waiting)
+        for request in self.scheduler:
+            self._fail(
+                request, EngineError(ErrorKind.UNAVAILABLE, f"this worker lost its session with the manager: {why}")
+            )
+        self.cache.reset()
+        self.changed_for_link.set()
+
+    def _fail_sequence(self, sequence: CacheSequence, error: EngineError) -> None:
+        request = self.scheduler.find(sequence.id)
+        if request is not None:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: EngineError) -> None:
+        request.stream.fail(error)
+        self.scheduler.remove(request)

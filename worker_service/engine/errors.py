@@ -1,0 +1,39 @@
+"""Why the engine ends a stream or turns a request down. The edge maps each kind to a status."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from google.rpc import status_pb2
+
+
+class ErrorKind(Enum):
+    """What went wrong, as the caller sees it."""
+
+    INVALID = "BAD_FIELD"
+    NEVER_FITS = "NEVER_FITS"
+    BUSY = "QUEUE_FULL"
+    EXISTS = "STREAM_EXISTS"
+    OTHER_MODEL = "OTHER_MODEL"
+    SUPERSEDED = "STALE_ATTEMPT"
+    UNAVAILABLE = "RECOVERING"
+    REFUSED = "REFUSED"
+    INTERNAL = "INTERNAL"
+
+
+class EngineError(Exception):
+    """A request that cannot be served. `field` names the offending field; `status` is the manager's own answer, if it refused."""
+
+    def __init__(
+        self, kind: ErrorKind, message: str, *, field: str = "", status: status_pb2.Status | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.field = field
+        self.status = status
+
+
+def invalid(field: str, message: str) -> EngineError:
+    """A bad request: `field` was wrong."""
+    return EngineError(ErrorKind.INVALID, f"{field}: {message}", field=field)

@@ -1,0 +1,96 @@
+"""One generation, from submission to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cache.sequence import CacheSequence
+from .step import SampledToken, SamplingParams
+from .stream import Chunk, FinishReason, TokenStream, Usage
+from .text import TextDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """What a caller asks for."""
+
+    sequence_id: str
+    """Chosen by the caller; one live stream per (sequence_id, attempt)."""
+    attempt: int
+    token_ids: list[int]
+    """The prompt."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 0
+    """Tokens to generate at most; 0: as many as max_model_len leaves."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end the text, beside the model's own."""
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """Go on behind the model's end-of-text ids."""
+    adapter: str = ""
+    tenant_salt: str = ""
+
+
+class Request:
+    """A request that the engine has accepted."""
+
+    def __init__(
+        self,
+        params: GenerationParams,
+        sequence: CacheSequence,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        decoder: TextDecoder | None,
+    ) -> None:
+        self.params = params
+        self.sequence = sequence
+        self.stream = TokenStream()
+        self.num_prompt_tokens = len(params.token_ids)
+        self.num_cached_tokens = 0
+        """Served from the cache at the first admission."""
+        self.num_preemptions = 0
+        self.num_generated = 0
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._decoder = decoder
+        self._was_granted = False
+
+    def __repr__(self) -> str:
+        return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
+
+    def usage(self) -> Usage:
+        """What it has cost so far."""
+        return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated, self.num_preemptions)
+
+    def on_granted(self) -> None:
+        """Its sequence has a block table; the first time, tell the reader how much the cache served."""
+        if not self._was_granted:
+            self._was_granted = True
+            self.num_cached_tokens = self.sequence.num_cached_tokens
+            self.stream.put(Chunk(0, usage=self.usage()))
+
+    def on_token(self, token: SampledToken) -> bool:
+        """Take the next token, pass on what has become certain; returns whether the text has ended."""
+        index = self.num_generated
+        self.num_generated += 1
+        if token.token_id in self._stop_token_ids:
+            self._finish(Chunk(index), FinishReason.STOP)
+            return True
+        chunk = Chunk(index, [token])
+        if self._decoder is not None:
+            chunk.text = self._decoder.add(token.token_id)
+            if self._decoder.is_stopped:
+                self._finish(chunk, FinishReason.STOP)
+                return True
+        if self.num_generated >= self._max_tokens:
+            self._finish(chunk, FinishReason.LENGTH)
+            return True
+        self.stream.put(chunk)
+        return False
+
+    def _finish(self, chunk: Chunk, reason: FinishReason) -> None:
+        if self._decoder is not None:
+            chunk.text += self._decoder.finish()
+        chunk.finish_reason = reason
+        chunk.usage = self.usage()
+        self.stream.put(chunk)

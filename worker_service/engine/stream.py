@@ -1,0 +1,84 @@
+"""The tokens of one request on their way to its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import EngineError
+from .step import SampledToken
+
+
+class FinishReason(Enum):
+    """Why a text ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request has cost so far."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens and text that have become certain since the chunk before."""
+
+    start_index: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: str = ""
+    usage: Usage | None = None
+    finish_reason: FinishReason | None = None
+
+    def merge(self, later: Chunk) -> None:
+        """Append the chunk that follows this one."""
+        self.tokens += later.tokens
+        self.text += later.text
+        self.usage = later.usage or self.usage
+        self.finish_reason = later.finish_reason
+
+
+class TokenStream:
+    """A queue of one reader that coalesces: a slow reader gets fewer, larger chunks, and never more than one waits."""
+
+    def __init__(self) -> None:
+        self._pending: Chunk | None = None
+        self._error: EngineError | None = None
+        self._changed = asyncio.Event()
+        self.is_finished = False
+
+    def put(self, chunk: Chunk) -> None:
+        """Add what has become certain. Nothing may follow a chunk with a finish reason."""
+        assert not self.is_finished
+        if self._pending is None:
+            self._pending = chunk
+        else:
+            self._pending.merge(chunk)
+        self.is_finished = chunk.finish_reason is not None
+        self._changed.set()
+
+    def fail(self, error: EngineError) -> None:
+        """End the stream with an error; what was put before is still read. Nothing happens if it has ended."""
+        if not self.is_finished:
+            self._error = error
+            self.is_finished = True
+            self._changed.set()
+
+    async def get(self) -> Chunk | None:
+        """The next chunk; None at the end. Raises EngineError if the stream failed."""
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if self.is_finished:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        chunk, self._pending = self._pending, None
+        return chunk

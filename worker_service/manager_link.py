@@ -1,0 +1,206 @@
+"""Talking to the manager: registration, heartbeats, and sending what the cache side wants said. Runs beside the engine's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+import structlog
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
+
+from .cache.link import Call
+from .engine.engine import Engine
+from .status import reason_of_failure
+
+log = structlog.get_logger("kvpool.link")
+
+CALL_SECONDS = 2.0
+"""Deadline of every call; a call that is given up goes out again with the state of then."""
+REGISTER_RETRY_SECONDS = 0.5
+MAX_MESSAGE_BYTES = 16 << 20
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The default grows to two minutes; a restarted manager must be found again within a second or so.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # A mutating call must never be sent twice under one number without our knowing.
+    ("grpc.enable_retries", 0),
+]
+
+
+class RegistrationRefused(Exception):
+    """The manager will not have this worker, and asking again would not help."""
+
+
+class ManagerLink:
+    """Keeps one worker registered and the manager informed. `on_session(open)` is called whenever that changes."""
+
+    def __init__(
+        self,
+        address: str,
+        introduction: cache_pb2.RegisterRequest,
+        engine: Engine,
+        on_session: Callable[[bool], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._introduction = introduction
+        self._engine = engine
+        self._cache = engine.cache
+        self._on_session = on_session
+        self._clock = clock
+        self._register_no = 0
+        self._highest_epoch = 0
+        self._session = 0
+        self._keep_alive_seconds = 1.0
+        self._complained = False
+
+    async def run(self) -> None:
+        """Register, talk, and register again when the session is lost; for ever. Raises RegistrationRefused."""
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            stub = cache_pb2_grpc.CacheServiceStub(channel)
+            try:
+                while True:
+                    await self._register(stub)
+                    heart = asyncio.create_task(self._keep_alive(stub))
+                    try:
+                        await self._talk(stub)
+                    finally:
+                        heart.cancel()
+                        await asyncio.gather(heart, return_exceptions=True)
+                    self._on_session(False)
+                    await self._until_reset()
+            finally:
+                await self._deregister(stub)
+
+    # -- sessions
+
+    async def _register(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        while True:
+            self._register_no += 1
+            request = cache_pb2.RegisterRequest()
+            request.CopyFrom(self._introduction)
+            request.register_no = self._register_no
+            request.highest_epoch_seen = self._highest_epoch
+            try:
+                response = await stub.Register(request, timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                self._on_register_failed(error)
+                await asyncio.sleep(REGISTER_RETRY_SECONDS)
+                continue
+            self._complained = False
+            self._highest_epoch = max(self._highest_epoch, response.epoch)
+            self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
+            self._session = response.session
+            self._cache.on_registered(response)
+            log.info("registered", manager=self._address, epoch=response.epoch, session=f"{response.session:#x}")
+            self._on_session(True)
+            self._engine.on_cache_changed()
+            return
+
+    def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
+        reason = reason_of_failure(error)
+        code = error.code()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) or reason in (
+            "STALE_REGISTER",
+            "TOO_MANY_WORKERS",
+        ):
+            if not self._complained:
+                self._complained = True
+                log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
+            return
+        raise RegistrationRefused(
+            f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
+        )
+
+    async def _until_reset(self) -> None:
+        """Until the engine has ended its streams and steps and forgotten all blocks."""
+        while self._cache.is_lost:
+            self._engine.on_cache_changed()
+            self._engine.changed_for_link.clear()
+            if self._cache.is_lost:
+                await self._engine.changed_for_link.wait()
+
+    async def _deregister(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        if self._session:
+            try:
+                await stub.Deregister(cache_pb2.DeregisterRequest(session=self._session), timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                log.info("left without a good-bye", why=error.details())
+
+    async def _keep_alive(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        session = self._session
+        while True:
+            await asyncio.sleep(self._keep_alive_seconds)
+            request = self._cache.keep_alive(self._engine.load())
+            if request is None:
+                continue
+            try:
+                response = await stub.KeepAlive(request, timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if reason_of_failure(error) == "STALE_SESSION":
+                    self._cache.lose("the manager no longer knows this session")
+                    self._engine.on_cache_changed()
+                    self._engine.changed_for_link.set()
+                    return
+                log.debug("heartbeat not answered", why=error.details())
+                continue
+            self._cache.on_keep_alive(session, response)
+            self._engine.on_cache_changed()
+
+    # -- calls
+
+    async def _talk(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        """Send call after call until the session is lost."""
+        engine, cache = self._engine, self._cache
+        while not cache.is_lost:
+            engine.changed_for_link.clear()
+            now = self._clock()
+            candidates = engine.scheduler.candidates()
+            call = cache.next_call(candidates, now)
+            if call is not None:
+                await self._send(stub, call)
+                engine.on_cache_changed()
+                continue
+            at = cache.next_call_at(candidates, now)
+            try:
+                async with asyncio.timeout(None if at is None else max(0.001, at - now)):
+                    await engine.changed_for_link.wait()
+            except TimeoutError:
+                pass
+
+    async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
+        request = call.request
+        try:
+            response: cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse
+            if isinstance(request, cache_pb2.AllocateRequest):
+                response = await stub.Allocate(request, timeout=CALL_SECONDS)
+            elif isinstance(request, cache_pb2.AppendRequest):
+                response = await stub.Append(request, timeout=CALL_SECONDS)
+            else:
+                response = await stub.Free(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            self._on_call_failed(call, error)
+        else:
+            self._cache.on_reply(call, response, self._clock())
+
+    def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+        reason = reason_of_failure(error)
+        retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.CANCELLED,
+        )
+        log.log(20 if retriable else 40, "call not executed", why=error.details(), code=error.code().name)
+        if retriable:
+            self._cache.on_failure(call, reason, self._clock())
+        else:
+            # The same state would be refused again; a new session starts from what both sides know: nothing.
+            self._cache.lose(f"the manager refused a call: {error.details()}")

@@ -1,0 +1,230 @@
+"""A worker's process: model, engine, link and gRPC server, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
+from tokenizers import Tokenizer
+
+from . import codec
+from .cache.engine_cache import CacheSettings, EngineCache
+from .engine.engine import Engine, EngineSettings
+from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
+from .model.facts import ModelFacts
+from .model.kv_cache import KVCachePlan
+from .model.load import LoadedModel, load_model
+from .model.runner import ModelRunner
+from .model.settings import ModelSettings
+from .servicer import WorkerServicer
+from .settings import WorkerSettings
+
+log = structlog.get_logger("kvpool.worker")
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two workers on one port would share its connections at random.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class PortInUse(Exception):
+    """The address to listen on cannot be had."""
+
+
+async def run_worker(settings: WorkerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortInUse, ModelError, RegistrationRefused."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    try:
+        port = server.add_insecure_port(settings.address(settings.port))
+    except RuntimeError as error:
+        raise PortInUse(f"cannot listen on {settings.address(settings.port)}: {error}") from error
+    loaded, plan, runner = await asyncio.to_thread(_load, settings)
+    engine = _build_engine(settings, loaded.facts, plan, runner)
+    files = _model_files(loaded.facts)
+    facts = _encode_facts(settings, loaded.facts, settings.name(port), files)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, facts, files), server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+    tasks: set[asyncio.Task[None]] = set()
+    set_health = _health_setter(health_servicer, tasks)
+    set_health(False)
+    link = ManagerLink(
+        settings.manager,
+        _introduction(settings, loaded, plan, settings.name(port), settings.advertise or settings.address(port)),
+        engine,
+        set_health,
+    )
+    await server.start()
+    log.info("listening", worker_id=facts.worker_id, address=settings.address(port), model=facts.model_name)
+    await _serve(settings, server, engine, link, set_health)
+
+
+async def _serve(
+    settings: WorkerSettings,
+    server: grpc.aio.Server,
+    engine: Engine,
+    link: ManagerLink,
+    set_health: Callable[[bool], None],
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    engine_task = asyncio.create_task(engine.run(), name="engine")
+    link_task = asyncio.create_task(link.run(), name="link")
+    stop_task = asyncio.create_task(_wait(stop), name="stop")
+    done, _ = await asyncio.wait({engine_task, link_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    log.info("stopping", grace_seconds=settings.grace_seconds)
+    set_health(False)
+    await server.stop(settings.grace_seconds)
+    # The streams have ended; let the link say Free before it says good-bye.
+    await _settle(engine)
+    for task in (link_task, engine_task, stop_task):
+        task.cancel()
+    await asyncio.gather(link_task, engine_task, stop_task, return_exceptions=True)
+    log.info(
+        "stopped",
+        steps=engine.num_steps,
+        forwarded_tokens=engine.num_forwarded_tokens,
+        preemptions=engine.scheduler.num_preemptions,
+        calls_to_manager=engine.cache.num_calls,
+        decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
+    )
+    for task in done & {engine_task, link_task}:
+        task.result()
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _settle(engine: Engine, seconds: float = 1.0) -> None:
+    """Until the manager knows that everything is freed, or for a second."""
+    for _ in range(round(seconds / 0.01)):
+        if engine.cache.is_idle or not engine.cache.is_ready():
+            break
+        await asyncio.sleep(0.01)
+
+
+def _load(settings: WorkerSettings) -> tuple[LoadedModel, KVCachePlan, ModelRunner]:
+    loaded = load_model(
+        ModelSettings(
+            model=settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_model_len=settings.max_model_len,
+            cache_dir=settings.cache_dir,
+        ),
+        progress=log.info,
+    )
+    plan = loaded.plan(settings.block_size, settings.num_blocks, settings.kv_cache_memory)
+    runner = loaded.runner(plan)
+    log.info(plan.describe(loaded.facts.max_model_len))
+    return loaded, plan, runner
+
+
+def _build_engine(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan, runner: ModelRunner) -> Engine:
+    cache = EngineCache(
+        CacheSettings(
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            report_seconds=settings.report_seconds,
+            reserve_seconds=settings.reserve_seconds,
+        )
+    )
+    engine_settings = EngineSettings(
+        model_fingerprint=facts.fingerprint,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_waiting=settings.max_num_waiting,
+        prefix_caching=settings.prefix_caching,
+    )
+    tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
+    return Engine(engine_settings, cache, runner, tokenizer)
+
+
+def _introduction(
+    settings: WorkerSettings, loaded: LoadedModel, plan: KVCachePlan, worker_id: str, address: str
+) -> cache_pb2.RegisterRequest:
+    config = common_pb2.KVCacheConfig(block_size=plan.block_size)
+    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_token * plan.block_size)
+    group.full_attention.SetInParent()
+    config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=plan.num_blocks)
+    return cache_pb2.RegisterRequest(
+        worker_id=worker_id,
+        incarnation=time.time_ns(),
+        address=address,
+        model_name=loaded.facts.name,
+        model_fingerprint=loaded.facts.fingerprint,
+        kv_cache_config=config,
+        max_model_len=loaded.facts.max_model_len,
+        engine=f"kvpool {_version()}",
+    )
+
+
+def _version() -> str:
+    try:
+        return version("kvpool")
+    except PackageNotFoundError:
+        return "from source"
+
+
+def _model_files(facts: ModelFacts) -> codec.ModelFiles:
+    files: codec.ModelFiles = {}
+    if facts.tokenizer_json is not None:
+        files[worker_pb2.MODEL_FILE_TOKENIZER] = facts.tokenizer_json
+        files[worker_pb2.MODEL_FILE_SPECIAL_TOKENS] = facts.special_tokens_json
+    if facts.chat_template is not None:
+        files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE] = facts.chat_template.encode()
+    return files
+
+
+def _encode_facts(
+    settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles
+) -> worker_pb2.ModelFacts:
+    return worker_pb2.ModelFacts(
+        worker_id=worker_id,
+        model_name=facts.name,
+        model_fingerprint=facts.fingerprint,
+        architecture=facts.architecture,
+        dtype=facts.dtype,
+        device=facts.device,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        block_size=settings.block_size,
+        eos_token_ids=facts.eos_token_ids,
+        files=codec.encode_files(files),
+    )
+
+
+def _health_setter(servicer: health.aio.HealthServicer, tasks: set[asyncio.Task[None]]) -> Callable[[bool], None]:
+    """A plain function that tells the health service whether this worker has a session."""
+
+    def set_health(serving: bool) -> None:
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            task = asyncio.ensure_future(servicer.set(service, state))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    return set_health

@@ -1,0 +1,80 @@
+"""WorkerService: decode, one call to the engine, encode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+
+from . import codec, status
+from .engine.engine import Engine
+from .engine.errors import EngineError, ErrorKind
+
+log = structlog.get_logger("kvpool.worker")
+
+TOKENISE_IN_THREAD_BYTES = 1 << 15
+"""Longer texts are tokenised off the event loop."""
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one engine and the files of its model."""
+
+    def __init__(self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles) -> None:
+        self._engine = engine
+        self._facts = facts
+        self._files = files
+
+    async def GetModel(
+        self,
+        request: worker_pb2.GetModelRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetModelRequest, AsyncIterator[worker_pb2.GetModelResponse]],
+    ) -> AsyncIterator[worker_pb2.GetModelResponse]:
+        yield worker_pb2.GetModelResponse(facts=self._facts)
+        if not request.facts_only:
+            for part in codec.file_parts(self._files):
+                yield part
+
+    async def Generate(
+        self,
+        request: worker_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GenerateRequest, AsyncIterator[worker_pb2.GenerateResponse]],
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        engine = self._engine
+        try:
+            if len(request.text) > TOKENISE_IN_THREAD_BYTES:
+                params = await asyncio.to_thread(self._decode, request)
+            else:
+                params = self._decode(request)
+            accepted = engine.submit(params)
+        except EngineError as error:
+            await _abort(context, status.of_error(error))
+        except Exception:
+            await _abort_with_bug(context)
+        try:
+            while (chunk := await accepted.stream.get()) is not None:
+                yield codec.encode_chunk(chunk)
+        except EngineError as error:
+            await _abort(context, status.of_error(error))
+        finally:
+            # Also when the client goes away or its deadline passes: gRPC cancels this coroutine.
+            engine.abort(accepted)
+
+    def _decode(self, request: worker_pb2.GenerateRequest) -> Any:
+        return codec.decode_generate(request, self._engine.tokenizer, self._facts.model_fingerprint)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], answer: status_pb2.Status) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(answer))
+    raise AssertionError("abort_with_status raises")
+
+
+async def _abort_with_bug(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    log.exception("request failed")
+    error = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
+    await _abort(context, status.of_error(error))
