@@ -1,0 +1,55 @@
+"""A manager that listens on a free port of loopback, and a real channel to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.peer import Worker, registration
+
+from cache_service.epoch import EpochStore
+from cache_service.server import MAX_MESSAGE_BYTES, Server
+from cache_service.settings import ManagerSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ManagerSettings:
+    """Any free port, a state directory of its own, leases that no test outlives."""
+    return ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1)
+
+
+@pytest.fixture
+async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
+    """A started manager; its laws hold at the end of every test."""
+    epochs = EpochStore.open(settings.state_dir)
+    async with Server(settings, epochs) as server:
+        yield server
+    assert server.manager.check().violations == []
+    epochs.close()
+
+
+@pytest.fixture
+async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def stub(channel: grpc.aio.Channel) -> AsyncIterator[cache_pb2_grpc.CacheServiceStub]:
+    """The service; `Check` answers that all laws hold at the end of every test."""
+    stub = cache_pb2_grpc.CacheServiceStub(channel)
+    yield stub
+    assert list((await stub.Check(pb.CheckRequest())).violations) == []
+
+
+@pytest.fixture
+async def worker(stub: cache_pb2_grpc.CacheServiceStub) -> Worker:
+    """A registered worker of 16 blocks."""
+    worker = Worker(stub, registration())
+    await worker.register()
+    return worker

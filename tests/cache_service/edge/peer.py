@@ -1,0 +1,169 @@
+"""What the tests speak with: a worker that says exactly what it is told to, and readers of rich statuses."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+Detail = TypeVar("Detail", bound=Message)
+
+BLOCK_SIZE = 4
+FINGERPRINT = "model-a"
+
+
+def tokens(*ids: int) -> bytes:
+    """Token ids as they travel."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def prompt(num_tokens: int, first: int = 0) -> bytes:
+    """num_tokens different tokens from `first` on."""
+    return tokens(*range(first, first + num_tokens))
+
+
+def key(sequence_id: str, attempt: int = 1, round: int = 0) -> common_pb2.SequenceKey:
+    """A sequence's key."""
+    return common_pb2.SequenceKey(sequence_id=sequence_id, attempt=attempt, round=round)
+
+
+def run(start_index: int, blocks: Iterable[int], generations: Iterable[int]) -> common_pb2.BlockRun:
+    """Table entries, or a set of blocks."""
+    return common_pb2.BlockRun(
+        tier=common_pb2.TIER_DEVICE, start_index=start_index, block_ids=blocks, generations=generations
+    )
+
+
+def item(
+    sequence_id: str, prompt_tokens: bytes, *, attempt: int = 1, max_new_tokens: int = 1, no_wait: bool = True
+) -> pb.AllocateItem:
+    """A sequence that wants a table."""
+    return pb.AllocateItem(
+        key=key(sequence_id, attempt),
+        root=common_pb2.Root(model_fingerprint=FINGERPRINT),
+        tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        no_wait=no_wait,
+    )
+
+
+def registration(worker_id: str = "w", *, num_blocks: int = 17, register_no: int = 1) -> pb.RegisterRequest:
+    """A worker's introduction that is all right; tests spoil it."""
+    return pb.RegisterRequest(
+        worker_id=worker_id,
+        incarnation=1,
+        register_no=register_no,
+        address="127.0.0.1:1",
+        model_name="tiny",
+        model_fingerprint=FINGERPRINT,
+        kv_cache_config=common_pb2.KVCacheConfig(
+            block_size=BLOCK_SIZE,
+            groups=[common_pb2.KVCacheGroup(full_attention=common_pb2.FullAttentionSpec(), bytes_per_block=64)],
+            pools=[common_pb2.KVCachePool(tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)],
+        ),
+        max_model_len=64,
+        engine="test",
+    )
+
+
+class Worker:
+    """A registered worker. It keeps the session and numbers its calls, and does nothing else by itself."""
+
+    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, request: pb.RegisterRequest) -> None:
+        self.stub = stub
+        self.request = request
+        self.registered = pb.RegisterResponse()
+        self.call_no = 0
+        self.downlink_ack = 0
+
+    @property
+    def session(self) -> int:
+        return self.registered.session
+
+    async def register(self) -> pb.RegisterResponse:
+        """Register once more, as a worker does that begins anew."""
+        self.registered = await self.stub.Register(self.request)
+        self.request.register_no += 1
+        self.request.highest_epoch_seen = self.registered.epoch
+        self.call_no = self.downlink_ack = 0
+        return self.registered
+
+    def uplink(self, wish: int | None = None, returned: Iterable[common_pb2.BlockRun] = ()) -> pb.Uplink:
+        """The uplink of the next call."""
+        self.call_no += 1
+        wishes = [] if wish is None else [pb.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=wish)]
+        return pb.Uplink(
+            session=self.session,
+            call_no=self.call_no,
+            downlink_ack=self.downlink_ack,
+            reserve_wishes=wishes,
+            returned=returned,
+        )
+
+    async def allocate(self, *items: pb.AllocateItem, wish: int | None = None) -> pb.AllocateResponse:
+        return await self.stub.Allocate(pb.AllocateRequest(uplink=self.uplink(wish), items=items))
+
+    async def append(
+        self, *updates: pb.SequenceUpdate, want_blocks: int = 0, wish: int | None = None
+    ) -> pb.AppendResponse:
+        items = [pb.AppendItem(update=update, want_blocks=want_blocks) for update in updates]
+        return await self.stub.Append(pb.AppendRequest(uplink=self.uplink(wish), items=items))
+
+    async def free(self, *updates: pb.SequenceUpdate) -> pb.FreeResponse:
+        items = [pb.FreeItem(update=update) for update in updates]
+        return await self.stub.Free(pb.FreeRequest(uplink=self.uplink(), items=items))
+
+    async def keep_alive(self) -> pb.KeepAliveResponse:
+        return await self.stub.KeepAlive(
+            pb.KeepAliveRequest(
+                session=self.session, downlink_ack=self.downlink_ack, load=common_pb2.WorkerLoad(num_running=1)
+            )
+        )
+
+
+async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -> status_pb2.Status:
+    """The rich status of a call that fails as a whole, which it must, so."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is code, caught.value
+    metadata = caught.value.trailing_metadata()
+    assert metadata is not None
+    found = next(value for name, value in metadata if name == "grpc-status-details-bin")
+    status = status_pb2.Status.FromString(found)
+    assert rpc_status.to_status(status).code is code
+    assert (status.message, reason_of(status)) == (caught.value.details(), reason)
+    return status
+
+
+def detail(status: status_pb2.Status, kind: type[Detail]) -> Detail:
+    """The one detail of a kind that a status has."""
+    found = kind()
+    (packed,) = [packed for packed in status.details if packed.Is(kind.DESCRIPTOR)]
+    packed.Unpack(found)
+    return found
+
+
+def reason_of(status: status_pb2.Status) -> str:
+    """The ErrorInfo's reason; its domain must be ours."""
+    info = detail(status, error_details_pb2.ErrorInfo)
+    assert info.domain == "kvpool"
+    return str(info.reason)
+
+
+def position_of(status: status_pb2.Status) -> int:
+    """The position that a GAP or TOKENS_DIFFER names."""
+    return int(detail(status, error_details_pb2.ErrorInfo).metadata["position"])
+
+
+def field_of(status: status_pb2.Status) -> str:
+    """The field that a bad request names."""
+    (violation,) = detail(status, error_details_pb2.BadRequest).field_violations
+    return str(violation.field)

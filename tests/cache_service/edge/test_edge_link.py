@@ -1,0 +1,221 @@
+"""The link: replies may be lost and calls repeated, late or out of order; sessions end by leases, restarts and newer lives."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
+
+from cache_service.epoch import EpochStore
+from cache_service.server import Server
+from cache_service.settings import ManagerSettings
+
+Stub = cache_pb2_grpc.CacheServiceStub
+STALE = grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_after_a_lost_reply_the_state_goes_out_again_and_nothing_happens_twice(stub: Stub, worker: Worker) -> None:
+    """A repeat under a larger call_no gets the same table; the reserve is not granted twice."""
+    lost = await worker.allocate(item("a", prompt(9)), wish=3)
+    heard = await worker.allocate(item("a", prompt(9)), wish=3)
+    assert list(lost.results) == list(heard.results)
+    assert list(lost.downlink.entries) == list(heard.downlink.entries)
+    (counts,) = heard.downlink.counts
+    assert (counts.held, counts.reserved) == (3, 3)
+
+
+async def test_the_downlink_is_repeated_until_it_is_acknowledged(worker: Worker) -> None:
+    first = await worker.append(wish=1)
+    second = await worker.append(wish=2)
+    assert [entry.number for entry in second.downlink.entries] == [1, 2]
+    assert second.downlink.entries[0] == first.downlink.entries[0]
+    assert [entry.number for entry in (await worker.keep_alive()).downlink.entries] == [1, 2]
+    worker.downlink_ack = 1
+    assert [entry.number for entry in (await worker.keep_alive()).downlink.entries] == [2]
+    worker.downlink_ack = 2
+    assert not (await worker.append()).downlink.entries
+
+
+async def test_an_overtaken_call_is_refused_and_does_nothing(stub: Stub, worker: Worker) -> None:
+    delayed = pb.AllocateRequest(uplink=worker.uplink(), items=[item("late", prompt(9))])
+    await worker.allocate(item("a", prompt(9)))
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    for _ in range(2):
+        status = await refused(stub.Allocate(delayed), STALE, "STALE_CALL")
+        assert "send the state anew under a larger call_no" in status.message
+    assert (await worker.keep_alive()).downlink.counts[0].held == 0
+
+
+async def test_every_call_of_a_session_that_is_not_live_is_refused(stub: Stub, worker: Worker) -> None:
+    worker.registered.session += 1
+    for call in (worker.allocate(), worker.append(), worker.free(), worker.keep_alive()):
+        assert "register again" in (await refused(call, STALE, "STALE_SESSION")).message
+
+
+async def test_surplus_goes_back_and_what_is_not_reserved_so_is_ignored(stub: Stub, worker: Worker) -> None:
+    grant = (await worker.append(wish=4)).downlink.entries[0].grant
+    wrong = run(0, [grant.block_ids[3], 4_000_000_000], [grant.generations[3] - 1, 1])
+    surplus = run(0, grant.block_ids[:2], grant.generations[:2])
+    uplink = worker.uplink(wish=2, returned=[surplus, wrong])
+    reply = await stub.Free(pb.FreeRequest(uplink=uplink))
+    assert reply.downlink.counts[0].reserved == 2
+
+
+async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worker_to_stop(
+    stub: Stub, worker: Worker
+) -> None:
+    other = Worker(stub, registration("v"))
+    await other.register()
+    await worker.allocate(item("a", prompt(9)))
+    elsewhere = (await other.allocate(item("a", prompt(9)))).results[0].status
+    assert (elsewhere.code, reason_of(elsewhere)) == (6, "SEQUENCE_ELSEWHERE")
+    assert (await other.allocate(item("a", prompt(9), attempt=2))).results[0].status.code == 0
+    (entry,) = (await worker.keep_alive()).downlink.entries
+    assert entry.stop == key("a")
+    fenced = (await worker.append(pb.SequenceUpdate(key=key("a")))).results[0].status
+    assert reason_of(fenced) == "STALE_ATTEMPT"
+    assert (await worker.free(pb.SequenceUpdate(key=key("a")))).downlink.counts[0].held == 0
+
+
+# -- registration
+
+
+async def test_registering_again_fences_the_earlier_session(stub: Stub, worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    earlier = worker.session
+    again = await worker.register()
+    assert again.session > earlier
+    assert again.epoch == 1
+    request = pb.KeepAliveRequest(session=earlier)
+    await refused(stub.KeepAlive(request), STALE, "STALE_SESSION")
+    assert (await worker.keep_alive()).downlink.counts[0].free == 16
+
+
+async def test_an_overtaken_register_is_refused(stub: Stub, worker: Worker) -> None:
+    status = await refused(stub.Register(registration()), STALE, "STALE_REGISTER")
+    assert "larger" in status.message
+    assert (await worker.keep_alive()).downlink.counts
+
+
+async def test_a_newer_incarnation_fences_and_an_older_is_refused(stub: Stub, worker: Worker) -> None:
+    newer = registration()
+    newer.incarnation = 2
+    await stub.Register(newer)
+    await refused(worker.keep_alive(), STALE, "STALE_SESSION")
+    older = registration(register_no=9)
+    status = await refused(stub.Register(older), STALE, "STALE_INCARNATION")
+    assert "two processes use the same worker_id" in status.message
+
+
+async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_answered(
+    settings: ManagerSettings, stub: Stub
+) -> None:
+    """The state directory was lost: epochs, and with them sessions and generations, go on above what was seen."""
+    request = registration()
+    request.highest_epoch_seen = 41
+    registered = await stub.Register(request)
+    assert (registered.epoch, registered.session >> 40) == (42, 42)
+    assert (settings.state_dir / "epoch").read_bytes().startswith(b"kvpool epoch 42 ")
+    late = Worker(stub, registration("v"))
+    assert (await late.register()).epoch == 42
+
+
+async def test_a_strange_worker_that_has_seen_our_own_epoch_raises_it_too(stub: Stub) -> None:
+    """It cannot have it from us, so an earlier life of the manager gave stamps under the same epoch."""
+    request = registration()
+    request.highest_epoch_seen = 1
+    assert (await stub.Register(request)).epoch == 2
+
+
+async def test_workers_that_register_at_once_with_larger_epochs_get_growing_stamps(stub: Stub) -> None:
+    requests = [registration(f"w{i}") for i in range(8)]
+    for i, request in enumerate(requests):
+        request.highest_epoch_seen = i % 3 + 5
+    registered = await asyncio.gather(*map(stub.Register, requests))
+    assert len({answer.session for answer in registered}) == 8
+    assert all(
+        answer.epoch > request.highest_epoch_seen for answer, request in zip(registered, requests, strict=True)
+    )
+
+
+async def test_a_corrupt_epoch_is_refused_and_uses_none_up(server: Server, stub: Stub) -> None:
+    request = registration()
+    request.highest_epoch_seen = (1 << 64) - 1
+    await refused(stub.Register(request), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
+    assert server.manager.epoch == 1
+
+
+async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothing(
+    settings: ManagerSettings, server: Server, stub: Stub
+) -> None:
+    (settings.state_dir / "epoch.tmp").mkdir()
+    request = registration()
+    request.highest_epoch_seen = 7
+    await refused(stub.Register(request), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
+    assert server.manager.epoch == 1
+    (settings.state_dir / "epoch.tmp").rmdir()
+    assert (await stub.Register(request)).epoch == 8
+
+
+async def test_after_a_restart_the_manager_refuses_old_sessions_and_serves_who_registers(tmp_path: Path) -> None:
+    settings = ManagerSettings(port=0, state_dir=tmp_path)
+    sessions: list[pb.RegisterResponse] = []
+    for life in range(3):
+        epochs = EpochStore.open(tmp_path)
+        async with (
+            Server(settings, epochs) as server,
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
+            worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration(register_no=life + 1))
+            if sessions:
+                worker.registered = sessions[-1]
+                worker.request.highest_epoch_seen = sessions[-1].epoch
+                await refused(worker.allocate(item("a", prompt(9))), STALE, "STALE_SESSION")
+            sessions.append(await worker.register())
+            assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
+            assert server.manager.check().violations == []
+        epochs.close()
+    assert [registered.epoch for registered in sessions] == [1, 2, 3]
+    assert sorted(sessions, key=lambda registered: registered.session) == sessions
+
+
+# -- leases
+
+
+@pytest.fixture
+async def short_leases(tmp_path: Path) -> ManagerSettings:
+    return ManagerSettings(port=0, state_dir=tmp_path / "short", lease_seconds=0.5, keep_alive_seconds=0.1)
+
+
+async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leases: ManagerSettings) -> None:
+    """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
+    epochs = EpochStore.open(short_leases.state_dir)
+    async with (
+        Server(short_leases, epochs) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        silent, alive = Worker(stub, registration("silent")), Worker(stub, registration("alive"))
+        await silent.register()
+        await alive.register()
+        await silent.allocate(item("a", prompt(24)))
+        await silent.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=20))
+        async with asyncio.timeout(10):
+            while len(server.manager.sessions) == 2:
+                await alive.keep_alive()
+                await asyncio.sleep(0.05)
+        await refused(silent.allocate(item("b", prompt(9))), STALE, "STALE_SESSION")
+        async with asyncio.timeout(10):
+            while server.manager.num_prefix_nodes:
+                await alive.keep_alive()
+                await asyncio.sleep(0.05)
+        assert (await alive.allocate(item("a", prompt(24)))).results[0].status.code == 0
+        await silent.register()
+        assert (await silent.keep_alive()).downlink.counts[0].free == 16
+        assert not (await stub.Check(pb.CheckRequest())).violations
+    epochs.close()

@@ -1,0 +1,209 @@
+"""Every RPC once over a real channel, as it is meant to be used."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+from tests.cache_service.edge.peer import (
+    FINGERPRINT,
+    Worker,
+    item,
+    key,
+    prompt,
+    reason_of,
+    refused,
+    registration,
+    run,
+    tokens,
+)
+
+from cache_service.server import Server
+
+Stub = cache_pb2_grpc.CacheServiceStub
+
+
+async def test_register_tells_the_lease_and_stamps_begin_with_the_epoch(server: Server, worker: Worker) -> None:
+    registered = worker.registered
+    assert (registered.epoch, registered.lease_ms, registered.keep_alive_interval_ms) == (1, 600_000, 100)
+    assert registered.session >> 40 == registered.epoch
+    assert not registered.report_wanted
+
+
+async def test_a_sequence_lives_from_allocate_to_free_and_its_blocks_serve_the_next(worker: Worker) -> None:
+    """The whole life of a request: grant, reserve, bind, seal, free; and the hit of a second one."""
+    reply = await worker.allocate(item("a", prompt(10), max_new_tokens=8), wish=2)
+    (result,) = reply.results
+    (table,) = result.granted.tables
+    assert (result.status.code, len(table.block_ids), result.granted.num_cached_tokens) == (0, 3, 0)
+    assert (table.group, table.tier, table.start_index) == (0, common_pb2.TIER_DEVICE, 0)
+    (entry,) = reply.downlink.entries
+    assert (entry.number, len(entry.grant.block_ids)) == (1, 2)
+    worker.downlink_ack = entry.number
+    (counts,) = reply.downlink.counts
+    assert (counts.capacity, counts.free, counts.held, counts.reserved) == (16, 11, 3, 2)
+
+    bound = run(3, entry.grant.block_ids[:1], entry.grant.generations[:1])
+    update = pb.SequenceUpdate(
+        key=key("a"), start=10, tokens=prompt(3, first=10), num_computed_tokens=13, bound=[bound]
+    )
+    appended = await worker.append(update)
+    assert (appended.results[0].status.code, appended.results[0].num_sealed_tokens) == (0, 12)
+
+    freed = await worker.free(update)
+    (counts,) = freed.downlink.counts
+    assert (counts.cached, counts.held) == (3, 0)
+
+    again = (await worker.allocate(item("b", prompt(12)))).results[0].granted
+    assert again.num_cached_tokens == 8
+    assert list(again.tables[0].block_ids[:2]) == list(table.block_ids[:2])
+    assert list(again.tables[0].generations[:2]) == list(table.generations[:2])
+
+
+async def test_allocate_answers_whom_to_wait_for(worker: Worker) -> None:
+    await worker.allocate(item("leader", prompt(9)))
+    (result,) = (await worker.allocate(item("follower", prompt(12), no_wait=False))).results
+    assert (result.status.code, result.WhichOneof("outcome")) == (0, "wait")
+    assert (result.wait.leader, result.wait.position) == (key("leader"), 8)
+
+
+async def test_max_cached_tokens_unset_means_all_and_zero_means_none(worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    await worker.free(pb.SequenceUpdate(key=key("a"), num_computed_tokens=9))
+    none, some, all_ = item("n", prompt(9)), item("s", prompt(9)), item("l", prompt(9))
+    none.max_cached_tokens, some.max_cached_tokens = 0, 7
+    found = [result.granted.num_cached_tokens for result in (await worker.allocate(none, some, all_)).results]
+    assert found == [0, 4, 8]
+
+
+async def test_append_with_want_blocks_returns_the_entries_the_engine_has_not_named(worker: Worker) -> None:
+    """Engines without a reserve ask until they have heard: a repeat answers the same entries."""
+    await worker.allocate(item("a", prompt(4), max_new_tokens=12))
+    update = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4)
+    first, again = [(await worker.append(update, want_blocks=3)).results[0].tables for _ in range(2)]
+    assert (first[0].start_index, len(first[0].block_ids)) == (1, 2)
+    assert list(first) == list(again)
+    named = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4, bound=first)
+    assert not (await worker.append(named, want_blocks=3)).results[0].tables
+
+
+async def test_a_batch_ends_at_the_first_item_without_blocks(worker: Worker) -> None:
+    fits, full, behind = item("a", prompt(48)), item("b", prompt(40, first=100)), item("c", prompt(4, first=200))
+    results = (await worker.allocate(fits, full, behind)).results
+    assert results[0].status.code == 0
+    assert [reason_of(result.status) for result in results[1:]] == ["NO_BLOCKS", "NOT_TRIED"]
+
+
+async def test_keep_alive_carries_the_load_and_describe_shows_it(stub: Stub, worker: Worker) -> None:
+    answer = await worker.keep_alive()
+    assert answer.lease_ms == 600_000
+    assert answer.downlink.counts[0].free == 16
+    (described,) = (await stub.Describe(pb.DescribeRequest())).workers
+    assert described.load.num_running == 1
+    assert 590_000 < described.lease_remaining_ms <= 600_000
+
+
+async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=5))
+    answer = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
+    (described,) = answer.workers
+    asked = registration()
+    assert described.kv_cache_config == asked.kv_cache_config
+    assert (described.address, described.model_name, described.max_model_len) == ("127.0.0.1:1", "tiny", 64)
+    assert (described.session, described.incarnation, described.num_sequences) == (worker.session, 1, 1)
+    assert (described.totals.num_prompt_tokens, described.totals.num_calls) == (9, 2)
+    assert (answer.epoch, answer.num_prefix_nodes) == (1, 2)
+    sealed, filling, tail, *rest = described.blocks
+    assert (sealed.block_id, sealed.state, sealed.sealed, sealed.token_count) == (1, pb.BLOCK_STATE_HELD, True, 4)
+    assert sealed.block_hash != 0
+    assert list(sealed.owners) == [key("a")]
+    assert (filling.sealed, filling.token_count, filling.block_hash) == (False, 1, 0)
+    assert (tail.table_index, tail.free_list_position) == (2, -1)
+    assert [(block.state, block.free_list_position) for block in rest[:2]] == [(pb.BLOCK_STATE_FREE, i) for i in (0, 1)]
+    page = await stub.Describe(
+        pb.DescribeRequest(worker_id="w", include_blocks=True, first_block=5, max_blocks=3)
+    )
+    assert [block.block_id for block in page.workers[0].blocks] == [5, 6, 7]
+
+
+async def test_route_ranks_the_holder_of_the_prefix_first_and_changes_nothing(stub: Stub, worker: Worker) -> None:
+    other = Worker(stub, registration("v"))
+    await other.register()
+    await worker.allocate(item("a", prompt(24)))
+    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=24))
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    before = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
+    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(24))
+    answer = await stub.Route(request)
+    assert [routed.worker_id for routed in answer.workers] == ["w", "v"]
+    assert (answer.workers[0].num_cached_tokens, answer.workers[0].address) == (20, "127.0.0.1:1")
+    assert answer.explanation == ""
+    request.max_workers = 1
+    assert len((await stub.Route(request)).workers) == 1
+    after = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
+    assert list(before.workers[0].blocks) == list(after.workers[0].blocks)
+
+
+async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
+    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint="other"), tokens=tokens(1))
+    assert "no worker is registered" in (await stub.Route(request)).explanation
+    await Worker(stub, registration()).register()
+    explanation = (await stub.Route(request)).explanation
+    assert "'other'" in explanation
+    assert "'tiny' (model-a)" in explanation
+
+
+async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    audit = await stub.Check(pb.CheckRequest())
+    counts = audit.num_blocks_checked, audit.num_sequences_checked, audit.num_nodes_checked, audit.num_sessions_checked
+    assert counts == (16, 1, 2, 1)
+
+
+async def test_check_names_block_sequence_and_owner_of_a_broken_law(server: Server, stub: Stub, worker: Worker) -> None:
+    table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
+    pool = server.manager.worker("w").pool
+    pool._ref_count[table.block_ids[1]] += 1
+    found = (await stub.Check(pb.CheckRequest())).violations
+    pool._ref_count[table.block_ids[1]] -= 1
+    broken = next(violation for violation in found if violation.law == "references")
+    assert (broken.worker_id, broken.session, broken.block_id) == ("w", worker.session, table.block_ids[1])
+    assert broken.sequence == key("a")
+
+
+async def test_deregister_forgets_the_worker_and_is_idempotent(stub: Stub, worker: Worker) -> None:
+    for _ in range(2):
+        await stub.Deregister(pb.DeregisterRequest(session=worker.session))
+    assert not (await stub.Describe(pb.DescribeRequest())).workers
+    await refused(worker.keep_alive(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+
+
+async def test_report_and_fork_say_what_to_do_instead(stub: Stub) -> None:
+    report = await refused(stub.Report(pb.ReportRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "holds_state = false" in report.message
+    fork = await refused(stub.Fork(pb.ForkRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "Allocate each child" in fork.message
+
+
+async def test_health_answers_for_the_server_and_the_service_until_it_stops(
+    server: Server, channel: grpc.aio.Channel
+) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "kvpool.v1.CacheService"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="kvpool.v1.CacheService"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop()
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_services(server: Server, channel: grpc.aio.Channel) -> None:
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    async for answer in call:
+        names = {service.name for service in answer.list_services_response.service}
+        assert names == {"kvpool.v1.CacheService", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
