@@ -129,7 +129,9 @@ LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
 )
 def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall) -> None:
     scene = Scene(lengths, shape, call.window)
-    torch.testing.assert_close(scene.paged(call, NEVER), scene.oracle(call), rtol=1e-5, atol=1e-5)
+    result = scene.paged(call, NEVER)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result, scene.oracle(call), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [DECODES, MIXED, [(28, 1), (20, 5), (24, 5), (3, 1), (22, 1)]])

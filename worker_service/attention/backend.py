@@ -31,6 +31,6 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write the new K and V to their slots, then attend causally over each sequence's blocks.
 
-        query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns [1, ΣT, Hq, Dv].
+        query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns contiguous [1, ΣT, Hq, Dv].
         """
         ...

@@ -32,7 +32,7 @@ class AttentionTarget(Protocol):
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → [1, ΣT, Hq, Dv]."""
+        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → contiguous [1, ΣT, Hq, Dv]."""
         ...
 
 

@@ -50,7 +50,8 @@ class TorchAttention:
             view = self._views[layer.window] = build_view(packing, layer.window, self._dtype, self._min_shared_tokens)
         attended = _attend_view(view, query[0], k_rows, v_rows, call)
         out = attended.out if call.sinks is None else with_sinks(attended, call.sinks)
-        return out.to(query.dtype).transpose(1, 2)
+        # Contiguous, because some models take a view of it; the fused kernel's output mostly is.
+        return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _attend_view(

@@ -76,10 +76,10 @@ def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: i
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     for index, layer in enumerate(layers):
-        if types is not None and (types[index] == "sliding_attention") != (layer.window is not None):
+        if types is not None and layer.window != (window if types[index] == "sliding_attention" else None):
             raise UnsupportedModel(
-                f"{kind}: {layer.name} is a {types[index]} layer by the config, but gives attention the window "
-                f"{layer.window}; the window would be in the mask only."
+                f"{kind}: {layer.name} is a {types[index]} layer by the config, whose window is {window} tokens, but "
+                f"gives attention the window {layer.window}; the window would be in the mask only."
             )
         if types is None and window is not None and window < max_model_len and layer.window != window:
             raise UnsupportedModel(

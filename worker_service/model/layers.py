@@ -67,7 +67,7 @@ class _Recorder:
         if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
             raise UnsupportedAttention(f"its module {name} does not attend from each token to each token of the row")
         self.found.append(AttentionLayer(name, module, key.shape[1], key.shape[3], value.shape[3], call.window))
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

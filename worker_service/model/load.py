@@ -16,7 +16,7 @@ from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
 from ..attention.torch_backend import TorchAttention
 from .cache_dir import default_cache_dir
-from .errors import ModelError
+from .errors import ModelError, UnsupportedModel
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .fingerprint import fingerprint
 from .guard import check_config, check_layers
@@ -71,10 +71,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     facts = _read_facts(folder, config, device, dtype, max_model_len, cache_dir, progress)
     started = time.monotonic()
     model = _load_weights(folder.path, dtype, device)
-    layers = find_attention_layers(model, device)
-    check_layers(config, layers, max_model_len)
-    if settings.probe:
-        probe(model, layers, dtype, device, max_model_len)
+    layers = _guarded_layers(model, config, dtype, device, max_model_len)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
     return LoadedModel(facts, layers, dtype, device, model)
 
@@ -130,6 +127,22 @@ def _generation_config(path: Path) -> Any:
     if not (path / "generation_config.json").is_file():
         return None
     return GenerationConfig.from_pretrained(path, local_files_only=True)
+
+
+def _guarded_layers(
+    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> list[AttentionLayer]:
+    try:
+        layers = find_attention_layers(model, device)
+        check_layers(config, layers, max_model_len)
+        probe(model, layers, dtype, device, max_model_len)
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models fail in all ways on an input that they were not written for
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
+        ) from error
+    return layers
 
 
 def _load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -59,7 +59,7 @@ def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     targets = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     # Rounding can lift a target to the very end; the last token with any weight is meant.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:], right=False)[:, 0]
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)[:, 0]
     return torch.minimum(tokens, last)
 
 

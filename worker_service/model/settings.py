@@ -23,5 +23,3 @@ class ModelSettings:
     """Prompt and generated tokens together; None: as many as the model's config allows."""
     cache_dir: Path | None = None
     """Where converted models and digests are kept; None: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool."""
-    probe: bool = True
-    """Compare paged with eager attention in the loaded model before serving. Leave it on, except to measure loading."""

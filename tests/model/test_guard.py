@@ -1,0 +1,150 @@
+"""Models that paged attention would compute wrongly are refused, and the message helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.model.paged import load
+from tests.tiny_models import build_model
+from worker_service.model.errors import UnsupportedModel
+from worker_service.model.guard import check_config, check_layers
+from worker_service.model.layers import AttentionLayer
+from worker_service.model.probe import relative_difference
+
+# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def config(kind: str, **fields: Any) -> Any:
+    return AutoConfig.for_model(kind, **{**TINY, **fields})
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **fields}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("bart", {}, "encoder-decoder"),
+        ("t5", {}, "encoder-decoder"),
+        ("bloom", {}, "not through transformers' AttentionInterface"),
+        ("llama4_text", {}, "in chunks of"),
+        ("qwen3_next", {}, "linear_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("clip_text_model", {}, "no causal language model"),
+        ("llama", {"rope_parameters": rope("dynamic", original_max_position_embeddings=32)}, "--max-model-len 32"),
+        (
+            "phi3",
+            {
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "original_max_position_embeddings": 32,
+                "rope_parameters": rope(
+                    "longrope",
+                    short_factor=[1.0] * 4,
+                    long_factor=[2.0] * 4,
+                    original_max_position_embeddings=32,
+                ),
+            },
+            "--max-model-len 32",
+        ),
+    ],
+)
+def test_refused_by_config(kind: str, fields: dict[str, Any], message: str) -> None:
+    """Before any weights are read."""
+    with pytest.raises(UnsupportedModel, match=message):
+        check_config(config(kind, **fields), max_model_len=64)
+
+
+def test_rope_by_longest_is_served_where_no_sequence_can_be_that_long() -> None:
+    check_config(config("llama", rope_parameters=rope("dynamic", original_max_position_embeddings=32)), 32)
+
+
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_positions_that_are_ignored_are_found_by_behaviour(tmp_path: Path) -> None:
+    """BART's decoder counts positions from 0 in every call: alone it is right, packed it is not."""
+    torch.manual_seed(0)
+    decoder = AutoConfig.for_model(
+        "bart",
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=2,  # where the config looks for num_hidden_layers
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        max_position_embeddings=64,
+        is_encoder_decoder=False,
+        is_decoder=True,
+        init_std=0.5,
+    )
+    folder = save(AutoModelForCausalLM.from_config(decoder), tmp_path)
+    with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+        load(folder)
+
+
+def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary positions replaced by 0, 1, 2, … of the packed row."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    forward = LlamaRotaryEmbedding.forward
+
+    def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return forward(self, x, torch.arange(position_ids.shape[1])[None])
+
+    folder = save(build_model("llama", 0), tmp_path)
+    load(folder)
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_zero)
+    with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+        load(folder)
+
+
+def layers(*windows: int | None) -> list[AttentionLayer]:
+    return [AttentionLayer(f"layer{i}", torch.nn.Identity(), 2, 8, 8, window) for i, window in enumerate(windows)]
+
+
+def test_a_layer_that_does_not_reach_attention_is_missed() -> None:
+    with pytest.raises(UnsupportedModel, match="has 2 layers, but 1 of them reach attention"):
+        check_layers(config("llama"), layers(None), 64)
+
+
+def test_a_window_that_is_in_the_mask_only_is_refused() -> None:
+    windowed = config("mistral", sliding_window=8)
+    check_layers(windowed, layers(8, 8), 64)
+    with pytest.raises(UnsupportedModel, match="--max-model-len 8 or less"):
+        check_layers(windowed, layers(None, None), 64)
+    check_layers(windowed, layers(None, None), 8)
+
+
+def test_layer_types_and_windows_must_agree() -> None:
+    mixed = config("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    check_layers(mixed, layers(None, 8), 64)
+    with pytest.raises(UnsupportedModel, match="is a sliding_attention layer by the config"):
+        check_layers(mixed, layers(None, None), 64)
+
+
+def test_relative_difference_is_of_what_varies() -> None:
+    """A constant added to all logits is no signal to compare with."""
+    reference = torch.tensor([[1000.0, 1001.0, 999.0]])
+    ours = reference + torch.tensor([[0.0, 0.1, -0.1]])
+    assert relative_difference(ours, reference) == pytest.approx(0.1, rel=1e-3)
+    assert not relative_difference(ours * float("nan"), reference) <= 1.0
