@@ -63,22 +63,25 @@ class ManagerLink:
         self._complained = False
 
     async def run(self) -> None:
-        """Register, talk, and register again when the session is lost; for ever. Raises RegistrationRefused."""
+        """Connect and `talk_to` the manager; for ever. Raises RegistrationRefused."""
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = cache_pb2_grpc.CacheServiceStub(channel)
-            try:
-                while True:
-                    await self._register(stub)
-                    heart = asyncio.create_task(self._keep_alive(stub))
-                    try:
-                        await self._talk(stub)
-                    finally:
-                        heart.cancel()
-                        await asyncio.gather(heart, return_exceptions=True)
-                    self._on_session(False)
-                    await self._until_reset()
-            finally:
-                await self._deregister(stub)
+            await self.talk_to(cache_pb2_grpc.CacheServiceStub(channel))
+
+    async def talk_to(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        """Register, talk, and register again when the session is lost; for ever. Raises RegistrationRefused."""
+        try:
+            while True:
+                await self._register(stub)
+                heart = asyncio.create_task(self._keep_alive(stub))
+                try:
+                    await self._talk(stub)
+                finally:
+                    heart.cancel()
+                    await asyncio.gather(heart, return_exceptions=True)
+                self._on_session(False)
+                await self._until_reset()
+        finally:
+            await self._deregister(stub)
 
     # -- sessions
 
@@ -163,13 +166,12 @@ class ManagerLink:
         while not cache.is_lost:
             engine.changed_for_link.clear()
             now = self._clock()
-            candidates = engine.scheduler.candidates()
-            call = cache.next_call(candidates, now)
+            call = cache.next_call(engine.scheduler.candidates, now)
             if call is not None:
                 await self._send(stub, call)
                 engine.on_cache_changed()
                 continue
-            at = cache.next_call_at(candidates, now)
+            at = cache.next_call_at(now)
             try:
                 async with asyncio.timeout(None if at is None else max(0.001, at - now)):
                     await engine.changed_for_link.wait()

@@ -236,22 +236,23 @@ class EngineCache:
 
     # -- for the edge: calls
 
-    def next_call(self, candidates: List[CacheSequence], now: float) -> Call | None:
+    def next_call(self, candidates: Callable[[], List[CacheSequence]], now: float) -> Call | None:
         """The next mutating call, if there is something to say and none is in flight.
 
-        `candidates` are waiting sequences that the engine would run now, in order; PARKED ones are skipped here.
+        `candidates` names the WAITING sequences that the engine would run now, in order. It is asked after parked ones have
+        been woken, so that they can be among them.
         """
         link = self._link
         if link is None or self._lost or link.in_flight is not None or now < link.retry_at:
             return None
         self._wake_parked(now)
-        call = self._free_call(link) or self._append_call(link, now) or self._allocate_call(link, candidates, now)
+        call = self._free_call(link) or self._append_call(link, now) or self._allocate_call(link, candidates(), now)
         if call is not None:
             link.in_flight = call
             self.num_calls += 1
         return call
 
-    def next_call_at(self, candidates: List[CacheSequence], now: float) -> float | None:
+    def next_call_at(self, now: float) -> float | None:
         """When to ask `next_call` again if nothing else happens; None: only when something does."""
         link = self._link
         if link is None or self._lost or link.in_flight is not None:
@@ -261,7 +262,7 @@ class EngineCache:
             times.append(self._dirty_since + self.settings.report_seconds)
         if self._parked:
             times.append(now + self.settings.prefix_wait_seconds / 4)
-        if candidates and now < self._ask_again_at:
+        if now < self._ask_again_at:
             times.append(self._ask_again_at)
         if now < link.retry_at:
             times = [link.retry_at]
@@ -347,6 +348,9 @@ class EngineCache:
         ready = [sequence for sequence in self._ending if not sequence.in_step][: self.settings.max_items_per_call]
         if not ready:
             return None
+        # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
+        for sequence in ready:
+            self._let_go(sequence)
         return calls.free_call(link, ready, self._wish(ready), self._reserve.returning)
 
     def _append_call(self, link: Link, now: float) -> Call | None:
@@ -441,6 +445,7 @@ class EngineCache:
     def _take_table(self, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
         """Enter a granted table: leading blocks as hits, the others as grants."""
         run = granted.tables[0]
+        sequence.uses_blocks = True
         num_hits = granted.num_cached_tokens // self.settings.block_size
         for index, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True)):
             if index < num_hits:
@@ -475,9 +480,14 @@ class EngineCache:
         self._ending.remove(sequence)
         self._end(sequence)
 
+    def _let_go(self, sequence: CacheSequence) -> None:
+        if sequence.uses_blocks:
+            sequence.uses_blocks = False
+            for block in sequence.table:
+                self._ledger.drop(block)
+
     def _end(self, sequence: CacheSequence) -> None:
-        for block in sequence.table:
-            self._ledger.drop(block)
+        self._let_go(sequence)
         sequence.state = SequenceState.ENDED
         sequence.forget()
         if self._sequences.get(sequence.id) is sequence:

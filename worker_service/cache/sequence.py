@@ -67,6 +67,8 @@ class CacheSequence:
         """Tokens that the cache served when the current round was granted."""
         self.num_computed_tokens = 0
         """Tokens whose KV is completed, not merely launched."""
+        self.uses_blocks = False
+        """The blocks of the table may be read or written here."""
         self.in_step = False
         """A step that has not completed names its blocks."""
         self.maybe_granted = False
@@ -98,17 +100,11 @@ class CacheSequence:
         """Blocks that the sequence can still need beyond its table."""
         return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
 
-    def start_round(self) -> None:
-        """Hold nothing and wait again, in the next round."""
-        self.round += 1
-        self.state = SequenceState.WAITING
-        self.forget()
-
     def forget(self) -> None:
         """Forget everything about the manager: table, progress, acknowledgements."""
         self.table = []
         self.generations = []
         self.num_cached_tokens = self.num_computed_tokens = 0
-        self.maybe_granted = False
+        self.uses_blocks = self.maybe_granted = False
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
         self.parked_on = None

@@ -1,0 +1,293 @@
+"""The engine over the manager's core: right text, nothing computed twice, nothing leaked, whatever happens on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from cache_service.core.manager import CacheManager
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import Wire, World, read
+from worker_service.cache.sequence import SequenceState
+from worker_service.engine.errors import EngineError, ErrorKind
+
+
+def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """Prompts of which many begin alike, some are equal, some unrelated."""
+    trunk = [rng.randrange(1000) for _ in range(longest)]
+    prompts = []
+    for _ in range(count):
+        shared = rng.choice([0, longest // 4, longest // 2, longest - 1])
+        prompts.append(trunk[:shared] + [rng.randrange(1000) for _ in range(rng.randint(1, max(1, longest - shared)))])
+    return prompts
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int, prefix_caching: bool) -> None:
+    """Whatever is cached, chunked or batched together, each request gets its one right text, cold and warm."""
+    rng = random.Random(block_size * 1000 + budget)
+    prompts = prompts_with_shared_beginnings(rng, 24, 60)
+    world = World(
+        num_blocks=4000 // block_size,
+        block_size=block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix_caching,
+    )
+    async with world.running():
+        for _ in range(2):
+            texts = await asyncio.gather(*(world.generate(prompt, 12) for prompt in prompts))
+            assert texts == [expected_text(prompt, 12) for prompt in prompts]
+        assert world.engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_texts_stay_right_when_the_pool_is_far_too_small(seed: int) -> None:
+    """Eviction and preemption by recompute change no text, and somebody always makes progress."""
+    rng = random.Random(seed)
+    prompts = prompts_with_shared_beginnings(rng, 20, 24)
+    world = World(num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
+    async with world.running():
+        texts = await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
+        assert texts == [expected_text(prompt, 20) for prompt in prompts]
+        assert world.engine.scheduler.num_preemptions > 0
+        assert world.manager.worker("w0").pool.num_evicted > 0
+
+
+async def test_without_preemption_each_token_is_forwarded_once() -> None:
+    """Tokens forwarded = Σ (prompt − cached + generated − 1)."""
+    rng = random.Random(7)
+    world = World(num_blocks=2000, block_size=4, max_num_batched_tokens=64)
+    async with world.running():
+        requests = [world.submit(prompt, 9) for prompt in prompts_with_shared_beginnings(rng, 30, 50)]
+        await asyncio.gather(*map(read, requests))
+        usages = [request.usage() for request in requests]
+        forwarded = sum(u.num_prompt_tokens - u.num_cached_tokens + u.num_generated_tokens - 1 for u in usages)
+        assert world.model.num_forwarded == world.engine.num_forwarded_tokens == forwarded
+        assert sum(u.num_cached_tokens for u in usages) > 0
+
+
+async def test_a_thousand_calls_compute_their_common_prompt_once() -> None:
+    """One 512-token system prompt, 64 at a time: 512 tokens computed once, 999 × 512 = 511,488 not again."""
+    rng = random.Random(1)
+    system = [rng.randrange(1000) for _ in range(512)]
+    world = World(num_blocks=6000, block_size=16, max_num_seqs=64)
+    async with world.running():
+        places = asyncio.Semaphore(64)
+
+        async def call() -> int:
+            prompt = system + [rng.randrange(1000) for _ in range(16)]
+            async with places:
+                request = world.submit(prompt, 4)
+                assert await read(request) == expected_text(prompt, 4)
+            return request.num_cached_tokens
+
+        cached = await asyncio.gather(*(call() for _ in range(1000)))
+        assert sum(cached) == 511_488
+        assert world.model.num_forwarded == 512 + 1000 * (16 + 3)
+        assert world.cache.num_reserve_waits == 0
+
+
+async def test_sixteen_at_the_same_instant_compute_their_prefix_once() -> None:
+    """The fifteen others wait for the prefix in flight and are then served from the cache."""
+    system = list(range(512))
+    world = World(num_blocks=1000, block_size=16)
+    async with world.running():
+        requests = [world.submit([*system, 1000 + i], 3) for i in range(16)]
+        texts = await asyncio.gather(*map(read, requests))
+        assert texts == [expected_text([*system, 1000 + i], 3) for i in range(16)]
+        assert sorted(request.num_cached_tokens for request in requests) == [0] + [512] * 15
+        assert world.model.num_forwarded == 512 + 16 * (1 + 2)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "preempted", "stopped"])
+async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
+    """A leader that is cancelled, preempted or fenced in mid-prefill leaves fifteen waiting; they compute the rest themselves."""
+    system = list(range(400))
+    world = World(num_blocks=600, block_size=16, max_num_seqs=16, max_num_batched_tokens=32)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        requests = [world.submit([*system, 1000 + i], 3) for i in range(16)]
+        while sum(request.sequence.state is SequenceState.PARKED for request in requests) < 15:
+            await asyncio.sleep(0.001)
+        leader = next(request for request in requests if request.sequence.state is SequenceState.LIVE)
+        others = [request for request in requests if request is not leader]
+        if how == "cancelled":
+            world.engine.abort(leader)
+        elif how == "preempted":
+            world.engine.scheduler._preempt(leader)
+        else:
+            elsewhere = World(num_blocks=600, block_size=16, worker_id="w1", wire=world.wire)
+            async with elsewhere.running():
+                text = await elsewhere.generate([*system, 7], 3, sequence_id=leader.params.sequence_id, attempt=2)
+                assert text == expected_text([*system, 7], 3)
+        gate.set()
+        texts = await asyncio.gather(*map(read, others))
+        assert texts == [expected_text(request.params.token_ids, 3) for request in others]
+        if how == "preempted":
+            assert await read(leader) == expected_text(leader.params.token_ids, 3)
+        if how == "stopped":
+            with pytest.raises(EngineError) as caught:
+                await read(leader)
+            assert caught.value.kind is ErrorKind.SUPERSEDED
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_bad_wire_changes_no_text_and_leaks_nothing(seed: int) -> None:
+    """Lost requests, lost replies and late duplicates: the state goes out again, and nothing is done twice."""
+    rng = random.Random(100 + seed)
+    wire = Wire(CacheManager(1), seed)
+    wire.lose_request, wire.lose_reply, wire.repeat_later = 0.15, 0.15, 0.3
+    world = World(num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, wire=wire)
+    async with world.running():
+        prompts = prompts_with_shared_beginnings(rng, 16, 30)
+        requests = [world.submit(prompt, 10) for prompt in prompts]
+        for request in rng.sample(requests, 4):
+            await asyncio.sleep(rng.random() * 0.05)
+            world.engine.abort(request)
+            request.stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
+        for request, prompt in zip(requests, prompts, strict=True):
+            try:
+                assert await read(request) == expected_text(prompt, 10)
+            except EngineError as error:
+                assert error.message == "gone"  # noqa: PT017 - most of these requests do not fail
+
+
+async def test_a_cut_wire_stops_nobody_who_decodes_from_the_reserve() -> None:
+    """While the manager is away, running sequences go on as long as the reserve lasts, and lose nothing."""
+    world = World(num_blocks=200, block_size=4)
+    async with world.running():
+        requests = [world.submit([i, i, i, i, i], 12) for i in range(3)]
+        while not all(request.num_generated >= 2 and world.cache.num_spare_blocks >= 3 for request in requests):
+            await asyncio.sleep(0)
+        world.wire.is_cut = True
+        before = [request.num_generated for request in requests]
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+        assert all(request.num_generated > count for request, count in zip(requests, before, strict=True))
+        world.wire.is_cut = False
+        assert await asyncio.gather(*map(read, requests)) == [expected_text([i] * 5, 12) for i in range(3)]
+
+
+async def test_after_a_restart_of_the_manager_streams_end_and_new_requests_are_served() -> None:
+    """A session that the manager does not know ends its streams with UNAVAILABLE; the worker starts over, empty."""
+    world = World(num_blocks=100, block_size=4)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        requests = [world.submit(list(range(20 + i)), 50) for i in range(4)]
+        while not any(request.sequence.in_step for request in requests):
+            await asyncio.sleep(0.001)
+        world.wire.manager = CacheManager(2)
+        await asyncio.sleep(0.1)
+        gate.set()
+        for request in requests:
+            with pytest.raises(EngineError) as caught:
+                await read(request)
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
+        await asyncio.wait_for(world.is_open.wait(), 5)
+        assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
+        assert world.manager.worker("w0").num_cached_tokens == 0, "what was computed before is forgotten"
+
+
+async def test_cancelling_at_any_moment_frees_everything() -> None:
+    """Waiting, allocating, parked, running, in a step: `running()` asserts that nothing stays held."""
+    rng = random.Random(3)
+    world = World(num_blocks=60, block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    async with world.running():
+        for _ in range(60):
+            requests = [world.submit(prompt, 8) for prompt in prompts_with_shared_beginnings(rng, 3, 30)]
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+            for request in requests:
+                world.engine.abort(request)
+                await asyncio.sleep(rng.choice([0, 0, 0.001]))
+
+
+async def test_cancelling_while_the_allocate_is_in_flight_frees_what_it_brings() -> None:
+    """The grant arrives after the reader has gone."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        world.wire.gate = asyncio.Event()
+        request = world.submit(list(range(30)), 4)
+        while request.sequence.state is not SequenceState.ALLOCATING:
+            await asyncio.sleep(0)
+        world.engine.abort(request)
+        world.wire.gate.set()
+        await world.until_idle()
+        assert world.manager.worker("w0").num_prompt_tokens == 30, "it was granted"
+
+
+async def test_a_failed_step_ends_its_streams_and_no_others() -> None:
+    """The model raises: its batch gets INTERNAL, the blocks come back, later requests are served."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        world.model.fail_next = True
+        with pytest.raises(EngineError) as caught:
+            await world.generate([1, 2, 3], 4)
+        assert caught.value.kind is ErrorKind.INTERNAL
+        assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "field", "words"),
+    [
+        ([], 4, "prompt", "at least one token"),
+        ([1, 50_000], 4, "prompt", "vocabulary of 50000"),
+        ([1] * 4096, 1, "prompt", "leave no room"),
+        ([1] * 4000, 200, "max_tokens", "at most 96"),
+        ([1] * 300, 10, "max_tokens", "lower max_tokens"),
+    ],
+)
+async def test_a_bad_request_is_told_what_was_needed(prompt: list[int], count: int, field: str, words: str) -> None:
+    """The error names the field, what there is, and what to change; nothing is queued."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        with pytest.raises(EngineError, match=words) as caught:
+            world.submit(prompt, count)
+        assert caught.value.field == field
+        assert world.engine.load().num_waiting == 0
+
+
+async def test_one_stream_per_attempt_and_a_bounded_queue() -> None:
+    """A second stream for one (sequence, attempt) and a full queue are refused."""
+    world = World(num_blocks=60, block_size=4, max_num_waiting=2)
+    async with world.running():
+        world.wire.gate = asyncio.Event()
+        first = world.submit([1, 2], 2, sequence_id="a")
+        with pytest.raises(EngineError) as caught:
+            world.submit([1, 2], 2, sequence_id="a")
+        assert caught.value.kind is ErrorKind.EXISTS
+        second = world.submit([1, 2], 2, sequence_id="a", attempt=2)
+        with pytest.raises(EngineError) as full:
+            world.submit([1, 2], 2, sequence_id="b")
+        assert full.value.kind is ErrorKind.BUSY
+        world.wire.gate.set()
+        assert await read(second) == expected_text([1, 2], 2)
+        # The larger attempt may fence the smaller before it ends; either way it ends.
+        try:
+            assert await read(first) == expected_text([1, 2], 2)
+        except EngineError as error:
+            assert error.kind in (ErrorKind.SUPERSEDED, ErrorKind.REFUSED)  # noqa: PT017
+
+
+async def test_a_leader_without_progress_is_not_waited_for_for_ever() -> None:
+    """After the bound the waiting request computes the prefix itself."""
+    world = World(num_blocks=200, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, prefix_wait_seconds=0.05)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        first = world.submit(list(range(40)), 2)
+        second = world.submit([*range(40), 7], 2)
+        async with asyncio.timeout(5):
+            while second.sequence.state is not SequenceState.LIVE:
+                world.engine.on_cache_changed()
+                await asyncio.sleep(0.005)
+                if first.sequence.in_step and second.sequence.no_wait:
+                    gate.set()
+        gate.set()
+        assert await read(first) == expected_text(list(range(40)), 2)
+        assert await read(second) == expected_text([*range(40), 7], 2)

@@ -1,0 +1,76 @@
+"""A model whose text depends on every KV slot it reads: any stale, foreign or unwritten slot changes the next token.
+
+Slot (block, offset) holds a digest of its token, its position and the digest of the slot before it, which is read through the
+block table. So the digest at the last position stands for everything before it, and each output has one right value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as List
+
+from worker_service.engine.step import SampledToken, Step
+
+VOCAB_SIZE = 50_000
+_MASK = (1 << 61) - 1
+
+
+def _mix(before: int, token: int, position: int) -> int:
+    return (before * 6364136223846793005 + token * 1442695040888963407 + position * 2654435761 + 97) & _MASK
+
+
+def expected_text(prompt: List[int], count: int) -> list[int]:
+    """The one right continuation."""
+    digest = 0
+    tokens = list(prompt)
+    for position, token in enumerate(tokens):
+        digest = _mix(digest, token, position)
+    for _ in range(count):
+        token = digest % VOCAB_SIZE
+        digest = _mix(digest, token, len(tokens))
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class TracerModel:
+    """A StepRunner over `num_blocks` blocks of slots that start unwritten."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_forwarded = 0
+        self.num_steps = 0
+        self.fail_next = False
+        self.gate: threading.Event | None = None
+        """If set, a step waits for it: a slow device."""
+        self._slots: list[int | None] = [None] * (num_blocks * block_size)
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device fell off the bus")
+        self.num_steps += 1
+        written: set[int] = set()
+        results: list[SampledToken | None] = []
+        for tokens, start, table, sampling in step.parts:
+            digest = 0 if start == 0 else self._read(table, start - 1)
+            for position, token in enumerate(tokens, start):
+                slot = self._slot(table, position)
+                assert slot not in written, "two sequences write one slot in one step"
+                written.add(slot)
+                digest = _mix(digest, token, position)
+                self._slots[slot] = digest
+            self.num_forwarded += len(tokens)
+            results.append(None if sampling is None else SampledToken(digest % VOCAB_SIZE, None, []))
+        return results
+
+    def _slot(self, table: List[int], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block != 0, "the null block is never written"
+        return block * self.block_size + position % self.block_size
+
+    def _read(self, table: List[int], position: int) -> int:
+        digest = self._slots[self._slot(table, position)]
+        assert digest is not None, "an unwritten slot was read"
+        return digest

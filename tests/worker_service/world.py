@@ -1,0 +1,195 @@
+"""The real engine, cache side and link over the real manager core, in one process: only the wire is missing, and can be bad."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2
+from kvpool.v1 import cache_pb2, common_pb2
+
+from cache_service import codec, status
+from cache_service.core.manager import CacheManager
+from cache_service.core.refusal import Refusal
+from tests.worker_service.tracer import VOCAB_SIZE, TracerModel
+from worker_service.cache.engine_cache import CacheSettings, EngineCache
+from worker_service.engine.engine import Engine, EngineSettings
+from worker_service.engine.request import GenerationParams, Request
+from worker_service.engine.step import SamplingParams
+from worker_service.manager_link import ManagerLink
+
+FINGERPRINT = "tracer"
+
+
+def rpc_error(code: grpc.StatusCode, found: status_pb2.Status | None = None) -> grpc.aio.AioRpcError:
+    """What a stub raises, with the rich status where the manager itself has answered."""
+    trailing = grpc.aio.Metadata()
+    if found is not None:
+        trailing.add("grpc-status-details-bin", found.SerializeToString())
+    message = found.message if found is not None else "the wire broke"
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)
+
+
+class Wire:
+    """A manager behind a wire. Loses requests and replies, and delivers duplicates late, with the given probabilities."""
+
+    def __init__(self, manager: CacheManager, seed: int = 0) -> None:
+        self.manager = manager
+        self.is_cut = False
+        self.lose_request = 0.0
+        self.lose_reply = 0.0
+        self.repeat_later = 0.0
+        self.num_calls: dict[str, int] = {}
+        self.gate: asyncio.Event | None = None
+        """If set, mutating calls wait for it before they reach the manager."""
+        self._random = random.Random(seed)
+        self._late: list[tuple[str, Any]] = []
+        self.now = asyncio.get_running_loop().time
+
+    async def _call(self, name: str, request: Any) -> Any:
+        await asyncio.sleep(0)
+        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+        if self.gate is not None and name in ("Allocate", "Append", "Free"):
+            await self.gate.wait()
+        if self.is_cut or self._random.random() < self.lose_request:
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE)
+        while self._late and self._random.random() < 0.5:
+            with contextlib.suppress(Refusal):
+                self._execute(*self._late.pop())
+        if self._random.random() < self.repeat_later:
+            self._late.append((name, request))
+        try:
+            response = self._execute(name, request)
+        except Refusal as refusal:
+            found = status.of_refusal(refusal)
+            code = next(code for code in grpc.StatusCode if code.value[0] == found.code)
+            raise rpc_error(code, found) from None
+        if self._random.random() < self.lose_reply:
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED)
+        return response
+
+    def _execute(self, name: str, request: Any) -> Any:
+        manager = self.manager
+        if name == "Register":
+            epoch, session = manager.register(codec.decode_registration(request), self.now())
+            return cache_pb2.RegisterResponse(epoch=epoch, session=session, lease_ms=6000, keep_alive_interval_ms=50)
+        if name == "KeepAlive":
+            load = codec.decode_load(request.load)
+            reply = manager.keep_alive(request.session, request.downlink_ack, load, self.now())
+            return cache_pb2.KeepAliveResponse(lease_ms=6000, downlink=codec.encode_downlink(reply))
+        if name == "Deregister":
+            manager.deregister(request.session)
+            return cache_pb2.DeregisterResponse()
+        uplink = codec.decode_uplink(request)
+        if name == "Allocate":
+            allocated, reply = manager.allocate(uplink, [codec.decode_allocate_item(item) for item in request.items])
+            results = [codec.encode_allocate_outcome(outcome) for outcome in allocated]
+            return cache_pb2.AllocateResponse(downlink=codec.encode_downlink(reply), results=results)
+        if name == "Append":
+            appended, reply = manager.append(uplink, [codec.decode_append_item(item) for item in request.items])
+            answers = [codec.encode_append_outcome(outcome) for outcome in appended]
+            return cache_pb2.AppendResponse(downlink=codec.encode_downlink(reply), results=answers)
+        reply = manager.free(uplink, codec.decode_free_items(request.items))
+        return cache_pb2.FreeResponse(downlink=codec.encode_downlink(reply))
+
+    def __getattr__(self, name: str) -> Any:
+        """The stub's methods: `await wire.Allocate(request, timeout=…)`."""
+        if not name[0].isupper():
+            raise AttributeError(name)
+
+        async def method(request: Any, timeout: float | None = None) -> Any:
+            return await self._call(name, request)
+
+        return method
+
+
+class World:
+    """One worker with a tracer model, and its manager."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, worker_id: str = "w0", wire: Wire | None = None, **limits: Any
+    ) -> None:
+        cache_settings = CacheSettings(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            report_seconds=limits.pop("report_seconds", 0.005),
+            prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
+        )
+        self.wire = wire or Wire(CacheManager(1))
+        self.model = TracerModel(num_blocks, block_size)
+        self.cache = EngineCache(cache_settings)
+        settings = EngineSettings(
+            model_fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, **{"max_model_len": 4096, **limits}
+        )
+        self.engine = Engine(settings, self.cache, self.model, clock=self.wire.now)
+        self.is_open = asyncio.Event()
+        config = common_pb2.KVCacheConfig(block_size=block_size)
+        config.groups.add(group=0).full_attention.SetInParent()
+        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
+        introduction = cache_pb2.RegisterRequest(
+            worker_id=worker_id, incarnation=1, address="h:1", model_fingerprint=FINGERPRINT, kv_cache_config=config
+        )
+        self.link = ManagerLink("wire", introduction, self.engine, self._on_session, clock=self.wire.now)
+        self._count = 0
+
+    def _on_session(self, is_open: bool) -> None:
+        self.is_open.set() if is_open else self.is_open.clear()
+
+    @property
+    def manager(self) -> CacheManager:
+        return self.wire.manager
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[World]:
+        """Engine and link at work; at the end every law holds and nothing has leaked."""
+        tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.link.talk_to(self.wire))]  # type: ignore[arg-type]
+        try:
+            await self.is_open.wait()
+            yield self
+            self.wire.is_cut, self.wire.lose_request, self.wire.lose_reply = False, 0.0, 0.0
+            await self.until_idle()
+            assert self.manager.check().violations == []
+            counts = self.manager.worker(self.link._introduction.worker_id).pool.counts()
+            assert (counts.held, counts.reserved) == (0, 0)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                    raise result
+
+    async def until_idle(self) -> None:
+        """Until the manager has acknowledged that nothing is held."""
+        async with asyncio.timeout(20):
+            while not (self.cache.is_ready() and self.cache.is_idle):
+                self.engine.changed_for_link.set()
+                await asyncio.sleep(0.002)
+
+    def submit(
+        self, prompt: list[int], count: int, *, sequence_id: str = "", attempt: int = 1, **params: Any
+    ) -> Request:
+        """Send one request."""
+        self._count += 1
+        return self.engine.submit(
+            GenerationParams(
+                sequence_id or f"s{self._count}", attempt, list(prompt), SamplingParams(), max_tokens=count, **params
+            )
+        )
+
+    async def generate(self, prompt: list[int], count: int, **params: Any) -> list[int]:
+        """Send one request and read its text."""
+        return await read(self.submit(prompt, count, **params))
+
+
+async def read(request: Request) -> list[int]:
+    """The tokens of a stream to its end. Raises EngineError."""
+    tokens: list[int] = []
+    while (chunk := await request.stream.get()) is not None:
+        assert chunk.start_index == len(tokens)
+        tokens += [token.token_id for token in chunk.tokens]
+    return tokens
