@@ -17,6 +17,7 @@ from .status import num_device_blocks
 PAGE_BLOCKS: Final = 4096
 _COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _LABEL_CELLS: Final = 8
+_INDENT: Final = " " * _LABEL_CELLS
 _CELLS_PER_ROW_MAX: Final = 128
 _LEGEND_OWNERS_MAX: Final = 16
 
@@ -84,8 +85,8 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
     cells[0] = (_NULL, "dim")
     per_row = _cells_per_row(width)
     text = Text(no_wrap=True)
-    text.append(f"{block_map.worker_id}", style="bold")
-    text.append(f"  {_counts_line(block_map)}\n")
+    text.append(block_map.worker_id, style="bold")
+    text.append(f": {_counts_line(block_map)}\n")
     rows = [
         range(start, min(start + per_row, block_map.num_blocks)) for start in range(0, block_map.num_blocks, per_row)
     ]
@@ -107,7 +108,7 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
             text.append(sign, style=style)
         text.append("\n")
         index += 1
-    text.append_text(_legend(block_map.blocks, owners))
+    text.append_text(_legend(block_map.blocks, owners, width))
     return text
 
 
@@ -175,28 +176,43 @@ def _counts_line(block_map: BlockMap) -> str:
     return f"{block_map.num_blocks:,} blocks of {block_map.block_size} tokens: {', '.join(parts)}"
 
 
-def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner]) -> Text:
-    text = Text(no_wrap=True)
-    indent = " " * _LABEL_CELLS
-    text.append(indent)
+def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int) -> Text:
+    """What the signs that occur mean, then the owners; one line each where they do not fit beside each other."""
     present = {block.state for block in blocks}
-    for state, (sign, style) in _PLAIN_CELLS.items():
-        if state in present:
-            text.append(sign, style=style)
-            text.append(f" {_STATE_NAMES[state]}   ", style="dim")
-    text.append(_NULL, style="dim")
-    text.append(" null block", style="dim")
+    items = [
+        Text.assemble((sign, style), (f" {_STATE_NAMES[state]}", "dim"))
+        for state, (sign, style) in _PLAIN_CELLS.items()
+        if state in present
+    ]
+    items.append(Text.assemble((_NULL, "dim"), (" null block", "dim")))
+    if any(block.state == cache_pb2.BLOCK_STATE_HELD and block.ref_count > 1 for block in blocks):
+        items.append(Text.assemble(("2 … 9", "bold"), (" held by so many sequences", "dim")))
+        items.append(Text.assemble(("#", "bold"), (" by more", "dim")))
     if owners:
-        text.append("   2 … 9 #", style="bold")
-        text.append(" shared by so many   ", style="dim")
-        text.append("A", style="bold")
-        text.append(" held by one sequence, ", style="dim")
-        text.append("a", style="bold")
-        text.append(" not sealed yet", style="dim")
+        items.append(Text.assemble(("A", "bold"), (" held by one", "dim")))
+        items.append(Text.assemble(("a", "bold"), (" not sealed yet", "dim")))
+    text = _flow(items, width)
     for owner in list(owners.values())[:_LEGEND_OWNERS_MAX]:
-        text.append(f"\n{indent}")
+        num = f"{owner.num_blocks} block{'' if owner.num_blocks == 1 else 's'}"
+        text.append(f"\n{_INDENT}")
         text.append(owner.letter, style=owner.style)
-        text.append(f" {owner.sequence_id}: {owner.num_blocks} blocks", style="dim")
+        text.append(f" {owner.sequence_id}: {num}", style="dim")
     if len(owners) > _LEGEND_OWNERS_MAX:
-        text.append(f"\n{indent}… and {len(owners) - _LEGEND_OWNERS_MAX} further sequences", style="dim")
+        text.append(f"\n{_INDENT}… and {len(owners) - _LEGEND_OWNERS_MAX} further sequences", style="dim")
+    return text
+
+
+def _flow(items: Sequence[Text], width: int) -> Text:
+    """The items with three spaces between them, in lines of at most `width` columns."""
+    text = Text(_INDENT)
+    column = len(_INDENT)
+    for index, item in enumerate(items):
+        if index and column + 3 + len(item) > width:
+            text.append(f"\n{_INDENT}")
+            column = len(_INDENT)
+        elif index:
+            text.append("   ")
+            column += 3
+        text.append_text(item)
+        column += len(item)
     return text

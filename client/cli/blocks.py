@@ -22,7 +22,7 @@ def blocks(
 
     async def fetch() -> list[BlockMap]:
         async with Client(config=config) as client:
-            live = [description.worker_id for description in (await client.describe()).workers]
+            live = sorted(description.worker_id for description in (await client.describe()).workers)
             if worker is not None and worker not in live:
                 names = ", ".join(live) or "none"
                 raise NotFound(f"no live worker {worker!r}; there are: {names}", reason="UNKNOWN_WORKER")

@@ -101,13 +101,13 @@ class Cluster:
         async with Client(config=ClientConfig(manager=self._spec.address)) as client:
             while True:
                 try:
-                    workers = list((await client.describe()).workers)
+                    workers = (await client.describe()).workers
                 except Unavailable:
                     on_progress("waiting for the manager")
                 else:
                     live = {worker.worker_id for worker in workers}
                     if wanted <= live:
-                        return workers
+                        return sorted(workers, key=lambda worker: worker.worker_id)
                     missing = ", ".join(sorted(wanted - live))
                     on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
                 await asyncio.sleep(_POLL_SECONDS)

@@ -22,14 +22,15 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
             return await client.describe()
 
     response = asyncio.run(describe())
+    workers = sorted(response.workers, key=lambda worker: worker.worker_id)
     if as_json:
-        print(json.dumps({"workers": [worker_object(worker) for worker in response.workers]}))
+        print(json.dumps({"workers": [worker_object(worker) for worker in workers]}))
         return
     console = stdout_console()
-    if not response.workers:
+    if not workers:
         console.print(f"manager {config.manager}: no live worker; start one with `kvpool worker`", markup=False)
         return
-    console.print(_table(response.workers))
+    console.print(_table(workers))
     console.print(
         f"manager {config.manager}, epoch {response.epoch}, {response.num_prefix_nodes:,} prefix nodes", markup=False
     )

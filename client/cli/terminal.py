@@ -52,8 +52,10 @@ def _console(*, stderr: bool) -> Console:
 def error_line(error: KvpoolError) -> str:
     """One line: what was needed, what there is, what to change."""
     line = f"kvpool: {error}"
-    if error.violations:
-        line += f" ({'; '.join(error.violations)})"
+    # A message that speaks of one field says the same again in the field's own violation.
+    further = [violation for violation in error.violations if violation.partition(": ")[2] not in line]
+    if further:
+        line += f" ({'; '.join(further)})"
     if error.retry_after is not None:
         line += f" [try again in {error.retry_after:g} s]"
     return " ".join(line.split())

@@ -30,7 +30,7 @@ class Log:
 
     async def wait_for(self, name: str, line: str) -> None:
         async with asyncio.timeout(20):
-            while (name, line) not in self.lines:  # noqa: ASYNC110 — the supervisor calls back without a loop
+            while (name, line) not in self.lines:
                 await asyncio.sleep(0.01)
 
 
@@ -153,7 +153,7 @@ async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
     parent.kill()
     await parent.wait()
     async with asyncio.timeout(5):
-        while is_alive(pid):  # noqa: ASYNC110 — it is another process
+        while is_alive(pid):
             await asyncio.sleep(0.02)
 
 
