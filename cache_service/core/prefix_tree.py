@@ -51,8 +51,8 @@ class Node:
         self.copies: dict[BlockPool, int] | None = None
         self.num_sequences = 0
         """Live sequences whose deepest node this is."""
-        self.leaders: Sequence | list[Sequence] | None = None
-        """Live sequences that are computing this block."""
+        self.leaders: Sequence | dict[Sequence, None] | None = None
+        """Live sequences that are computing this block, oldest first."""
 
     def __repr__(self) -> str:
         name = "unsealed" if self.block_hash is None else f"{self.block_hash:016x}"
@@ -133,7 +133,7 @@ class Node:
 
     def iter_leaders(self) -> Iterator[Sequence]:
         """Sequences that are computing this block, oldest first."""
-        if isinstance(self.leaders, list):
+        if isinstance(self.leaders, dict):
             yield from self.leaders
         elif self.leaders is not None:
             yield self.leaders
@@ -142,19 +142,19 @@ class Node:
         """`sequence` has been granted a block to compute this node in."""
         if self.leaders is None:
             self.leaders = sequence
-        elif isinstance(self.leaders, list):
-            self.leaders.append(sequence)
+        elif isinstance(self.leaders, dict):
+            self.leaders[sequence] = None
         else:
-            self.leaders = [self.leaders, sequence]
+            self.leaders = {self.leaders: None, sequence: None}
 
     def drop_leader(self, sequence: Sequence) -> None:
         """`sequence` has sealed its block, or has ended."""
         if self.leaders is sequence:
             self.leaders = None
-        elif isinstance(self.leaders, list) and sequence in self.leaders:
-            self.leaders.remove(sequence)
-            if len(self.leaders) == 1:
-                self.leaders = self.leaders[0]
+        elif isinstance(self.leaders, dict):
+            self.leaders.pop(sequence, None)
+            if not self.leaders:
+                self.leaders = None
 
     # -- life
 
