@@ -14,7 +14,7 @@ h ≤ ⌊(n−1)/B⌋: also a full hit leaves at least one token to compute, whi
 
 from __future__ import annotations
 
-from .attempts import Attempts
+from .attempts import Attempts, fenced
 from .block_pool import BlockPool
 from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, SequenceKey, Wait
 from .prefix_tree import Node, PrefixTree
@@ -71,12 +71,14 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
         )
 
 
-def _living(session: Session, item: AllocateItem) -> Sequence | None:
-    """The sequence if it lives here already in this round; refuses other rounds and other prompts."""
+def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:
+    """The sequence if it lives here already in this round; refuses other rounds, other roots and other prompts."""
     key = item.key
     sequence = session.sequences.get((key.sequence_id, key.attempt))
     if sequence is None:
         return None
+    if sequence.fenced:
+        raise fenced(key)
     if key.round < sequence.key.round:
         raise Refusal(
             Reason.STALE_ROUND,
@@ -87,10 +89,10 @@ def _living(session: Session, item: AllocateItem) -> Sequence | None:
             Reason.FREE_FIRST,
             f"round {sequence.key.round} of {key.sequence_id!r} still lives: Free it before allocating round {key.round}",
         )
-    if not sequence.tokens.startswith(item.tokens):
+    if sequence.root is not root or not sequence.tokens.startswith(item.tokens):
         raise Refusal(
             Reason.TOKENS_DIFFER,
-            f"sequence {key.sequence_id!r} lives with other tokens; use another sequence_id for another prompt",
+            f"sequence {key.sequence_id!r} lives with another root or other tokens; use another sequence_id for another prompt",
             position=0,
         )
     return sequence
@@ -113,20 +115,30 @@ def _hits(path: list[Node], pool: BlockPool, max_blocks: int) -> list[int]:
     return blocks
 
 
-def _prefix_in_flight(session: Session, path: list[Node], num_hits: int, max_blocks: int) -> Wait | None:
-    """The leader that is computing the longest run of the path's nodes behind the hits, if any is."""
-    best: tuple[Sequence, Node] | None = None
-    candidates: list[Sequence] | None = None
-    for node in path[num_hits:max_blocks]:
-        leaders = [leader for leader in node.iter_leaders() if leader.session is session and not leader.fenced]
-        candidates = leaders if candidates is None else [leader for leader in candidates if leader in leaders]
-        if not candidates:
-            break
-        best = candidates[0], node
-    if best is None:
+def _prefix_in_flight(
+    session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int
+) -> Wait | None:
+    """The oldest of the leaders that are computing the longest run of the path's nodes behind the hits, if any is.
+
+    A leader of one node of its prompt leads all behind it, so a run is as long as the two paths are the same. Another attempt
+    of the sequence itself is no leader: granting this one will fence it.
+    """
+    end = min(max_blocks, len(path))
+    if num_hits >= end:
         return None
-    leader, node = best
-    return Wait(leader.key, (node.depth + 1) * session.pool.block_size)
+    best: Sequence | None = None
+    reached = num_hits
+    for leader in path[num_hits].iter_leaders():
+        if leader.session is not session or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
+            continue
+        nodes = leader.nodes
+        shorter = min(end, len(nodes))
+        while reached < shorter and nodes[reached] is path[reached]:
+            best = leader
+            reached += 1
+        if reached == end:
+            break
+    return None if best is None else Wait(best.key, reached * session.pool.block_size)
 
 
 def allocate(
@@ -144,7 +156,10 @@ def allocate(
     """
     _check_item(session, item, limits)
     attempts.check(item.key, session)
-    living = _living(session, item)
+    pool = session.pool
+    block_size = pool.block_size
+    root = tree.find_root(item.root, block_size)
+    living = _living(session, root, item)
     if living is not None:
         return granted(living)
     if len(session.sequences) >= limits.max_sequences_per_session:
@@ -153,17 +168,14 @@ def allocate(
             f"worker {session.worker_id!r} has {len(session.sequences)} live sequences, the limit per worker: Free some first",
         )
 
-    pool = session.pool
-    block_size = pool.block_size
     num_tokens = len(item.tokens) // TOKEN_BYTES
     max_hits = (num_tokens - 1) // block_size
     if item.max_cached_tokens is not None:
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
-    root = tree.find_root(item.root, block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
     hits = _hits(path, pool, max_hits)
     if not item.no_wait:
-        wait = _prefix_in_flight(session, path, len(hits), max_hits)
+        wait = _prefix_in_flight(session, item, path, len(hits), max_hits)
         if wait is not None:
             return wait
 

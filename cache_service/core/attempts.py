@@ -10,6 +10,14 @@ from .sequence import Sequence
 from .session import Session
 
 
+def fenced(key: SequenceKey) -> Refusal:
+    """The answer to a sequence that a larger attempt has fenced, whether or not that one still lives."""
+    return Refusal(
+        Reason.STALE_ATTEMPT,
+        f"attempt {key.attempt} of sequence {key.sequence_id!r} is fenced by a larger one: end the stream and Free it",
+    )
+
+
 class Attempts:
     """Live sequences by sequence_id. Nothing of the past is kept: an entry goes with its sequence."""
 
@@ -28,13 +36,15 @@ class Attempts:
         """Refuse an attempt that a larger one has fenced, or that lives on another session already."""
         if key.sequence_id not in self._live:
             return
-        for other in self.living(key.sequence_id):
+        living = self.living(key.sequence_id)
+        for other in living:
             if other.key.attempt > key.attempt:
                 raise Refusal(
                     Reason.STALE_ATTEMPT,
                     f"attempt {key.attempt} of sequence {key.sequence_id!r} is fenced: attempt {other.key.attempt} "
                     f"lives on worker {other.session.worker_id!r}; end this stream",
                 )
+        for other in living:
             if other.key.attempt == key.attempt and other.session is not session:
                 raise Refusal(
                     Reason.SEQUENCE_ELSEWHERE,
@@ -43,7 +53,10 @@ class Attempts:
                 )
 
     def add(self, sequence: Sequence) -> None:
-        """Enter a new live sequence, fence its smaller attempts and tell their workers to stop."""
+        """Enter a new live sequence, fence its smaller attempts and tell their workers to stop.
+
+        A worker that acknowledges nothing is not told; it learns of the fence from the answer to its next Append.
+        """
         others = self._live.get(sequence.key.sequence_id)
         if others is None:
             self._live[sequence.key.sequence_id] = [sequence]
@@ -51,7 +64,8 @@ class Attempts:
         for other in others:
             if other.key.attempt < sequence.key.attempt and not other.fenced:
                 other.fenced = True
-                other.session.downlink.push(Stop(other.key))
+                if not other.session.downlink.is_full:
+                    other.session.downlink.push(Stop(other.key))
         others.append(sequence)
 
     def drop(self, sequence: Sequence) -> None:

@@ -49,7 +49,7 @@ class BlockPool:
         self._previous = array("I", range(num_blocks - 1))
         self._previous.insert(0, num_blocks - 1)
         self._next[num_blocks - 1] = 0
-        self._duplicates: dict[Node, list[int]] = {}
+        self._duplicates: dict[Node, dict[int, None]] = {}
         """Held blocks that hold the same content as the copy that serves hits; by node, oldest first."""
         self._num_free = num_blocks - 1
         self._num_cached = 0
@@ -104,9 +104,10 @@ class BlockPool:
         """Whether the block belongs to the reserve by the grant with that stamp."""
         return 0 < block < self.num_blocks and self._state[block] == RESERVED and self._generation[block] == generation
 
-    def duplicates(self) -> Iterator[tuple[Node, list[int]]]:
-        """Nodes that more than one block of this pool holds, with the blocks that do not serve hits."""
-        yield from self._duplicates.items()
+    def duplicates(self) -> Iterator[tuple[Node, tuple[int, ...]]]:
+        """Nodes that more than one block of this pool holds, with the blocks that do not serve hits, oldest first."""
+        for node, blocks in self._duplicates.items():
+            yield node, tuple(blocks)
 
     def free_list(self) -> Iterator[int]:
         """Blocks from the next to be granted to the last. The list must not change meanwhile."""
@@ -232,7 +233,7 @@ class BlockPool:
         assert self._node[block] is None
         self._node[block] = node
         if node.copy_in(self):
-            self._duplicates.setdefault(node, []).append(block)
+            self._duplicates.setdefault(node, {})[block] = None
         else:
             node.add_copy(self, block)
 
@@ -244,11 +245,13 @@ class BlockPool:
         others = self._duplicates.get(node)
         if node.copy_in(self) != block:
             assert others is not None
-            others.remove(block)
+            del others[block]
         else:
             node.drop_copy(self)
             if others:
-                node.add_copy(self, others.pop(0))
+                oldest = next(iter(others))
+                del others[oldest]
+                node.add_copy(self, oldest)
             else:
                 self._tree.prune(node)
         if others is not None and not others:
@@ -256,14 +259,24 @@ class BlockPool:
 
     # -- the end of a session
 
-    def sweep(self, begin: int, end: int) -> None:
-        """Take the content of blocks begin … end − 1 of a retired pool out of the tree."""
+    def sweep(self, begin: int, budget: int) -> int:
+        """Take the content of blocks `begin` … of a retired pool out of the tree; returns the first block not done.
+
+        Stops when more than `budget` blocks and pruned nodes were visited: the last leaf of a long chain prunes all of it.
+        """
         assert self.retired
-        for block in range(begin, min(end, self.num_blocks)):
+        tree = self._tree
+        for block in range(begin, self.num_blocks):
+            if budget <= 0:
+                return block
+            budget -= 1
             node = self._node[block]
             if node is not None:
                 self._node[block] = None
                 if node.copy_in(self):
                     node.drop_copy(self)
-                    self._tree.prune(node)
+                    num_nodes = tree.num_nodes
+                    tree.prune(node)
+                    budget -= num_nodes - tree.num_nodes
         self._duplicates.clear()
+        return self.num_blocks

@@ -36,13 +36,13 @@ from .messages import (
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
-from .session import Session
+from .session import Downlink, Session
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
 
-SWEEP_SLICE_BLOCKS = 2048
-"""Blocks or sequences of retired sessions that one slice of the sweep takes out of the tree."""
+SWEEP_SLICE_NODES = 2048
+"""Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, give or take one sequence's path."""
 
 
 class CacheManager:
@@ -109,14 +109,17 @@ class CacheManager:
         worker_id = registration.worker_id
         earlier = self._workers.get(worker_id)
         if earlier is None and len(self._workers) >= self.limits.max_workers:
-            raise Refusal(Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit")
+            raise Refusal(
+                Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit: deregister one first"
+            )
         if earlier is not None:
             self._retire(earlier)
         self._remember(registration)
         self._last_session += 1
         config = registration.pool
         pool = BlockPool(config.num_blocks, config.block_size, self._tree)
-        session = Session(self._last_session, registration, pool, now + self.lease_seconds)
+        downlink = Downlink(self.limits.max_downlink_entries)
+        session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
 
@@ -194,8 +197,10 @@ class CacheManager:
         gap = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - 2 * self._tick_seconds)
         self._last_tick = now
         if gap:
+            # Never beyond a whole lease: a KeepAlive may have been read between the gap and this tick.
+            longest = now + self.lease_seconds
             for session in self._sessions.values():
-                session.lease_end += gap
+                session.lease_end = min(session.lease_end + gap, longest)
         expired = [session for session in self._sessions.values() if session.lease_end <= now]
         for session in expired:
             self._retire(session)
@@ -223,16 +228,15 @@ class CacheManager:
         if not self._retired:
             return False
         session = self._retired[0]
-        budget = SWEEP_SLICE_BLOCKS
-        while session.sequences and budget:
-            updates.leave(self._tree, self._attempts, next(iter(session.sequences.values())))
-            budget -= 1
+        budget = SWEEP_SLICE_NODES
+        while session.sequences and budget > 0:
+            sequence = next(iter(session.sequences.values()))
+            budget -= 1 + len(sequence.nodes)
+            updates.leave(self._tree, self._attempts, sequence)
         if session.sequences:
             return True
-        begin = self._sweep_position
-        session.pool.sweep(begin, begin + budget)
-        self._sweep_position += budget
-        if self._sweep_position >= session.pool.num_blocks:
+        self._sweep_position = session.pool.sweep(self._sweep_position, budget)
+        if self._sweep_position == session.pool.num_blocks:
             self._retired.popleft()
             self._sweep_position = 0
         return bool(self._retired)
@@ -274,7 +278,7 @@ class CacheManager:
         """Grant to the reserve what is wanted and there. Entries on their way count: their blocks are reserved already."""
         pool = session.pool
         count = min(session.reserve_wish - pool.num_reserved, pool.num_available)
-        if count > 0 and len(session.downlink) < self.limits.max_downlink_entries:
+        if count > 0 and not session.downlink.is_full:
             session.downlink.push(Grant(tuple(pool.take_reserved(count, generation)), generation))
 
     def _reply(self, session: Session) -> Reply:
@@ -288,9 +292,8 @@ class CacheManager:
         Raises Refusal for the call as a whole: STALE_SESSION, STALE_CALL, BAD_FIELD (too many items).
         """
         session = self._begin(uplink, len(items))
-        # Two stamps, because a block that the top-up evicts to the reserve must not share one with the tables.
-        self._top_up(session, self._stamp())
         generation = self._stamp()
+        self._top_up(session, generation)
         outcomes: list[AllocateOutcome] = []
         full = False
         for item in items:
@@ -315,7 +318,7 @@ class CacheManager:
                 outcomes.append(updates.append(self._tree, session, item, generation, self.limits))
             except Refusal as refusal:
                 outcomes.append(refusal.with_traceback(None))
-        self._top_up(session, self._stamp())
+        self._top_up(session, generation)
         return outcomes, self._reply(session)
 
     def free(self, uplink: Uplink, items: List[SequenceUpdate]) -> Reply:

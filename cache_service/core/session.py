@@ -10,15 +10,19 @@ from .sequence import Sequence
 class Downlink:
     """The numbered list of entries that every reply repeats until the worker acknowledges them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
         self._entries: list[DownlinkEntry] = []
         self._last_number = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def is_full(self) -> bool:
+        """Whether the worker must acknowledge something before more can be pushed."""
+        return len(self._entries) >= self._max_entries
 
     def push(self, entry: Grant | Stop) -> None:
-        """Append an entry under the next number."""
+        """Append an entry under the next number. The list must not be full."""
+        assert not self.is_full
         self._last_number += 1
         self._entries.append(DownlinkEntry(self._last_number, entry))
 
@@ -41,7 +45,9 @@ class Downlink:
 class Session:
     """A worker's registration, from Register until it is fenced, expires or deregisters."""
 
-    def __init__(self, number: int, registration: Registration, pool: BlockPool, lease_end: float) -> None:
+    def __init__(
+        self, number: int, registration: Registration, pool: BlockPool, downlink: Downlink, lease_end: float
+    ) -> None:
         self.number = number
         self.registration = registration
         self.pool = pool
@@ -49,7 +55,7 @@ class Session:
         """Monotonic time at which the lease runs out, in seconds."""
         self.last_call_no = 0
         """Number of the last mutating call executed."""
-        self.downlink = Downlink()
+        self.downlink = downlink
         self.sequences: dict[tuple[str, int], Sequence] = {}
         """Live sequences by (sequence_id, attempt)."""
         self.reserve_wish = 0

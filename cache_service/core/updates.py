@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .attempts import Attempts
+from .attempts import Attempts, fenced
 from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
@@ -41,10 +41,7 @@ def _find(session: Session, update: SequenceUpdate) -> Sequence:
             f"round {key.round} of {key.sequence_id!r} is over: round {sequence.key.round} lives",
         )
     if sequence.fenced:
-        raise Refusal(
-            Reason.STALE_ATTEMPT,
-            f"attempt {key.attempt} of sequence {key.sequence_id!r} is fenced by a larger one: end the stream and Free it",
-        )
+        raise fenced(key)
     return sequence
 
 
