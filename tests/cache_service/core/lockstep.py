@@ -1,0 +1,421 @@
+"""The manager and the model, driven side by side and compared whole after every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+from cache_service.core.block_pool import BlockPool
+from cache_service.core.hashing import HashFunction, xxh64
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import (
+    AllocateItem,
+    AllocateOutcome,
+    Appended,
+    AppendItem,
+    AppendOutcome,
+    DownlinkEntry,
+    Granted,
+    Limits,
+    PoolConfig,
+    Registration,
+    Reply,
+    Root,
+    SequenceKey,
+    SequenceUpdate,
+    Uplink,
+    Wait,
+    WorkerLoad,
+)
+from cache_service.core.prefix_tree import Node, RootNode
+from cache_service.core.refusal import Reason, Refusal
+from cache_service.core.session import Session
+from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
+
+T = TypeVar("T")
+
+FINGERPRINT = "model-a"
+
+
+def low_8_bits(data: bytes) -> int:
+    """A hash with 256 values: everything collides."""
+    return xxh64(data) & 0xFF
+
+
+def constant(data: bytes) -> int:
+    """A hash with one value."""
+    return 7
+
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh64": xxh64, "low 8 bits": low_8_bits, "constant": constant}
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Token ids as they travel: little-endian uint32."""
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def registration(
+    worker_id: str = "w1", *, num_blocks: int = 9, block_size: int = 4, incarnation: int = 1, register_no: int = 1
+) -> Registration:
+    """A well-formed introduction."""
+    return Registration(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        register_no=register_no,
+        address=f"{worker_id}:1",
+        model_name="a model",
+        model_fingerprint=FINGERPRINT,
+        pool=PoolConfig(block_size, num_blocks),
+    )
+
+
+def path_of(node: Node) -> tuple[Root, int, tuple[int, ...]]:
+    """Root, block size and all tokens on the way to a node, read off the tree itself."""
+    pieces: list[bytes] = []
+    while node.parent is not None:
+        assert node.parent.find(node.tokens) is node
+        pieces.append(node.tokens)
+        node = node.parent
+    assert isinstance(node, RootNode), "a node is cut off from its root"
+    return *node.key, tuple(token_ids(b"".join(reversed(pieces))))
+
+
+class PoolSnapshot(NamedTuple):
+    """All that can be seen of a pool."""
+
+    free_list: tuple[int, ...]
+    states: tuple[int, ...]
+    ref_counts: tuple[int, ...]
+    generations: tuple[int, ...]
+    contents: tuple[Node | None, ...]
+    num_evicted: int
+    counts: tuple[int, ...]
+
+
+class SessionSnapshot(NamedTuple):
+    """All that can be seen of a session."""
+
+    number: int
+    last_call_no: int
+    lease_end: float
+    reserve_wish: int
+    pending: tuple[DownlinkEntry, ...]
+    pool: PoolSnapshot
+    sequences: tuple[tuple[object, ...], ...]
+
+
+class Snapshot(NamedTuple):
+    """All that can be seen of a manager: two equal ones mean that nothing has changed."""
+
+    last_generation: int
+    nodes: frozenset[tuple[object, ...]]
+    sessions: tuple[SessionSnapshot, ...]
+
+
+def pool_snapshot(pool: BlockPool) -> PoolSnapshot:
+    """Free-list order, states, counts, generations and content."""
+    blocks = range(1, pool.num_blocks)
+    return PoolSnapshot(
+        tuple(pool.free_list()),
+        tuple(pool.state(block) for block in blocks),
+        tuple(pool.ref_count(block) for block in blocks),
+        tuple(pool.generation(block) for block in blocks),
+        tuple(pool.node(block) for block in blocks),
+        pool.num_evicted,
+        tuple(pool.counts()),
+    )
+
+
+def session_snapshot(session: Session) -> SessionSnapshot:
+    """The session with its pool and its sequences."""
+    return SessionSnapshot(
+        session.number,
+        session.last_call_no,
+        session.lease_end,
+        session.reserve_wish,
+        session.downlink.pending(),
+        pool_snapshot(session.pool),
+        tuple(
+            (
+                key,
+                sequence.key,
+                bytes(sequence.tokens),
+                tuple(sequence.table),
+                tuple(sequence.nodes),
+                sequence.num_sealed,
+                sequence.num_cached_tokens,
+                sequence.num_computed_tokens,
+                sequence.num_named,
+                sequence.fenced,
+            )
+            for key, sequence in session.sequences.items()
+        ),
+    )
+
+
+def snapshot(manager: CacheManager) -> Snapshot:
+    """Everything that decides what the manager will do next."""
+    nodes = frozenset(
+        (
+            node,
+            node.parent,
+            node.tokens,
+            node.block_hash,
+            node.num_sequences,
+            tuple(node.iter_leaders()),
+            frozenset((pool, node.copy_in(pool)) for pool in node.pools()),
+            frozenset(node.iter_children()),
+        )
+        for node in manager._tree.iter_nodes()
+    )
+    return Snapshot(manager.last_generation, nodes, tuple(map(session_snapshot, manager.sessions)))
+
+
+class Memory:
+    """What the workers' blocks physically hold: per slot, the exact tokens, root included, whose KV was written there."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, int, int], Prefix] = {}
+
+    def write(self, worker_id: str, block: int, slot: int, content: Prefix) -> None:
+        """A worker has computed the KV of the last token of `content`."""
+        self._slots[worker_id, block, slot] = content
+
+    def read(self, worker_id: str, block: int, slot: int) -> Prefix | None:
+        """What a slot holds; None if it was never written."""
+        return self._slots.get((worker_id, block, slot))
+
+    def check_block(self, worker_id: str, block: int, block_size: int, content: Prefix) -> None:
+        """Rule 1, exact hits: the block holds the KV of exactly these tokens behind exactly this prefix."""
+        root, tokens = content
+        begin = len(tokens) - block_size
+        for slot in range(block_size):
+            expected = root, tokens[: begin + slot + 1]
+            found = self.read(worker_id, block, slot)
+            assert found == expected, f"block {block} of {worker_id} slot {slot} holds {found}, not {expected}"
+
+
+class Lockstep:
+    """One manager and one model. Every call goes to both; the answers and then the whole states must be equal."""
+
+    def __init__(self, hash_function: HashFunction = xxh64, limits: Limits | None = None) -> None:
+        self.hash_function = hash_function
+        self.limits = limits or Limits()
+        self.memory: Memory | None = None
+        """Set where a simulated worker writes KV: then the content of every sealed block is checked too."""
+        self.epoch = 0
+        self.now = 0.0
+        self.last_generation = 0
+        self._granted: dict[tuple[str, int], int] = {}
+        """Largest generation seen of each worker's block, over all sessions and epochs."""
+        self.restart()
+
+    def restart(self) -> None:
+        """The manager dies and comes back with nothing but a larger epoch."""
+        self.epoch += 1
+        self.manager = CacheManager(
+            self.epoch, lease_seconds=6.0, tick_seconds=0.5, limits=self.limits, hash_function=self.hash_function
+        )
+        self.model = Model(6.0, 0.5, self.limits)
+
+    # -- one call on both
+
+    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool = False) -> T | Refused:
+        """Run a call on both; a refusal must be the model's too, and must leave no trace.
+
+        A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone.
+        """
+        before = snapshot(self.manager)
+        result: T | Refused
+        try:
+            result = real()
+        except Refusal as refusal:
+            result = Refused(refusal.reason, refusal.position)
+        if isinstance(result, Refused):
+            assert snapshot(self.manager) == before, f"{result!r} has changed something"
+        generation = self.manager.last_generation
+        if stamps and not isinstance(result, Refused):
+            assert generation > self.last_generation, "a granting call needs a stamp larger than any before"
+            self.last_generation = generation
+        else:
+            assert generation == before.last_generation
+        expected: Refused | None = None
+        try:
+            modelled()
+        except Refused as refused:
+            expected = refused
+        refused_here = result if isinstance(result, Refused) else None
+        assert refused_here == expected, f"the core says {result!r}, the model {expected!r}"
+        self.compare()
+        return result
+
+    def register(self, registration: Registration) -> int | Refused:
+        """Register on both; answers with the session's number."""
+        number = 0
+
+        def real() -> int:
+            nonlocal number
+            registered = self.manager.register(registration, self.now)
+            number = registered.session
+            assert registered.epoch == self.manager.epoch
+            return number
+
+        return self._both(real, lambda: self.model.register(registration, number, self.now))
+
+    def deregister(self, session: int) -> None:
+        """End a session on both."""
+        self._both(lambda: self.manager.deregister(session), lambda: self.model.deregister(session))
+
+    def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refused:
+        """Renew a lease on both."""
+        return self._both(
+            lambda: self.manager.keep_alive(session, downlink_ack, WorkerLoad(), self.now),
+            lambda: self.model.keep_alive(session, downlink_ack, self.now),
+        )
+
+    def tick(self) -> None:
+        """Expire leases on both."""
+        expired = [session.number for session in self.manager.tick(self.now)]
+        assert expired == self.model.tick(self.now)
+        self.compare()
+
+    def sweep(self) -> bool:
+        """One slice of the sweep, which nobody may notice."""
+        more = self.manager.sweep()
+        self.compare()
+        return more
+
+    def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refused], Reply] | Refused:
+        """Allocate on both."""
+
+        def modelled() -> None:
+            expected = self.model.allocate(uplink, items, self.manager.last_generation)
+            assert not isinstance(result, Refused)
+            assert result[0] == expected, f"the core says {result[0]}, the model {expected}"
+
+        result: tuple[list[Granted | Wait | Refused], Reply] | Refused = Refused(Reason.STALE_CALL)
+
+        def real() -> tuple[list[Granted | Wait | Refused], Reply]:
+            nonlocal result
+            outcomes, reply = self.manager.allocate(uplink, items)
+            result = [_plain(outcome) for outcome in outcomes], reply
+            return result
+
+        return self._both(real, modelled, stamps=True)
+
+    def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+        """Append on both."""
+
+        def modelled() -> None:
+            expected = self.model.append(uplink, items, self.manager.last_generation)
+            assert not isinstance(result, Refused)
+            assert result[0] == expected, f"the core says {result[0]}, the model {expected}"
+
+        result: tuple[list[Appended | Refused], Reply] | Refused = Refused(Reason.STALE_CALL)
+
+        def real() -> tuple[list[Appended | Refused], Reply]:
+            nonlocal result
+            outcomes, reply = self.manager.append(uplink, items)
+            result = [_plain_append(outcome) for outcome in outcomes], reply
+            return result
+
+        return self._both(real, modelled, stamps=True)
+
+    def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refused:
+        """Free on both."""
+        return self._both(
+            lambda: self.manager.free(uplink, items),
+            lambda: self.model.free(uplink, items, self.manager.last_generation),
+            stamps=True,
+        )
+
+    def route(self, root: Root, tokens: bytes) -> None:
+        """Route tells the truth about prefixes and changes nothing."""
+        before = snapshot(self.manager)
+        ranked = self.manager.route(root, tokens)
+        assert snapshot(self.manager) == before
+        assert {worker.session.number for worker in ranked} == {session.number for session in self.model.sessions}
+        for worker in ranked:
+            session = self.model.session(worker.session.number)
+            reach = worker.num_cached_tokens, worker.num_in_flight_tokens
+            assert reach == self.model.reach(session, root, token_ids(tokens))
+
+    # -- comparing
+
+    def compare(self) -> None:
+        """The audit is clean, and the core's whole state is the model's."""
+        assert self.manager.check().violations == []
+        numbers = [session.number for session in self.manager.sessions]
+        assert numbers == [session.number for session in self.model.sessions]
+        for session, modelled in zip(self.manager.sessions, self.model.sessions, strict=True):
+            self._compare_session(session, modelled)
+        if not self.manager._retired:
+            assert self.manager.num_prefix_nodes == self._num_nodes_expected()
+
+    def _compare_session(self, session: Session, modelled: ModelSession) -> None:
+        pool, size = session.pool, modelled.block_size
+        worker_id = session.worker_id
+        assert (pool.counts(), pool.num_evicted) == (modelled.counts(), modelled.num_evicted)
+        assert list(pool.free_list()) == modelled.free_list, "the order of eviction differs"
+        for block in range(1, pool.num_blocks):
+            assert pool.ref_count(block) == modelled.ref_count(block)
+            assert (pool.state(block).name == "RESERVED") == (block in modelled.reserved)
+            generation = pool.generation(block)
+            assert generation == modelled.generation[block]
+            assert not generation or generation >= self._granted.get((worker_id, block), 0), "a generation went back"
+            self._granted[worker_id, block] = max(generation, self._granted.get((worker_id, block), 0))
+            node, content = pool.node(block), modelled.content(block)
+            assert (node is None) == (content is None)
+            if node is not None and content is not None:
+                assert path_of(node) == (content[0], size, content[1])
+                assert (node.copy_in(pool) == block) == (modelled.hit(content) == block)
+                if self.memory is not None:
+                    self.memory.check_block(worker_id, block, size, content)
+        assert [(entry.number, entry.entry) for entry in session.downlink.pending()] == modelled.pending
+        assert (session.last_call_no, session.reserve_wish, session.lease_end) == (
+            modelled.last_call_no,
+            modelled.reserve_wish,
+            modelled.lease_end,
+        )
+        assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
+        for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
+            assert (sequence.key, token_ids(bytes(sequence.tokens)), sequence.table) == (
+                other.key,
+                other.tokens,
+                other.table,
+            )
+            assert (sequence.num_computed_tokens, sequence.num_cached_tokens, sequence.num_named, sequence.fenced) == (
+                other.num_computed_tokens,
+                other.num_cached_tokens,
+                other.num_named,
+                other.fenced,
+            )
+
+    def _num_nodes_expected(self) -> int:
+        """Every prefix of something sealed, or of the full blocks of a live prompt or a live sealed continuation."""
+        nodes: set[tuple[Prefix, int]] = set()
+        for session in self.model.sessions:
+            size = session.block_size
+            deepest = [prefix for _, prefix in session.sealed]
+            for sequence in session.sequences:
+                num_full = max(sequence.num_prompt_tokens, sequence.num_computed_tokens) // size
+                if num_full:
+                    deepest.append(sequence.prefix(num_full - 1, size))
+            for root, tokens in deepest:
+                for end in range(size, len(tokens) + 1, size):
+                    nodes.add(((root, tokens[:end]), size))
+        return len(nodes)
+
+
+def _plain(outcome: AllocateOutcome) -> Granted | Wait | Refused:
+    return Refused(outcome.reason, outcome.position) if isinstance(outcome, Refusal) else outcome
+
+
+def _plain_append(outcome: AppendOutcome) -> Appended | Refused:
+    return Refused(outcome.reason, outcome.position) if isinstance(outcome, Refusal) else outcome
+
+
+def key(sequence_id: str, attempt: int = 1, round: int = 0) -> SequenceKey:
+    """A sequence key."""
+    return SequenceKey(sequence_id, attempt, round)

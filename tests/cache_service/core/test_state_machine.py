@@ -1,0 +1,732 @@
+"""Laws under a hostile network: everything that workers can say, in any order, lost, late or twice (DESIGN, rules 1 to 8).
+
+Simulated workers keep real bookkeeping and write "KV" into a memory that remembers, slot by slot, the exact tokens it was
+computed from. `Lockstep` compares the manager with the model after every call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from cache_service.core.messages import (
+    AllocateItem,
+    Appended,
+    AppendItem,
+    Grant,
+    Granted,
+    Limits,
+    Registration,
+    Reply,
+    ReservedBlock,
+    Root,
+    SequenceKey,
+    SequenceUpdate,
+    Stop,
+    TableEntry,
+    Uplink,
+    Wait,
+)
+from cache_service.core.refusal import Reason
+from tests.cache_service.core.lockstep import (
+    FINGERPRINT,
+    HASH_FUNCTIONS,
+    Lockstep,
+    Memory,
+    registration,
+    snapshot,
+    token_bytes,
+)
+from tests.cache_service.core.model import Refused
+
+LIMITS = Limits(max_sequences_per_session=5, max_downlink_entries=3)
+ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
+
+Outcome = Granted | Wait | Appended | Refused
+Answer = tuple[list[Outcome], Reply]
+
+
+@dataclass(eq=False)
+class SimSequence:
+    """A sequence as its worker knows it."""
+
+    key: SequenceKey
+    root: Root
+    tokens: list[int]
+    num_prompt_tokens: int
+    uses_reserve: bool
+    """Decodes out of the reserve; otherwise it asks for blocks with want_blocks."""
+    entries: list[ReservedBlock] = field(default_factory=list)
+    """The block table, from index 0."""
+    granted: bool = False
+    num_computed: int = 0
+    num_reported: int = 0
+    """Tokens that the manager has acknowledged to know."""
+    num_named: int = 0
+    """Entries that the manager has acknowledged to have."""
+    ending: bool = False
+    """No step touches it any more; Free is sent until one is answered."""
+    comes_back: bool = False
+    """Preempted: returns with the next round after the Free."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A mutating call on the wire. It can be delivered never, once or more often, early or late."""
+
+    deliver: Callable[[], Answer | Refused]
+    apply: Callable[[Answer], None]
+    uplink: Uplink
+
+
+@dataclass(eq=False)
+class SimWorker:
+    """A worker process."""
+
+    registration: Registration
+    session: int = 0
+    """0 while it is not registered."""
+    last_call_no: int = 0
+    downlink_ack: int = 0
+    reserve_wish: int | None = None
+    reserve: list[ReservedBlock] = field(default_factory=list)
+    returning: list[ReservedBlock] = field(default_factory=list)
+    sequences: list[SimSequence] = field(default_factory=list)
+
+    @property
+    def worker_id(self) -> str:
+        """Its name."""
+        return self.registration.worker_id
+
+    @property
+    def block_size(self) -> int:
+        """Slots of its blocks."""
+        return self.registration.pool.block_size
+
+    def forget(self) -> None:
+        """Holding nothing any more."""
+        self.session = 0
+        self.last_call_no = self.downlink_ack = 0
+        self.reserve_wish = None
+        self.reserve, self.returning, self.sequences = [], [], []
+
+    def take_in(self, reply: Reply, uplink: Uplink | None = None) -> None:
+        """Apply the downlink in order, once; a grant must not name what the worker uses."""
+        if uplink is not None:
+            self.returning = [entry for entry in self.returning if entry not in uplink.returned]
+        for number, entry in reply.entries:
+            if number <= self.downlink_ack:
+                continue
+            assert number == self.downlink_ack + 1, "the downlink has a hole"
+            self.downlink_ack = number
+            if isinstance(entry, Grant):
+                self._take_grant(entry)
+            else:
+                self._stop(entry)
+
+    def _take_grant(self, grant: Grant) -> None:
+        for block in grant.blocks:
+            used = [entry.block for sequence in self.sequences if not sequence.ending for entry in sequence.entries]
+            assert block not in used, f"block {block} was granted while a live table names it"
+            assert block not in [entry.block for entry in self.reserve], f"block {block} was granted twice"
+            self.reserve.append(ReservedBlock(block, grant.generation))
+
+    def _stop(self, stop: Stop) -> None:
+        for sequence in self.sequences:
+            if sequence.key == stop.key:
+                sequence.ending, sequence.comes_back = True, False
+
+
+small = st.integers(0, 7)
+
+
+def _prompt(length: int, flip: int) -> list[int]:
+    """Zeros, but for a one at position `flip`, if there is one."""
+    return [int(position == flip) for position in range(length)]
+
+
+prompts = st.builds(
+    _prompt, st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 9, 10]), st.sampled_from([99, 99, 99, 0, 3, 4, 8])
+)
+steps = st.lists(
+    st.builds(_prompt, st.sampled_from([0, 1, 4, 10, 10, 10]), st.sampled_from([99, 99, 0, 2])), min_size=1, max_size=5
+)
+names = st.sampled_from("abcdef")
+attempts = st.sampled_from([1, 1, 1, 2, 3])
+fates = st.sampled_from(["answered"] * 6 + ["request lost", "reply lost"])
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Two or three workers, pools of 3 to 12 blocks, and token alphabets so small that prefixes collide all the time."""
+
+    hash_name = "xxh64"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lockstep = Lockstep(HASH_FUNCTIONS[self.hash_name], LIMITS)
+        self.memory = self.lockstep.memory = Memory()
+        self.workers: list[SimWorker] = []
+        self.old_messages: list[Message] = []
+
+    @initialize(configs=st.lists(st.tuples(st.integers(4, 13), st.sampled_from([1, 2, 2, 4])), min_size=2, max_size=3))
+    def start_workers(self, configs: list[tuple[int, int]]) -> None:
+        for index, (num_blocks, block_size) in enumerate(configs):
+            worker = SimWorker(registration(f"w{index}", num_blocks=num_blocks, block_size=block_size))
+            self.workers.append(worker)
+            self._register(worker, worker.registration)
+
+    # -- helpers
+
+    def _worker(self, index: int) -> SimWorker:
+        """A worker with a session, which may be a stale one that it has not yet found out about."""
+        worker = self.workers[index % len(self.workers)]
+        if not worker.session:
+            old = worker.registration
+            self._register(worker, old._replace(register_no=old.register_no + 1))
+        return worker
+
+    def _register(self, worker: SimWorker, introduction: Registration) -> None:
+        worker.forget()
+        worker.registration = introduction
+        session = self.lockstep.register(introduction)
+        assert isinstance(session, int)
+        worker.session = session
+
+    def _uplink(self, worker: SimWorker) -> Uplink:
+        worker.last_call_no += 1
+        return Uplink(
+            worker.session, worker.last_call_no, worker.downlink_ack, worker.reserve_wish, tuple(worker.returning)
+        )
+
+    def _send(self, worker: SimWorker, message: Message, fate: str) -> None:
+        """Put a call on the wire. What is lost may still arrive later, and what arrived may arrive again."""
+        self.old_messages = [*self.old_messages[-5:], message]
+        if fate == "request lost":
+            return
+        answer = message.deliver()
+        if fate == "reply lost":
+            return
+        if isinstance(answer, Refused):
+            assert answer.reason is Reason.STALE_SESSION, answer
+            worker.forget()
+            return
+        worker.take_in(answer[1], message.uplink)
+        message.apply(answer)
+
+    def _live(self, worker: SimWorker) -> list[SimSequence]:
+        return [sequence for sequence in worker.sequences if sequence.granted and not sequence.ending]
+
+    def _update(self, sequence: SimSequence, back: int, hold_back: int) -> SequenceUpdate:
+        """The worker's state of a sequence, told from `back` tokens before what is known, short of the last `hold_back`."""
+        start = max(0, sequence.num_reported - back)
+        end = max(start, len(sequence.tokens) - hold_back)
+        return SequenceUpdate(
+            sequence.key,
+            start,
+            token_bytes(sequence.tokens[start:end]),
+            min(sequence.num_computed, max(end, sequence.num_reported)),
+            tuple(
+                TableEntry(index, *entry)
+                for index, entry in enumerate(sequence.entries)
+                if index >= sequence.num_named - back
+            ),
+        )
+
+    # -- a sequence's life
+
+    @rule(
+        who=small,
+        wanted=st.lists(st.tuples(names, attempts, prompts, small, st.booleans()), max_size=3),
+        no_wait=st.integers(0, 15),
+        max_new=st.integers(0, 4),
+        max_cached=st.sampled_from([None, None, None, 0, 2, 5]),
+        fate=fates,
+    )
+    def allocate(
+        self,
+        who: int,
+        wanted: list[tuple[str, int, list[int], int, bool]],
+        no_wait: int,
+        max_new: int,
+        max_cached: int | None,
+        fate: str,
+    ) -> None:
+        """New requests, those that were turned away or left unanswered, and now and then one that is granted already."""
+        worker = self._worker(who)
+        for name, attempt, prompt, root, uses_reserve in wanted:
+            if not any((s.key.sequence_id, s.key.attempt) == (name, attempt) for s in worker.sequences):
+                key = SequenceKey(name, attempt, 0)
+                tenant = ROOTS[max(0, root - 5)]
+                worker.sequences.append(SimSequence(key, tenant, list(prompt), len(prompt), uses_reserve))
+        asking = [s for s in worker.sequences if not s.granted and not s.ending]
+        if no_wait in (1, 2) or not asking:
+            asking += self._live(worker)[:1]
+        if not asking:
+            return
+        items = tuple(
+            AllocateItem(
+                sequence.key,
+                sequence.root,
+                token_bytes(sequence.tokens[: sequence.num_prompt_tokens]),
+                max_new,
+                bool(no_wait >> index & 1),
+                max_cached,
+            )
+            for index, sequence in enumerate(asking)
+        )
+        uplink = self._uplink(worker)
+
+        def deliver() -> Answer | Refused:
+            result = self.lockstep.allocate(uplink, *items)
+            return result if isinstance(result, Refused) else ([*result[0]], result[1])
+
+        def apply(answer: Answer) -> None:
+            for sequence, outcome in zip(asking, answer[0], strict=True):
+                self._allocated(worker, sequence, outcome)
+
+        self._send(worker, Message(deliver, apply, uplink), fate)
+
+    def _allocated(self, worker: SimWorker, sequence: SimSequence, outcome: Outcome) -> None:
+        if isinstance(outcome, Wait):
+            leader = next(s for s in worker.sequences if s.key == outcome.leader)
+            assert leader.key.sequence_id != sequence.key.sequence_id, "a wait on oneself"
+            assert 0 < outcome.position < len(sequence.tokens)
+        elif isinstance(outcome, Refused):
+            expected = {
+                Reason.NO_BLOCKS,
+                Reason.NOT_TRIED,
+                Reason.NEVER_FITS,
+                Reason.TOO_MANY_SEQUENCES,
+                Reason.STALE_ATTEMPT,
+                Reason.SEQUENCE_ELSEWHERE,
+            }
+            assert outcome.reason in expected, outcome
+            if outcome.reason in {Reason.STALE_ATTEMPT, Reason.SEQUENCE_ELSEWHERE, Reason.NEVER_FITS}:
+                sequence.ending = True
+        else:
+            assert isinstance(outcome, Granted)
+            entries = [ReservedBlock(*pair) for pair in zip(outcome.blocks, outcome.generations, strict=True)]
+            if sequence.granted:
+                shorter = min(len(entries), len(sequence.entries))
+                assert entries[:shorter] == sequence.entries[:shorter], "a live table was changed"
+                return
+            self._check_hits(worker, sequence, outcome)
+            sequence.granted = True
+            sequence.entries = entries
+            sequence.num_computed = outcome.num_cached_tokens
+            sequence.num_reported = sequence.num_prompt_tokens
+            sequence.num_named = len(entries)
+
+    def _check_hits(self, worker: SimWorker, sequence: SimSequence, granted: Granted) -> None:
+        """Exact hits, and at least one token left to compute; a fresh grant names nothing that the worker uses."""
+        num_cached, size = granted.num_cached_tokens, worker.block_size
+        assert num_cached % size == 0
+        assert num_cached < sequence.num_prompt_tokens
+        for index in range(num_cached // size):
+            content = sequence.root, tuple(sequence.tokens[: (index + 1) * size])
+            self.memory.check_block(worker.worker_id, granted.blocks[index], size, content)
+        used = [entry.block for other in self._live(worker) for entry in other.entries] + [
+            e.block for e in worker.reserve
+        ]
+        assert not set(granted.blocks[num_cached // size :]) & set(used)
+
+    @rule(who=small, work=steps)
+    def compute(self, who: int, work: list[list[int]]) -> None:
+        """A step that nobody hears of yet: KV of known tokens, then of sampled ones, into the tables' own blocks."""
+        worker = self._worker(who)
+        for sequence, generated in zip(self._live(worker), work, strict=False):
+            self._compute(worker, sequence, generated)
+
+    def _compute(self, worker: SimWorker, sequence: SimSequence, generated: list[int]) -> None:
+        for token in generated:
+            position = sequence.num_computed
+            index, slot = divmod(position, worker.block_size)
+            if index == len(sequence.entries):
+                if not (sequence.uses_reserve and worker.reserve):
+                    return
+                sequence.entries.append(worker.reserve.pop(0))
+            if position == len(sequence.tokens):
+                sequence.tokens.append(token)
+            self._write(worker, sequence, index, slot, tuple(sequence.tokens[: position + 1]))
+            sequence.num_computed += 1
+
+    def _write(self, worker: SimWorker, sequence: SimSequence, index: int, slot: int, tokens: tuple[int, ...]) -> None:
+        block, generation = sequence.entries[index]
+        for session in self.lockstep.manager.sessions:
+            if session.number == worker.session:
+                pool = session.pool
+                assert pool.node(block) is None, "a sealed block is written"
+                assert pool.generation(block) == generation, "a block of a later grant is written"
+                assert pool.ref_count(block) == 1 or pool.is_reserved(block, generation), "a block has two writers"
+        self.memory.write(worker.worker_id, block, slot, (sequence.root, tokens))
+
+    @rule(
+        who=small,
+        work=steps,
+        back=st.sampled_from([0, 0, 1, 3]),
+        hold_back=st.sampled_from([0, 0, 1, 3]),
+        fewer=st.sampled_from([0, 0, 1, 3]),
+        more_blocks=st.integers(0, 3),
+        fate=fates,
+    )
+    def append(
+        self, who: int, work: list[list[int]], back: int, hold_back: int, fewer: int, more_blocks: int, fate: str
+    ) -> None:
+        """A step and the report of it, or of less."""
+        worker = self._worker(who)
+        reporting = self._live(worker)[: len(work)]
+        if not reporting:
+            return
+        for sequence, generated in zip(reporting, work, strict=False):
+            self._compute(worker, sequence, generated)
+        items: list[AppendItem] = []
+        for sequence in reporting:
+            update = self._update(sequence, back, hold_back)
+            # Telling less than is true is allowed: fewer entries, fewer computed tokens.
+            num_bound = max(0, len(update.bound) - fewer) if sequence.uses_reserve else len(update.bound)
+            known = max(sequence.num_named, sequence.num_named - back + num_bound)
+            update = update._replace(
+                bound=update.bound[:num_bound],
+                num_computed_tokens=max(0, min(update.num_computed_tokens - fewer, known * worker.block_size)),
+            )
+            want = 0 if sequence.uses_reserve else len(sequence.entries) + more_blocks
+            items.append(AppendItem(update, want))
+        uplink = self._uplink(worker)
+
+        def deliver() -> Answer | Refused:
+            result = self.lockstep.append(uplink, *items)
+            return result if isinstance(result, Refused) else ([*result[0]], result[1])
+
+        def apply(answer: Answer) -> None:
+            for sequence, item, outcome in zip(reporting, items, answer[0], strict=True):
+                self._appended(sequence, item, outcome)
+
+        self._send(worker, Message(deliver, apply, uplink), fate)
+
+    def _appended(self, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
+        if isinstance(outcome, Refused):
+            assert outcome.reason in {Reason.NO_BLOCKS, Reason.NEVER_FITS, Reason.STALE_ATTEMPT}, outcome
+            if outcome.reason is Reason.STALE_ATTEMPT:
+                sequence.ending = True
+            return
+        assert isinstance(outcome, Appended)
+        update = item.update
+        sequence.num_reported = max(sequence.num_reported, update.start + len(update.tokens) // 4)
+        sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in update.bound)])
+        for index, block, generation in outcome.new_entries:
+            if index == len(sequence.entries):
+                sequence.entries.append(ReservedBlock(block, generation))
+            assert sequence.entries[index] == ReservedBlock(block, generation), "a live table was changed"
+
+    @rule(
+        who=small,
+        picks=st.lists(st.tuples(small, st.booleans()), max_size=3),
+        back=st.sampled_from([0, 0, 1, 3]),
+        lie=st.sampled_from([False, False, False, True]),
+        fate=fates,
+    )
+    def free(self, who: int, picks: list[tuple[int, bool]], back: int, lie: bool, fate: str) -> None:
+        """Sequences finish, are cancelled (also before they were granted), or are preempted and come back."""
+        worker = self._worker(who)
+        for which, preempt in picks:
+            if worker.sequences:
+                sequence = worker.sequences[which % len(worker.sequences)]
+                sequence.comes_back = preempt and not sequence.ending
+                sequence.ending = True
+        leaving = [sequence for sequence in worker.sequences if sequence.ending]
+        if not leaving:
+            return
+        items = [self._update(sequence, back, 0) for sequence in leaving]
+        if lie:
+            # Free never fails for a gap; the named blocks come back all the same.
+            items = [update._replace(start=update.start + 50) for update in items]
+        uplink = self._uplink(worker)
+
+        def deliver() -> Answer | Refused:
+            result = self.lockstep.free(uplink, *items)
+            return result if isinstance(result, Refused) else ([], result)
+
+        def apply(answer: Answer) -> None:
+            for sequence in leaving:
+                if not sequence.comes_back:
+                    worker.sequences.remove(sequence)
+                    continue
+                sequence.key = sequence.key._replace(round=sequence.key.round + 1)
+                sequence.entries, sequence.granted = [], False
+                sequence.ending = sequence.comes_back = False
+                sequence.num_computed = sequence.num_reported = sequence.num_named = 0
+                sequence.num_prompt_tokens = len(sequence.tokens)
+
+        self._send(worker, Message(deliver, apply, uplink), fate)
+
+    # -- the reserve and the link
+
+    @rule(who=small, wish=st.one_of(st.none(), st.integers(0, 5)), give_back=st.integers(0, 3))
+    def plan_reserve(self, who: int, wish: int | None, give_back: int) -> None:
+        worker = self._worker(who)
+        worker.reserve_wish = wish
+        worker.returning += worker.reserve[:give_back]
+        worker.reserve = worker.reserve[give_back:]
+
+    @rule(who=small, fate=fates)
+    def keep_alive(self, who: int, fate: str) -> None:
+        worker = self._worker(who)
+        if fate == "request lost":
+            return
+        reply = self.lockstep.keep_alive(worker.session, worker.downlink_ack)
+        if fate == "reply lost":
+            return
+        if isinstance(reply, Refused):
+            worker.forget()
+        else:
+            worker.take_in(reply)
+
+    @rule(which=small)
+    def deliver_old_message(self, which: int) -> None:
+        """A duplicate or a straggler. Once a later call was executed it must do nothing; its answer reaches nobody."""
+        if not self.old_messages:
+            return
+        message = self.old_messages[which % len(self.old_messages)]
+        before = snapshot(self.lockstep.manager)
+        session = next((s for s in self.lockstep.manager.sessions if s.number == message.uplink.session), None)
+        stale = session is None or message.uplink.call_no <= session.last_call_no
+        answer = message.deliver()
+        assert isinstance(answer, Refused) == stale
+        if isinstance(answer, Refused):
+            assert answer.reason is (Reason.STALE_SESSION if session is None else Reason.STALE_CALL)
+            assert snapshot(self.lockstep.manager) == before
+
+    @rule(
+        who=small,
+        which=small,
+        kind=st.sampled_from(["gap", "token", "block", "generation", "computed", "round", "name", "table"]),
+    )
+    def append_nonsense(self, who: int, which: int, kind: str) -> None:
+        """A broken worker: the item is refused and changes nothing."""
+        worker = self._worker(who)
+        live = self._live(worker)
+        if not live:
+            return
+        update = self._update(live[which % len(live)], 0, 0)
+        num_known = update.start + len(update.tokens) // 4
+        spoilt = {
+            "gap": update._replace(start=40),
+            "token": update._replace(start=0, tokens=token_bytes([9])),
+            "block": update._replace(bound=(*update.bound, TableEntry(len(live[0].entries) + 5, 1, 1))),
+            "generation": update._replace(bound=(TableEntry(0, live[0].entries[0].block, 3),)),
+            "computed": update._replace(num_computed_tokens=num_known + 1),
+            "round": update._replace(key=update.key._replace(round=update.key.round + 1)),
+            "name": update._replace(key=SequenceKey("nobody", 1, 0)),
+            "table": update,
+        }[kind]
+        want = 100 if kind == "table" else 0
+        uplink = self._uplink(worker)._replace(returned=(), reserve_wish=None)
+        result = self.lockstep.append(uplink, AppendItem(spoilt, want))
+        if isinstance(result, Refused):
+            worker.forget()
+            return
+        assert isinstance(result[0][0], Refused)
+        worker.take_in(result[1])
+
+    @rule(who=small, which=small, later=st.booleans(), tenant=st.booleans())
+    def allocate_nonsense(self, who: int, which: int, later: bool, tenant: bool) -> None:
+        """A live sequence under another round, or under another tenant's root, is never handed out."""
+        worker = self._worker(who)
+        live = self._live(worker)
+        if not live:
+            return
+        sequence = live[which % len(live)]
+        root = sequence.root._replace(tenant_salt="thief") if tenant else sequence.root
+        round = sequence.key.round + (0 if tenant else 1 if later else -1)
+        item = AllocateItem(sequence.key._replace(round=max(round, 0)), root, token_bytes(sequence.tokens[:1]))
+        uplink = self._uplink(worker)._replace(returned=(), reserve_wish=None)
+        result = self.lockstep.allocate(uplink, item)
+        if isinstance(result, Refused):
+            worker.forget()
+            return
+        assert isinstance(result[0][0], Refused) or (not tenant and round <= 0)
+        worker.take_in(result[1])
+
+    # -- failures
+
+    @rule(
+        who=small,
+        kind=st.sampled_from(["nothing"] * 6 + ["process", "process", "link", "deregister", "manager", "epoch"]),
+    )
+    def fail(self, who: int, kind: str) -> None:
+        """A worker comes back in a new process, or in the same, or leaves; or the manager loses everything."""
+        worker = self._worker(who)
+        old = worker.registration
+        if kind == "process":
+            self._register(worker, old._replace(incarnation=old.incarnation + 1, register_no=1))
+        elif kind == "link":
+            self._register(worker, old._replace(register_no=old.register_no + 1))
+        elif kind == "deregister":
+            self.lockstep.deregister(worker.session)
+            worker.forget()
+        elif kind == "manager":
+            self.lockstep.restart()
+        elif kind == "epoch":
+            # A worker has seen a larger epoch: the same sessions go on under larger stamps.
+            self.lockstep.epoch += 1
+            self.lockstep.manager.raise_epoch(self.lockstep.epoch)
+
+    @rule(who=small, back=st.integers(0, 1))
+    def register_late(self, who: int, back: int) -> None:
+        """A Register that was overtaken, or one of an older process, changes nothing while the newer one is known."""
+        introduction = self._worker(who).registration
+        if introduction.worker_id not in self.lockstep.model.newest:
+            return
+        result = self.lockstep.register(introduction._replace(incarnation=introduction.incarnation - back))
+        assert isinstance(result, Refused)
+
+    @rule(seconds=st.sampled_from([0.2, 0.5, 0.5, 0.9, 0.9, 3.0, 30.0]))
+    def tick(self, seconds: float) -> None:
+        self.lockstep.now += seconds
+        self.lockstep.tick()
+
+    @rule()
+    def sweep(self) -> None:
+        self.lockstep.sweep()
+
+    @rule(root=st.sampled_from(ROOTS), prompt=prompts)
+    def route(self, root: Root, prompt: list[int]) -> None:
+        self.lockstep.route(root, token_bytes(prompt))
+
+    def teardown(self) -> None:
+        """When every worker has gone and the sweep has run, nothing is left."""
+        for session in self.lockstep.manager.sessions:
+            self.lockstep.deregister(session.number)
+        while self.lockstep.sweep():
+            pass
+        assert self.lockstep.manager.num_prefix_nodes == 0
+        assert list(self.lockstep.manager._tree.iter_nodes()) == []
+
+
+@pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
+def test_no_law_breaks_whatever_the_network_does(hash_name: str) -> None:
+    """After every step of any history the audit is clean, the state is the model's, and every hit is exact."""
+
+    class Machine(ManagerMachine):
+        pass
+
+    Machine.hash_name = hash_name
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=50,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_law_breaks_in_a_long_history(hash_name: str, seed: int) -> None:
+    """The same machine, driven by a plain generator for hundreds of steps: deeper histories than hypothesis takes the time for."""
+
+    class Machine(ManagerMachine):
+        pass
+
+    Machine.hash_name = hash_name
+    LongHistory(Machine(), seed).run(250)
+
+
+class LongHistory:
+    """Draws steps as a busy cluster would take them: much work, some losses, few failures."""
+
+    def __init__(self, machine: ManagerMachine, seed: int) -> None:
+        self._machine = machine
+        self._random = random.Random(seed)
+
+    def run(self, num_steps: int) -> None:
+        """Start two or three workers, take the steps, and let everybody go."""
+        machine, rng = self._machine, self._random
+        machine.start_workers([(rng.randint(4, 13), rng.choice([1, 2, 2, 4])) for _ in range(rng.randint(2, 3))])
+        actions = {
+            self._allocate: 30,
+            self._append: 40,
+            self._free: 14,
+            self._other: 10,
+            self._nonsense: 6,
+            self._failure: 2,
+        }
+        for _ in range(num_steps):
+            rng.choices(list(actions), list(actions.values()))[0](rng.randrange(len(machine.workers)))
+        machine.teardown()
+
+    def _fate(self) -> str:
+        return self._random.choices(["answered", "request lost", "reply lost"], [8, 1, 1])[0]
+
+    def _steps(self) -> list[list[int]]:
+        rng = self._random
+        return [_prompt(rng.choice([0, 1, 3, 12]), rng.choice([99, 99, 1, 4])) for _ in range(5)]
+
+    def _allocate(self, who: int) -> None:
+        rng = self._random
+        wanted = [
+            (
+                rng.choice("abcdefgh"),
+                rng.choices([1, 2, 3], [8, 1, 1])[0],
+                _prompt(rng.randint(1, 14), rng.choice([99, 99, 99, 0, 2, 5, 9])),
+                rng.randrange(8),
+                rng.random() < 0.5,
+            )
+            for _ in range(rng.randint(0, 3))
+        ]
+        cached = rng.choices([None, 0, 2, 5], [9, 1, 1, 1])[0]
+        self._machine.allocate(who, wanted, rng.choice([0, 0, 0, 1, 5, 15]), rng.randint(0, 4), cached, self._fate())
+
+    def _append(self, who: int) -> None:
+        rng = self._random
+        back, hold_back, fewer = (rng.choices([0, 1, 3], [6, 1, 1])[0] for _ in range(3))
+        self._machine.append(who, self._steps(), back, hold_back, fewer, rng.randint(0, 2), self._fate())
+
+    def _free(self, who: int) -> None:
+        rng = self._random
+        picks = [(rng.randrange(8), rng.random() < 0.4) for _ in range(rng.randint(1, 2))]
+        self._machine.free(who, picks, rng.choice([0, 0, 2]), rng.random() < 0.1, self._fate())
+
+    def _other(self, who: int) -> None:
+        rng = self._random
+        machine = self._machine
+        actions: list[Callable[[], None]] = [
+            lambda: machine.compute(who, self._steps()),
+            lambda: machine.plan_reserve(who, rng.choice([None, 0, 1, 3]), rng.choice([0, 0, 1, 2])),
+            lambda: machine.keep_alive(who, self._fate()),
+            lambda: machine.tick(rng.choice([0.2, 0.5, 0.9, 0.9])),
+            lambda: machine.route(rng.choice(ROOTS), _prompt(rng.randint(1, 12), 99)),
+        ]
+        rng.choice(actions)()
+
+    def _nonsense(self, who: int) -> None:
+        rng = self._random
+        machine = self._machine
+        kinds = ["gap", "token", "block", "generation", "computed", "round", "name", "table"]
+        actions: list[Callable[[], None]] = [
+            lambda: machine.deliver_old_message(rng.randrange(8)),
+            lambda: machine.append_nonsense(who, rng.randrange(8), rng.choice(kinds)),
+            lambda: machine.allocate_nonsense(who, rng.randrange(8), rng.random() < 0.5, rng.random() < 0.5),
+            lambda: machine.register_late(who, rng.randrange(2)),
+        ]
+        rng.choice(actions)()
+
+    def _failure(self, who: int) -> None:
+        rng = self._random
+        machine = self._machine
+        kinds = ["process", "process", "link", "deregister", "manager", "epoch"]
+        actions: list[Callable[[], None]] = [
+            lambda: machine.fail(who, rng.choice(kinds)),
+            lambda: machine.tick(rng.choice([3.0, 30.0])),
+            machine.sweep,
+        ]
+        rng.choice(actions)()
