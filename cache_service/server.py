@@ -47,8 +47,8 @@ _OPTIONS: Final = (
 _GRACE_SECONDS: Final = 1.0
 """How long calls in flight may take to end when the manager stops; they take milliseconds."""
 
-_NOTICE_SECONDS: Final = 0.1
-"""Between NOT_SERVING and the end, so that those who watch the health hear of it."""
+NOTICE_SECONDS: Final = 0.1
+"""Between NOT_SERVING and the end: peers that watch the health or call hear of it, and not of a broken connection."""
 
 
 class PortError(Exception):
@@ -73,8 +73,10 @@ class Server:
         """The port in use, once started."""
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(options=_OPTIONS)
-        servicer = CacheServicer(self.manager, epochs, keep_alive_seconds=settings.keep_alive_seconds, clock=clock)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, self._grpc)
+        self._servicer = CacheServicer(
+            self.manager, epochs, keep_alive_seconds=settings.keep_alive_seconds, clock=clock
+        )
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self._ticking: asyncio.Task[None] | None = None
@@ -103,13 +105,14 @@ class Server:
         if not _is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
 
-    async def stop(self) -> None:
-        """Report NOT_SERVING, let calls in flight end, and stop. Idempotent."""
+    async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
+        """Report NOT_SERVING, refuse further calls, let those in flight end, and stop. Idempotent."""
         if self._ticking is None:
             return
         ticking, self._ticking = self._ticking, None
         await self._health.enter_graceful_shutdown()
-        await asyncio.sleep(_NOTICE_SECONDS)
+        self._servicer.refuse_calls()
+        await asyncio.sleep(notice_seconds)
         await self._grpc.stop(_GRACE_SECONDS)
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)

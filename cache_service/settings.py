@@ -49,24 +49,24 @@ class ManagerSettings(BaseSettings):
     )
 
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
-        "127.0.0.1",
+        default="127.0.0.1",
         description="Address to listen on. There is neither encryption nor authentication: "
         "anything but loopback needs a network you trust.",
     )
-    port: int = Field(50051, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
+    port: int = Field(default=50051, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
     state_dir: Path = Field(
         default_factory=_default_state_dir,
         description="Folder for what must outlive the process (the epoch); one manager at a time. "
         "Default: kvpool/manager-PORT below $XDG_STATE_HOME or ~/.local/state.",
     )
     lease_seconds: float = Field(
-        6.0, gt=0, le=3600, description="Seconds without a KeepAlive after which a worker's session ends."
+        default=6.0, gt=0, le=3600, description="Seconds without a KeepAlive after which a worker's session ends."
     )
     keep_alive_seconds: float = Field(
-        1.0, gt=0, le=3600, description="Seconds between two KeepAlives of a worker; at most half the lease."
+        default=1.0, gt=0, le=3600, description="Seconds between two KeepAlives of a worker; at most half the lease."
     )
-    log_format: LogFormat = Field(LogFormat.console, description="Format of the log lines on stderr.")
-    log_level: LogLevel = Field(LogLevel.info, description="Least severe lines to log.")
+    log_format: LogFormat = Field(default=LogFormat.console, description="Format of the log lines on stderr.")
+    log_level: LogLevel = Field(default=LogLevel.info, description="Least severe lines to log.")
 
     @model_validator(mode="after")
     def _one_keep_alive_may_be_lost(self) -> Self:

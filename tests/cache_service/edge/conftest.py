@@ -9,11 +9,11 @@ import grpc
 import pytest
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, registration
 
 from cache_service.epoch import EpochStore
 from cache_service.server import MAX_MESSAGE_BYTES, Server
 from cache_service.settings import ManagerSettings
+from tests.cache_service.edge.peer import Worker, registration
 
 
 @pytest.fixture
@@ -26,8 +26,10 @@ def settings(tmp_path: Path) -> ManagerSettings:
 async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
     """A started manager; its laws hold at the end of every test."""
     epochs = EpochStore.open(settings.state_dir)
-    async with Server(settings, epochs) as server:
-        yield server
+    server = Server(settings, epochs)
+    await server.start()
+    yield server
+    await server.stop(notice_seconds=0)
     assert server.manager.check().violations == []
     epochs.close()
 

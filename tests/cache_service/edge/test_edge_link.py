@@ -9,17 +9,19 @@ import grpc
 import pytest
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
 
 from cache_service.epoch import EpochStore
 from cache_service.server import Server
 from cache_service.settings import ManagerSettings
+from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
 
 Stub = cache_pb2_grpc.CacheServiceStub
 STALE = grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_after_a_lost_reply_the_state_goes_out_again_and_nothing_happens_twice(stub: Stub, worker: Worker) -> None:
+async def test_after_a_lost_reply_the_state_goes_out_again_and_nothing_happens_twice(
+    stub: Stub, worker: Worker
+) -> None:
     """A repeat under a larger call_no gets the same table; the reserve is not granted twice."""
     lost = await worker.allocate(item("a", prompt(9)), wish=3)
     heard = await worker.allocate(item("a", prompt(9)), wish=3)
@@ -138,9 +140,7 @@ async def test_workers_that_register_at_once_with_larger_epochs_get_growing_stam
         request.highest_epoch_seen = i % 3 + 5
     registered = await asyncio.gather(*map(stub.Register, requests))
     assert len({answer.session for answer in registered}) == 8
-    assert all(
-        answer.epoch > request.highest_epoch_seen for answer, request in zip(registered, requests, strict=True)
-    )
+    assert all(answer.epoch > request.highest_epoch_seen for answer, request in zip(registered, requests, strict=True))
 
 
 async def test_a_corrupt_epoch_is_refused_and_uses_none_up(server: Server, stub: Stub) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+from cache_service.server import Server
 from tests.cache_service.edge.peer import (
     FINGERPRINT,
     Worker,
@@ -19,8 +23,6 @@ from tests.cache_service.edge.peer import (
     run,
     tokens,
 )
-
-from cache_service.server import Server
 
 Stub = cache_pb2_grpc.CacheServiceStub
 
@@ -123,9 +125,7 @@ async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, 
     assert (filling.sealed, filling.token_count, filling.block_hash) == (False, 1, 0)
     assert (tail.table_index, tail.free_list_position) == (2, -1)
     assert [(block.state, block.free_list_position) for block in rest[:2]] == [(pb.BLOCK_STATE_FREE, i) for i in (0, 1)]
-    page = await stub.Describe(
-        pb.DescribeRequest(worker_id="w", include_blocks=True, first_block=5, max_blocks=3)
-    )
+    page = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True, first_block=5, max_blocks=3))
     assert [block.block_id for block in page.workers[0].blocks] == [5, 6, 7]
 
 
@@ -191,7 +191,7 @@ async def test_report_and_fork_say_what_to_do_instead(stub: Stub) -> None:
 async def test_health_answers_for_the_server_and_the_service_until_it_stops(
     server: Server, channel: grpc.aio.Channel
 ) -> None:
-    health = health_pb2_grpc.HealthStub(channel)
+    health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", "kvpool.v1.CacheService"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -202,7 +202,8 @@ async def test_health_answers_for_the_server_and_the_service_until_it_stops(
 
 
 async def test_reflection_lists_the_services(server: Server, channel: grpc.aio.Channel) -> None:
-    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub_type: Any = reflection_pb2_grpc.ServerReflectionStub  # its types know no aio
+    reflection = stub_type(channel)
     call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     async for answer in call:
         names = {service.name for service in answer.list_services_response.service}

@@ -1,0 +1,106 @@
+"""The epoch only ever grows, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cache_service.epoch import MAX_EPOCH, EpochStore, StateError
+
+
+def begin(directory: Path) -> int:
+    """One short life of a manager."""
+    store = EpochStore.open(directory)
+    store.close()
+    return store.epoch
+
+
+def test_every_life_has_a_larger_epoch(tmp_path: Path) -> None:
+    assert [begin(tmp_path / "a" / "b") for _ in range(3)] == [1, 2, 3]
+
+
+def test_the_epoch_is_on_the_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File, then rename, then directory: a crash between any two leaves the old epoch or the new one."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        done.append(f"rename {source.name} {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    begin(tmp_path)
+    assert done == ["fsync epoch.tmp", "rename epoch.tmp epoch", f"fsync {tmp_path.name}"]
+
+
+def test_a_second_manager_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    store = EpochStore.open(tmp_path)
+    with pytest.raises(StateError) as caught:
+        EpochStore.open(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert f"pid {os.getpid()}" in str(caught.value)
+    assert "--state-dir" in str(caught.value)
+    store.close()
+    store.close()
+    assert begin(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\0" * 26,
+        b"kvpool epoch 1",
+        b"kvpool epoch 12 83dcefb7\n",
+        b"kvpool epoch 1 83dcefb7",
+        b"1\n",
+        b"kvpool epoch 01 83dcefb7\n",
+        os.urandom(64),
+    ],
+)
+def test_a_torn_or_foreign_file_is_an_error_and_never_a_smaller_epoch(tmp_path: Path, damage: bytes) -> None:
+    assert begin(tmp_path) == 1
+    (tmp_path / "epoch").write_bytes(damage)
+    for _ in range(2):
+        with pytest.raises(StateError, match="is damaged"):
+            EpochStore.open(tmp_path)
+    assert (tmp_path / "epoch").read_bytes() == damage
+
+
+def test_a_crash_before_the_rename_leaves_the_old_epoch(tmp_path: Path) -> None:
+    assert begin(tmp_path) == 1
+    (tmp_path / "epoch.tmp").write_bytes(b"kvpool ep")
+    assert begin(tmp_path) == 2
+
+
+def test_raise_above_is_durable_and_never_lowers(tmp_path: Path) -> None:
+    store = EpochStore.open(tmp_path)
+    assert [store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]
+    store.close()
+    assert begin(tmp_path) == 12
+
+
+def test_used_up_epochs_are_an_error_and_never_wrap(tmp_path: Path) -> None:
+    store = EpochStore.open(tmp_path)
+    assert store.raise_above(MAX_EPOCH - 1) == MAX_EPOCH
+    with pytest.raises(StateError, match="used up"):
+        store.raise_above(MAX_EPOCH)
+    store.close()
+    with pytest.raises(StateError, match="used up"):
+        EpochStore.open(tmp_path)
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StateError, match=r"file/state cannot be used: Not a directory"):
+        EpochStore.open(tmp_path / "file" / "state")
+    (tmp_path / "state" / "epoch.tmp").mkdir(parents=True)
+    with pytest.raises(StateError, match=r"state cannot be used: Is a directory"):
+        EpochStore.open(tmp_path / "state")

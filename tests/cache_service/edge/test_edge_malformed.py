@@ -1,0 +1,347 @@
+"""Whatever arrives, the answer is a status of the table with a message that helps, and the manager's laws hold afterwards.
+
+The fixtures check the laws at the end of every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+from cache_service import status
+from cache_service.core.refusal import Reason, Refusal
+from cache_service.server import MAX_MESSAGE_BYTES, Server
+from tests.cache_service.edge.peer import (
+    FINGERPRINT,
+    Worker,
+    detail,
+    field_of,
+    item,
+    key,
+    position_of,
+    prompt,
+    reason_of,
+    refused,
+    registration,
+    run,
+    tokens,
+)
+
+Stub = cache_pb2_grpc.CacheServiceStub
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+HOST = common_pb2.TIER_HOST
+
+
+def spoil_register(request: pb.RegisterRequest, name: str) -> None:
+    config = request.kv_cache_config
+    match name:
+        case "worker_id":
+            request.worker_id = ""
+        case "worker_id ":
+            request.worker_id = "w" * 129
+        case "address":
+            request.address = ""
+        case "model_fingerprint":
+            request.model_fingerprint = "é" * 65
+        case "model_name":
+            request.model_name = "m" * 100_000
+        case "kv_cache_config.block_size":
+            config.block_size = 24
+        case "kv_cache_config.pools":
+            config.pools[0].num_blocks = 1
+        case "kv_cache_config.pools ":
+            config.pools[0].num_blocks = (1 << 32) - 1
+        case "kv_cache_config.pools  ":
+            config.pools.add(tier=HOST, num_blocks=9)
+        case "kv_cache_config.groups":
+            request.ClearField("kv_cache_config")
+        case "kv_cache_config.groups[0].group":
+            config.groups[0].group = 1
+        case "kv_cache_config.pools[0].group":
+            config.pools[0].group = 1
+        case "kv_cache_config.pools[0].tier":
+            config.pools[0].tier = HOST
+        case "highest_epoch_seen":
+            request.highest_epoch_seen = 1 << 40
+        case _:
+            raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "worker_id",
+        "worker_id ",
+        "address",
+        "model_fingerprint",
+        "model_name",
+        "kv_cache_config.block_size",
+        "kv_cache_config.pools",
+        "kv_cache_config.pools ",
+        "kv_cache_config.pools  ",
+        "kv_cache_config.groups",
+        "kv_cache_config.groups[0].group",
+        "kv_cache_config.pools[0].group",
+        "kv_cache_config.pools[0].tier",
+        "highest_epoch_seen",
+    ],
+)
+async def test_a_malformed_registration_names_its_field(stub: Stub, name: str) -> None:
+    request = registration()
+    spoil_register(request, name)
+    found = await refused(stub.Register(request), INVALID, "BAD_FIELD")
+    assert field_of(found) == name.strip()
+    assert not (await stub.Describe(pb.DescribeRequest())).workers
+
+
+async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
+    windowed, holding = registration(), registration()
+    windowed.kv_cache_config.groups[0].sliding_window.window_tokens = 8
+    holding.holds_state = True
+    found = await refused(stub.Register(windowed), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "got sliding_window" in found.message
+    found = await refused(stub.Register(holding), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "register with holds_state = false" in found.message
+
+
+def spoil_allocate(message: pb.AllocateItem, field: str) -> None:
+    match field:
+        case "key":
+            message.ClearField("key")
+        case "root":
+            message.ClearField("root")
+        case "key.sequence_id":
+            message.key.sequence_id = ""
+        case "key.sequence_id ":
+            message.key.sequence_id = "s" * 129
+        case "key.attempt":
+            message.key.attempt = 0
+        case "root.model_fingerprint":
+            message.root.model_fingerprint = "another model" * 1000
+        case "root.adapter":
+            message.root.adapter = "a" * 257
+        case "root.tenant_salt":
+            message.root.tenant_salt = "t" * 257
+        case "root.input_digest":
+            message.root.input_digest = b"short"
+        case "tokens":
+            message.tokens = b""
+        case "tokens ":
+            message.tokens = b"\1\2\3\4\5"
+        case "tokens  ":
+            message.max_new_tokens = (1 << 32) - 1
+        case _:
+            raise AssertionError(field)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "key",
+        "root",
+        "key.sequence_id",
+        "key.sequence_id ",
+        "key.attempt",
+        "root.model_fingerprint",
+        "root.adapter",
+        "root.tenant_salt",
+        "root.input_digest",
+        "tokens",
+        "tokens ",
+        "tokens  ",
+    ],
+)
+async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str) -> None:
+    bad = item("bad", prompt(5))
+    spoil_allocate(bad, field)
+    results = (await worker.allocate(item("a", prompt(5)), bad, item("c", prompt(5, first=50)))).results
+    assert [result.status.code for result in results] == [0, code_pb2.INVALID_ARGUMENT, 0]
+    assert (reason_of(results[1].status), field_of(results[1].status)) == ("BAD_FIELD", field.strip())
+    assert [result.WhichOneof("outcome") for result in results] == ["granted", None, "granted"]
+
+
+def refusal_of(response: pb.AllocateResponse | pb.AppendResponse, code: int, reason: str) -> status_pb2.Status:
+    """The status of a one-item batch."""
+    (result,) = response.results
+    assert (result.status.code, reason_of(result.status)) == (code, reason), result.status
+    assert result.status.message
+    return result.status
+
+
+async def test_what_can_never_fit_is_told_with_the_figures_and_the_setting(worker: Worker) -> None:
+    found = refusal_of(
+        await worker.allocate(item("a", prompt(60), max_new_tokens=6)), code_pb2.INVALID_ARGUMENT, "NEVER_FITS"
+    )
+    assert "need 17 blocks of 4" in found.message
+    assert "--num-blocks" in found.message
+    assert field_of(found) == "tokens"
+
+
+async def test_no_blocks_says_when_to_ask_again(worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(40)))
+    found = refusal_of(await worker.allocate(item("b", prompt(40, first=90))), code_pb2.RESOURCE_EXHAUSTED, "NO_BLOCKS")
+    assert "needed 10 blocks" in found.message
+    assert detail(found, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 100
+
+
+Spoiler = Callable[[pb.SequenceUpdate], object]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "reason"),
+    [
+        (lambda update: update.ClearField("key"), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: update.released.add(), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: update.bound.append(run(3, [7], [])), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: update.bound.add(group=1, tier=1), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: update.bound.add(tier=HOST), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: update.bound.add(tier=77), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: setattr(update, "tokens", b"\1"), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: setattr(update, "num_computed_tokens", 1 << 31), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda update: setattr(update.key, "sequence_id", "who?"), code_pb2.NOT_FOUND, "UNKNOWN_SEQUENCE"),
+        (lambda update: setattr(update.key, "round", 1), code_pb2.NOT_FOUND, "UNKNOWN_SEQUENCE"),
+        (lambda update: setattr(update, "start", 1 << 31), code_pb2.ABORTED, "GAP"),
+        (lambda update: setattr(update, "tokens", tokens(7)), code_pb2.ABORTED, "TOKENS_DIFFER"),
+        (lambda update: update.bound.append(run(3, [9], [1])), code_pb2.FAILED_PRECONDITION, "STALE_GENERATION"),
+        (lambda update: update.bound.append(run(0, [1], [1])), code_pb2.FAILED_PRECONDITION, "STALE_GENERATION"),
+        (
+            lambda update: update.bound.append(run(4_000_000_000, [4_000_000_000], [1])),
+            code_pb2.FAILED_PRECONDITION,
+            "STALE_GENERATION",
+        ),
+    ],
+)
+async def test_a_wrong_update_changes_nothing(worker: Worker, spoil: Spoiler, code: int, reason: str) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    update = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4)
+    spoil(update)
+    before = (await worker.keep_alive()).downlink
+    found = refusal_of(await worker.append(update), code, reason)
+    assert (await worker.keep_alive()).downlink == before
+    if reason in ("GAP", "TOKENS_DIFFER"):
+        assert position_of(found) == (9 if reason == "GAP" else 0)
+
+
+async def test_stale_rounds_are_refused_on_both_sides(worker: Worker) -> None:
+    asked = item("a", prompt(9))
+    asked.key.round = 1
+    await worker.allocate(asked)
+    asked.key.round = 0
+    refusal_of(await worker.allocate(asked), code_pb2.FAILED_PRECONDITION, "STALE_ROUND")
+    asked.key.round = 2
+    refusal_of(await worker.allocate(asked), code_pb2.FAILED_PRECONDITION, "FREE_FIRST")
+    update = pb.SequenceUpdate(key=key("a"))
+    refusal_of(await worker.append(update), code_pb2.FAILED_PRECONDITION, "STALE_ROUND")
+
+
+async def test_free_forgives_what_a_race_can_cause(worker: Worker) -> None:
+    """Unknown, freed, superseded, with a gap, with other tokens, naming foreign blocks: all end the same way."""
+    for _ in range(2):
+        await worker.allocate(item("a", prompt(9)))
+        update = pb.SequenceUpdate(key=key("a"), start=99, tokens=tokens(5), bound=[run(0, [3, 4], [1, 1])])
+        reply = await worker.free(update, update, pb.SequenceUpdate(key=key("never seen")))
+        assert reply.downlink.counts[0].held == 0
+
+
+async def test_free_refuses_a_malformed_call_whole(worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    good, bad = pb.SequenceUpdate(key=key("a")), pb.SequenceUpdate(key=key("b"), bound=[run(0, [1], [])])
+    found = await refused(worker.free(good, bad), INVALID, "BAD_FIELD")
+    assert field_of(found) == "items[1].update.bound[0]"
+    assert (await worker.keep_alive()).downlink.counts[0].held == 3
+
+
+async def test_a_malformed_uplink_refuses_the_call_whole(stub: Stub, worker: Worker) -> None:
+    wishes = [pb.ReserveWish(tier=common_pb2.TIER_DEVICE)] * 2
+    for uplink, field in (
+        (None, "uplink"),
+        (pb.Uplink(session=worker.session, reserve_wishes=wishes), "uplink.reserve_wishes"),
+        (pb.Uplink(session=worker.session, reserve_wishes=[pb.ReserveWish()]), "uplink.reserve_wishes[0].tier"),
+        (pb.Uplink(session=worker.session, returned=[run(0, [1, 2], [1])]), "uplink.returned[0]"),
+    ):
+        for call in (
+            stub.Allocate(pb.AllocateRequest(uplink=uplink)),
+            stub.Append(pb.AppendRequest(uplink=uplink)),
+            stub.Free(pb.FreeRequest(uplink=uplink)),
+        ):
+            assert field_of(await refused(call, INVALID, "BAD_FIELD")) == field
+
+
+async def test_an_empty_uplink_is_a_stale_session(stub: Stub) -> None:
+    call = stub.Allocate(pb.AllocateRequest(uplink=pb.Uplink()))
+    await refused(call, grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+
+
+async def test_too_many_items_are_refused_whole(worker: Worker) -> None:
+    found = await refused(worker.allocate(*[item("a", prompt(1))] * 1025), INVALID, "BAD_FIELD")
+    assert "at most 1024" in found.message
+
+
+async def test_a_message_over_the_limit_is_refused_by_the_transport_and_costs_nothing(
+    server: Server, stub: Stub, worker: Worker
+) -> None:
+    """gRPC answers before us, so without an ErrorInfo: peers check the size before they send."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.allocate(item("a", bytes(MAX_MESSAGE_BYTES)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
+
+
+async def test_a_prompt_over_the_limit_of_tokens_is_refused(worker: Worker) -> None:
+    found = refusal_of(
+        await worker.allocate(item("a", bytes(4 * ((1 << 20) + 1)))), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"
+    )
+    assert "exceed the limit of 1048576 tokens" in found.message
+
+
+async def test_questions_that_cannot_be_answered_say_why(stub: Stub, worker: Worker) -> None:
+    root = common_pb2.Root(model_fingerprint=FINGERPRINT)
+    for bad in (b"", b"\1\2\3", bytes(4 * ((1 << 20) + 1))):
+        found = await refused(stub.Route(pb.RouteRequest(root=root, tokens=bad)), INVALID, "BAD_FIELD")
+        assert field_of(found) == "tokens"
+    other = registration("v")
+    other.model_fingerprint, other.model_name = "model-b", "small"
+    await stub.Register(other)
+    found = await refused(stub.Route(pb.RouteRequest(tokens=tokens(1))), INVALID, "BAD_FIELD")
+    assert "small, tiny" in found.message
+    found = await refused(stub.Describe(pb.DescribeRequest(include_blocks=True)), INVALID, "BAD_FIELD")
+    assert field_of(found) == "worker_id"
+    found = await refused(stub.Describe(pb.DescribeRequest(worker_id="x")), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER")
+    assert "live are: v, w" in found.message
+    past = pb.DescribeRequest(worker_id="w", include_blocks=True, first_block=4_000_000_000, max_blocks=4_000_000_000)
+    assert not (await stub.Describe(past)).workers[0].blocks
+
+
+async def test_a_long_name_in_a_message_is_clipped_to_what_headers_hold(stub: Stub) -> None:
+    found = await refused(
+        stub.Describe(pb.DescribeRequest(worker_id="ü" * 1_000_000)), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER"
+    )
+    assert len(found.message.encode()) <= status.MAX_MESSAGE_BYTES
+    assert found.message.startswith("no live worker 'ü")
+    assert found.message.endswith("live are: none")
+
+
+async def test_a_bug_is_logged_and_answered_without_leaking_and_the_manager_lives_on(
+    server: Server, stub: Stub, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode() -> None:
+        raise ZeroDivisionError("a secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.manager, "check", explode)
+        found = await refused(stub.Check(pb.CheckRequest()), grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "secret" not in str(found)
+    assert (await worker.keep_alive()).lease_ms
+
+
+def test_every_reason_has_its_row_in_the_published_table() -> None:
+    """The table at the top of cache.proto and ours are the same: whoever adds a reason adds it to both."""
+    for reason in Reason:
+        found = status.of_refusal(Refusal(reason, "why", field="f", position=3))
+        assert (reason_of(found), found.message) == (reason.value, "why")
+        assert found.code not in (code_pb2.OK, code_pb2.INTERNAL, code_pb2.UNKNOWN)
