@@ -214,10 +214,12 @@ async def run_chats(client: Client, workers: Sequence[str], console: Console) ->
 
 def print_table(chats: Sequence[Chat], console: Console) -> None:
     """Who was served by whom, and how much of the prompt came out of the cache."""
-    table = Table(box=None, pad_edge=False, title="who was served how", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, title="who was served how (prompt and cached in tokens)", title_justify="left"
+    )
     for column in ("desk", "question", "worker"):
         table.add_column(column)
-    for column in ("prompt tokens", "cached tokens", "first token"):
+    for column in ("prompt", "cached", "first token"):
         table.add_column(column, justify="right")
     num_prompt = num_cached = 0
     for chat in chats:
@@ -301,7 +303,7 @@ async def show_sharing(client: Client, workers: Sequence[str], console: Console)
     for block_map in maps:
         console.print(render_block_map(block_map, console.width))
         console.print()
-    for worker in (await client.describe()).workers:
+    for worker in sorted((await client.describe()).workers, key=lambda worker: worker.worker_id):
         counts = worker.counts[0]
         console.print(
             f"{worker.worker_id} now: {counts.held} blocks held, {counts.cached} cached for the next visitors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from kvpool.v1 import cache_pb2
@@ -22,8 +23,9 @@ _CELLS_PER_ROW_MAX: Final = 128
 _LEGEND_OWNERS_MAX: Final = 16
 
 _NULL: Final = "∅"
+_UNKNOWN: Final = ("?", "red")
 _PLAIN_CELLS: Final = {
-    cache_pb2.BLOCK_STATE_UNSPECIFIED: ("?", "red"),
+    cache_pb2.BLOCK_STATE_UNSPECIFIED: _UNKNOWN,
     cache_pb2.BLOCK_STATE_FREE: ("·", "dim"),
     cache_pb2.BLOCK_STATE_CACHED: ("▒", "green"),
     cache_pb2.BLOCK_STATE_RESERVED: ("+", "dim yellow"),
@@ -86,7 +88,7 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
     per_row = _cells_per_row(width)
     text = Text(no_wrap=True)
     text.append(block_map.worker_id, style="bold")
-    text.append(f": {_counts_line(block_map)}\n")
+    text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     rows = [
         range(start, min(start + per_row, block_map.num_blocks)) for start in range(0, block_map.num_blocks, per_row)
     ]
@@ -103,9 +105,9 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
             index += num_same
             continue
         text.append(f"{row[0]:>{_LABEL_CELLS - 1}} ", style="dim")
-        for block_id in row:
-            sign, style = cells.get(block_id, ("?", "red"))
-            text.append(sign, style=style)
+        in_row = [cells.get(block_id, _UNKNOWN) for block_id in row]
+        for style, run in groupby(in_row, key=lambda cell: cell[1]):
+            text.append("".join(sign for sign, _ in run), style=style)
         text.append("\n")
         index += 1
     text.append_text(_legend(block_map.blocks, owners, width))
@@ -135,7 +137,7 @@ def _name_owners(blocks: Sequence[cache_pb2.BlockDescription]) -> dict[tuple[str
 
 def _cell(block: cache_pb2.BlockDescription, owners: dict[tuple[str, int], _Owner]) -> tuple[str, str]:
     if block.state != cache_pb2.BLOCK_STATE_HELD:
-        return _PLAIN_CELLS.get(block.state, ("?", "red"))
+        return _PLAIN_CELLS.get(block.state, _UNKNOWN)
     if block.ref_count > 1:
         return (str(block.ref_count) if block.ref_count < 10 else "#", "bold reverse")
     if not block.owners:
@@ -164,7 +166,7 @@ def _num_uniform_rows(rows: Sequence[range], cells: dict[int, tuple[str, str]]) 
     return num_rows
 
 
-def _counts_line(block_map: BlockMap) -> str:
+def _counts(block_map: BlockMap) -> str:
     states = Counter(block.state for block in block_map.blocks if block.block_id != 0)
     shared = sum(1 for block in block_map.blocks if block.state == cache_pb2.BLOCK_STATE_HELD and block.ref_count > 1)
     parts = []
@@ -173,7 +175,7 @@ def _counts_line(block_map: BlockMap) -> str:
             parts.append(f"{states[state]:,} {name}")
         if state == cache_pb2.BLOCK_STATE_HELD and shared:
             parts[-1] += f" ({shared:,} shared)"
-    return f"{block_map.num_blocks:,} blocks of {block_map.block_size} tokens: {', '.join(parts)}"
+    return ", ".join(parts)
 
 
 def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int) -> Text:

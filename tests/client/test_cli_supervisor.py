@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 from client.cli.supervisor import MAX_LINE_BYTES, ChildExit, ChildSpec, Supervisor
+from tests.client.processes import is_alive
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -36,16 +36,6 @@ class Log:
 
 def child(name: str, script: str, *arguments: str, **environment: str) -> ChildSpec:
     return ChildSpec(name, [sys.executable, "-I", "-S", "-c", script, *arguments], environment)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 async def test_a_death_is_reported_with_its_last_words() -> None:

@@ -1,0 +1,127 @@
+"""`kvpool up` with the real services: it gets ready, it answers, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from client.cli.cluster import free_port
+from tests.client.processes import descendants, is_alive
+
+KVPOOL = [sys.executable, "-m", "kvpool.client.cli"]
+
+
+class Up:
+    """A running `kvpool up` and what it has printed so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._manager = f"127.0.0.1:{port}"
+
+    async def read_until(self, word: str) -> str:
+        """The next line with `word` in it; an assertion with the whole log if it never comes."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(90):
+            while line := (await self.process.stdout.readline()).decode():
+                self.lines.append(line)
+                if word in line:
+                    return line
+        raise AssertionError(f"no {word!r} in:\n{''.join(self.lines)}")
+
+    async def wait(self) -> int:
+        """Exit status; the rest of the output is in `lines`."""
+        assert self.process.stdout is not None
+        rest = await asyncio.wait_for(self.process.stdout.read(), 60)
+        self.lines.append(rest.decode())
+        return await self.process.wait()
+
+    async def run(self, *arguments: str) -> str:
+        """stdout of a further kvpool command, which must succeed."""
+        process = await asyncio.create_subprocess_exec(
+            *KVPOOL, *arguments, "--manager", self._manager,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, err.decode()
+        return out.decode()
+
+
+@asynccontextmanager
+async def up(state_dir: Path, *arguments: str) -> AsyncIterator[Up]:
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *KVPOOL, "up", "--port", str(port), "--state-dir", str(state_dir), "--device", "cpu", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield Up(process, port)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await asyncio.wait_for(process.communicate(), 60)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    from tests.tiny_models import make_tiny_model
+
+    return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), tokenizer=True).path
+
+
+@pytest.mark.slow
+async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Path) -> None:
+    """Two workers; every command works against them; SIGTERM is a success and ends every process."""
+    small = ["--workers", "2", "--model", str(tiny_model), "--num-blocks", "64", "--block-size", "4"]
+    async with up(tmp_path, *small) as cluster:
+        assert "kvpool chat" in await cluster.read_until("ready: ")
+        pids = descendants(cluster.process.pid)
+        assert len(pids) == 3
+        text = await cluster.run("generate", "Hello world", "--max-tokens", "8")
+        cold = json.loads(await cluster.run("generate", "Hello there", "--max-tokens", "8", "--json"))
+        warm = json.loads(await cluster.run("generate", "Hello there", "--max-tokens", "8", "--json"))
+        assert len(text) > 1
+        assert (cold["num_prompt_tokens"], warm["num_cached_tokens"]) == (11, 8)
+        assert (cold["token_ids"], cold["text"]) == (warm["token_ids"], warm["text"])
+        assert warm["worker_id"] == cold["worker_id"]
+        assert (await cluster.run("chat", "Hi", "--max-tokens", "4")).strip()
+        workers = json.loads(await cluster.run("status", "--json"))["workers"]
+        assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
+        assert all(worker["free"] + worker["cached"] + worker["held"] + worker["reserved"] == 63 for worker in workers)
+        assert sum(worker["cached"] for worker in workers) > 0
+        assert "▒" in await cluster.run("blocks")
+        assert "every law holds" in await cluster.run("check")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert await cluster.wait() == 0
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_ends_the_cluster(tiny_model: Path, tmp_path: Path) -> None:
+    """It is named with what ended it, the others are stopped, and the exit status tells scripts."""
+    async with up(tmp_path, "--model", str(tiny_model), "--num-blocks", "64") as cluster:
+        await cluster.read_until("ready: ")
+        manager, worker = descendants(cluster.process.pid)
+        os.kill(worker, signal.SIGKILL)
+        assert await cluster.wait() == 1
+    assert "worker-0 was ended by SIGKILL" in "".join(cluster.lines)
+    assert not is_alive(manager)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_start_ends_the_cluster(tmp_path: Path) -> None:
+    """Its own words stand in the log, before ours."""
+    async with up(tmp_path, "--model", str(tmp_path / "no-such-model")) as cluster:
+        assert await cluster.wait() == 1
+    log = "".join(cluster.lines)
+    assert 0 < log.index("no-such-model") < log.index("worker-0 ended with exit status")
+    assert "Traceback" not in log
