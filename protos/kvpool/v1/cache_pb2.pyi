@@ -3,21 +3,29 @@
 isort:skip_file
 The cache manager: who may write which KV block, and which blocks already hold what.
 
-Errors. An RPC fails as a whole only for its session, its call_no, a recovering manager or its size, and has then
-done nothing. Everything else is answered per item, as a google.rpc.Status whose details hold an ErrorInfo with a
-`reason` (domain "kvpool") and, where it helps, RetryInfo, BadRequest or QuotaFailure:
+Errors. A call on the link fails as a whole only for its session, its call_no, a recovering manager, its size, or a
+malformed uplink (or, in Free, which has no results, a malformed item), and has then done nothing. Everything else is
+answered per item. Either way it is a google.rpc.Status whose details hold an ErrorInfo with a `reason` (domain "kvpool")
+and, where it helps, RetryInfo, BadRequest or QuotaFailure:
 
   out of blocks now                          RESOURCE_EXHAUSTED   NO_BLOCKS (+ RetryInfo)
-  too many live sequences                    RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES (+ QuotaFailure)
+  too many live sequences, workers           RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES, TOO_MANY_WORKERS
+                                                                  (+ QuotaFailure, RetryInfo)
   items behind a NO_BLOCKS in a batch        ABORTED              NOT_TRIED
-  can never fit / bad field                  INVALID_ARGUMENT     NEVER_FITS / BAD_FIELD (+ BadRequest)
-  unknown sequence (never for Free)          NOT_FOUND            UNKNOWN_SEQUENCE
-  stale session / call / attempt / round /
-    generation; older incarnation            FAILED_PRECONDITION  STALE_SESSION … STALE_INCARNATION
+  can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
+  unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
+  stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
+    generation, register_no, incarnation                          STALE_GENERATION, STALE_REGISTER, STALE_INCARNATION
+  an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
-  tokens differ from those known / a gap     ABORTED              TOKENS_DIFFER / GAP (metadata "position")
+  tokens differ from those known, a gap      ABORTED              TOKENS_DIFFER, GAP (metadata "position")
+  not in this version                        UNIMPLEMENTED        UNSUPPORTED
   manager recovering or shutting down        UNAVAILABLE          RECOVERING (+ RetryInfo)
+  a bug; the manager's log has the traceback INTERNAL             INTERNAL
+
+The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
+has passed: check the size before you send.
 
 A message that was answered FAILED_PRECONDITION must never be sent again as it is: after STALE_CALL send the state
 anew under a larger call_no, after STALE_SESSION register again.
@@ -225,7 +233,7 @@ class RegisterRequest(_message.Message):
     incarnation: _builtins.int
     """One life of the worker's process: its start time in ns, so larger is newer. A newer incarnation fences older ones."""
     register_no: _builtins.int
-    """Counts the Registers of this incarnation, from 1. Not larger than the last one seen: STALE_SESSION."""
+    """Counts the Registers of this incarnation, from 1. Not larger than the last one seen: STALE_REGISTER."""
     highest_epoch_seen: _builtins.int
     """Highest manager epoch that this worker has seen; the manager's is raised above it."""
     address: _builtins.str
@@ -1155,7 +1163,7 @@ class BlockDescription(_message.Message):
     table_index: _builtins.int
     """Depth of the block in its chain, counted from 0; meaningful if held or sealed."""
     free_list_position: _builtins.int
-    """Place on the free list, 0 is the next to be granted; −1 if the block is not on it."""
+    """Place on the free list, 0 is the next to be granted; −1 if the block is not on it or further back than 65,536."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceKey]:
         """Live sequences whose tables name the block; at most 16 of them."""
