@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Self
 
 import grpc
 import structlog
@@ -47,67 +48,107 @@ class PortInUse(Exception):
 
 async def run_worker(settings: WorkerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortInUse, ModelError, RegistrationRefused."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    try:
-        port = server.add_insecure_port(settings.address(settings.port))
-    except RuntimeError as error:
-        raise PortInUse(f"cannot listen on {settings.address(settings.port)}: {error}") from error
-    loaded, plan, runner = await asyncio.to_thread(_load, settings)
-    engine = _build_engine(settings, loaded.facts, plan, runner)
-    files = _model_files(loaded.facts)
-    facts = _encode_facts(settings, loaded.facts, settings.name(port), files)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, facts, files), server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-    tasks: set[asyncio.Task[None]] = set()
-    set_health = _health_setter(health_servicer, tasks)
-    set_health(False)
-    link = ManagerLink(
-        settings.manager,
-        _introduction(settings, loaded, plan, settings.name(port), settings.advertise or settings.address(port)),
-        engine,
-        set_health,
-    )
-    await server.start()
-    log.info("listening", worker_id=facts.worker_id, address=settings.address(port), model=facts.model_name)
-    await _serve(settings, server, engine, link, set_health)
-
-
-async def _serve(
-    settings: WorkerSettings,
-    server: grpc.aio.Server,
-    engine: Engine,
-    link: ManagerLink,
-    set_health: Callable[[bool], None],
-) -> None:
+    server = await Server.load(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    engine_task = asyncio.create_task(engine.run(), name="engine")
-    link_task = asyncio.create_task(link.run(), name="link")
-    stop_task = asyncio.create_task(_wait(stop), name="stop")
-    done, _ = await asyncio.wait({engine_task, link_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
-    log.info("stopping", grace_seconds=settings.grace_seconds)
-    set_health(False)
-    await server.stop(settings.grace_seconds)
-    # The streams have ended; let the link say Free before it says good-bye.
-    await _settle(engine)
-    for task in (link_task, engine_task, stop_task):
-        task.cancel()
-    await asyncio.gather(link_task, engine_task, stop_task, return_exceptions=True)
-    log.info(
-        "stopped",
-        steps=engine.num_steps,
-        forwarded_tokens=engine.num_forwarded_tokens,
-        preemptions=engine.scheduler.num_preemptions,
-        calls_to_manager=engine.cache.num_calls,
-        decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
-    )
-    for task in done & {engine_task, link_task}:
-        task.result()
+    async with server:
+        await server.serve_until(stop)
+
+
+class Server:
+    """A worker that listens. `load` makes one, `async with` starts and stops it, in the same event loop."""
+
+    def __init__(
+        self, settings: WorkerSettings, grpc_server: grpc.aio.Server, port: int, loaded: LoadedModel, plan: KVCachePlan
+    ) -> None:
+        """`grpc_server` is bound to `port` and not started yet. Allocates the KV cache."""
+        self._settings = settings
+        self._grpc = grpc_server
+        self.port = port
+        self.worker_id = settings.name(port)
+        self.facts = loaded.facts
+        self.runner = loaded.runner(plan)
+        self.engine = _build_engine(settings, loaded.facts, plan, self.runner)
+        files = _model_files(loaded.facts)
+        facts = _encode_facts(settings, loaded.facts, self.worker_id, files)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.engine, facts, files), grpc_server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), grpc_server)
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self._link = ManagerLink(
+            settings.manager,
+            _introduction(settings, loaded, plan, self.worker_id, settings.advertise or self.address),
+            self.engine,
+            self._set_health,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def load(cls, settings: WorkerSettings) -> Self:
+        """Take the port, then load the model. Raises PortInUse, ModelError."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        try:
+            port = server.add_insecure_port(settings.address(settings.port))
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {settings.address(settings.port)}: {error}") from error
+        loaded, plan = await asyncio.to_thread(_load, settings)
+        return cls(settings, server, port, loaded, plan)
+
+    @property
+    def address(self) -> str:
+        """host:port that it listens on."""
+        return self._settings.address(self.port)
+
+    async def __aenter__(self) -> Self:
+        self._set_health(False)
+        await self._grpc.start()
+        log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.name)
+        self._tasks = [
+            asyncio.create_task(self.engine.run(), name="engine"),
+            asyncio.create_task(self._link.run(), name="link"),
+        ]
+        return self
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`, or for the engine or the link to fail: raises what they raised."""
+        stopping = asyncio.create_task(_wait(stop), name="stop")
+        done, _ = await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done & set(self._tasks):
+            task.result()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let streams end within the grace period, free everything, and take leave of the manager."""
+        log.info("stopping", grace_seconds=self._settings.grace_seconds)
+        self._set_health(False)
+        await self._grpc.stop(self._settings.grace_seconds)
+        # The streams have ended; let the link say Free before it says good-bye.
+        await _settle(self.engine)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._health_tasks, return_exceptions=True)
+        engine = self.engine
+        log.info(
+            "stopped",
+            steps=engine.num_steps,
+            forwarded_tokens=engine.num_forwarded_tokens,
+            preemptions=engine.scheduler.num_preemptions,
+            calls_to_manager=engine.cache.num_calls,
+            decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
+        )
+
+    def _set_health(self, serving: bool) -> None:
+        """Tell the health service whether this worker has a session."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            task = asyncio.ensure_future(self._health.set(service, state))
+            self._health_tasks.add(task)
+            task.add_done_callback(self._health_tasks.discard)
 
 
 async def _wait(event: asyncio.Event) -> None:
@@ -122,7 +163,7 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def _load(settings: WorkerSettings) -> tuple[LoadedModel, KVCachePlan, ModelRunner]:
+def _load(settings: WorkerSettings) -> tuple[LoadedModel, KVCachePlan]:
     loaded = load_model(
         ModelSettings(
             model=settings.model,
@@ -134,9 +175,8 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, KVCachePlan, ModelRunn
         progress=log.info,
     )
     plan = loaded.plan(settings.block_size, settings.num_blocks, settings.kv_cache_memory)
-    runner = loaded.runner(plan)
     log.info(plan.describe(loaded.facts.max_model_len))
-    return loaded, plan, runner
+    return loaded, plan
 
 
 def _build_engine(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan, runner: ModelRunner) -> Engine:
@@ -215,16 +255,3 @@ def _encode_facts(
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
     )
-
-
-def _health_setter(servicer: health.aio.HealthServicer, tasks: set[asyncio.Task[None]]) -> Callable[[bool], None]:
-    """A plain function that tells the health service whether this worker has a session."""
-
-    def set_health(serving: bool) -> None:
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE):
-            task = asyncio.ensure_future(servicer.set(service, state))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    return set_health
