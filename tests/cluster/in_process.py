@@ -1,0 +1,107 @@
+"""A manager and a worker in the test's own process, over real gRPC: for tests that look at tensors and counters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from kvpool.v1 import cache_pb2
+
+from cache_service.epoch import EpochStore
+from cache_service.server import Server as ManagerServer
+from cache_service.settings import ManagerSettings
+from client import Client, Completion, GenerateOptions
+from tests.cluster.polling import eventually
+from worker_service.server import Server as WorkerServer
+from worker_service.settings import WorkerSettings
+
+WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class InProcessCluster:
+    """One manager, one worker, one client."""
+
+    manager: ManagerServer
+    worker: WorkerServer
+    client: Client
+
+    async def complete(self, prompt: Sequence[int] | str, **options: Unpack[GenerateOptions]) -> Completion:
+        """One whole answer; goes on behind any end of text."""
+        asked: GenerateOptions = {"ignore_eos": True, **options}
+        return await self.client.generate(prompt, **asked).collect()
+
+    async def all_at_once(
+        self, prompts: Sequence[Sequence[int]], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """The answers to prompts that arrive at the same instant."""
+        return await asyncio.gather(*(self.complete(prompt, **options) for prompt in prompts))
+
+    async def describe(self) -> cache_pb2.WorkerDescription:
+        """The worker as the manager sees it, with its block map."""
+        (worker,) = (await self.client.describe(worker_id=WORKER, first_block=0)).workers
+        return worker
+
+    async def sealed_chain(self, num_blocks: int) -> list[int]:
+        """The blocks of the only sealed chain, first block first."""
+        sealed = {block.table_index: block.block_id for block in (await self.describe()).blocks if block.sealed}
+        assert sorted(sealed) == list(range(num_blocks))
+        return [sealed[index] for index in range(num_blocks)]
+
+    async def is_registered(self) -> bool:
+        """Whether the manager knows the worker, and the worker its session."""
+        return self.worker.engine.cache.is_ready()
+
+    async def until_idle(self) -> None:
+        """Until nothing is held or reserved."""
+
+        async def idle() -> bool:
+            (counts,) = (await self.describe()).counts
+            return counts.held == counts.reserved == 0
+
+        await eventually(idle, "all blocks come back")
+
+    def block_bytes(self, block: int) -> list[torch.Tensor]:
+        """A copy of all layers' KV of one block, as integers: NaN equals itself."""
+        layers = self.worker.runner.kv_cache.layers
+        return [cache[block].clone().view(torch.int32) for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+
+
+@asynccontextmanager
+async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> AsyncIterator[InProcessCluster]:
+    """Serve the model in float32 with `settings` of the worker; every KV slot holds NaN at first. `folder` is for state
+    and caches. In the end everything has come back and every law holds."""
+    epochs = EpochStore.open(folder / "state")
+    try:
+        manager_settings = ManagerSettings(port=0, state_dir=folder / "state", lease_seconds=60)
+        async with ManagerServer(manager_settings, epochs) as manager:
+            address = f"127.0.0.1:{manager.port}"
+            worker = await WorkerServer.load(
+                WorkerSettings(
+                    **{
+                        "manager": address,
+                        "worker_id": WORKER,
+                        "model": str(model),
+                        "dtype": "float32",
+                        "device": "cpu",
+                        "cache_dir": folder / "cache",
+                        "block_size": 4,
+                        "num_blocks": 129,
+                        **settings,
+                    }
+                )
+            )
+            worker.runner.kv_cache.fill(float("nan"))
+            async with worker, Client(address) as client:
+                cluster = InProcessCluster(manager, worker, client)
+                await eventually(cluster.is_registered, "the worker registers")
+                yield cluster
+                await cluster.until_idle()
+                assert manager.manager.check().violations == []
+    finally:
+        epochs.close()

@@ -1,0 +1,42 @@
+"""Whatever the batch, the chunks, the cache and the pressure: in float32 the tokens are those of transformers' generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.in_process import in_process_cluster
+from tests.cluster.truth import NUM_TOP, Truth, check_all
+from tests.tiny_models import ARCHITECTURES, Oracle, make_tiny_model
+
+# Chunks of 7, blocks of 4, and a pool that holds the longest sequence (14 blocks) but never all five (47).
+TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
+CAPACITY = 20
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, tmp_path: Path) -> None:
+    """Cold, warm, at once, alone; with eviction and preemption on the way; and with the cache switched off."""
+    tiny = make_tiny_model(architecture, tmp_path / architecture)
+    oracle = Oracle.of(tiny.path)
+    truths = [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    async with in_process_cluster(tiny.path, tmp_path, **TIGHT) as cluster:
+        cold = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
+        check_all(truths, cold)
+        assert sum(completion.num_preemptions for completion in cold) > 0
+        check_all(truths, await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
+        for truth in truths:
+            for _ in range(2):
+                alone = await cluster.complete(truth.prompt, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
+                truth.check(alone)
+                assert alone.num_preemptions == 0
+            assert alone.num_cached_tokens == (len(truth.prompt) - 1) // 4 * 4
+        described = await cluster.describe()
+        assert described.totals.num_evicted_blocks > 0
+        assert described.counts[0].capacity == CAPACITY
+    async with in_process_cluster(tiny.path, tmp_path, **TIGHT, prefix_caching=False) as cluster:
+        for _ in range(2):
+            uncached = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
+            check_all(truths, uncached)
+            assert [completion.num_cached_tokens for completion in uncached] == [0] * len(truths)
