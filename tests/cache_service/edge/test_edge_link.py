@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import grpc
@@ -219,3 +220,35 @@ async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leas
         assert (await silent.keep_alive()).downlink.counts[0].free == 16
         assert not (await stub.Check(pb.CheckRequest())).violations
     epochs.close()
+
+
+async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between_the_slices(
+    server: Server, stub: Stub
+) -> None:
+    """200 slices in one tick; had each to wait for its own, they would take 10 s."""
+    large, small = Worker(stub, registration("large", num_blocks=400_000)), Worker(stub, registration("small"))
+    await large.register()
+    await small.register()
+    await stub.Deregister(pb.DeregisterRequest(session=large.session))
+    num_calls = 0
+    async with asyncio.timeout(5):
+        while server.manager._retired:
+            await small.keep_alive()
+            num_calls += 1
+    assert num_calls > 1
+
+
+async def test_after_a_deadline_or_a_cancellation_the_state_goes_out_again(stub: Stub, worker: Worker) -> None:
+    """Whether the given up call was executed nobody knows; the next one with a larger call_no makes it the same."""
+    for timeout in (1e-6, 1e-3, 3e-3):
+        request = pb.AllocateRequest(uplink=worker.uplink(wish=2), items=[item("a", prompt(9))])
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.Allocate(request, timeout=timeout)
+    request = pb.AllocateRequest(uplink=worker.uplink(wish=2), items=[item("a", prompt(9))])
+    call = stub.Allocate(request)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    reply = await worker.allocate(item("a", prompt(9)), wish=2)
+    assert reply.results[0].status.code == 0
+    assert (reply.downlink.counts[0].held, reply.downlink.counts[0].reserved) == (3, 2)
