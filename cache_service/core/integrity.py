@@ -18,13 +18,13 @@ Each violation names the law, the worker, and the block and sequence if there is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .attempts import Attempts
 from .block_pool import BlockPool, State
 from .messages import SequenceKey
-from .prefix_tree import PrefixTree
+from .prefix_tree import Node, PrefixTree
 from .sequence import Sequence
 from .session import Session
 
@@ -213,68 +213,75 @@ class _SessionAudit:
                 )
 
 
-def _tree(tree: PrefixTree, sessions: Iterable[Session]) -> Iterator[Violation]:
+def _tree(tree: PrefixTree, sessions: list[Session]) -> Iterator[Violation]:
     """The laws of the prefix tree. Copies in retired pools are waiting for the sweep and count as copies."""
-    standing: Counter[int] = Counter()
-    living: set[int] = set()
+    by_pool = {session.pool: session for session in sessions}
+    standing: dict[Node, list[Sequence]] = {}
+    living: set[Sequence] = set()
     for session in sessions:
         for sequence in session.sequences.values():
-            standing[id(sequence.nodes[-1] if sequence.nodes else sequence.root)] += 1
-            living.add(id(sequence))
+            standing.setdefault(sequence.nodes[-1] if sequence.nodes else sequence.root, []).append(sequence)
+            living.add(sequence)
+
+    def violation(law: str, message: str, node: Node) -> Violation:
+        """Names a sequence that stands on the node, or else a block that holds it."""
+        for sequence in standing.get(node, []):
+            return Violation(law, message, sequence.session.worker_id, sequence.session.number, -1, sequence.key)
+        for pool in node.pools():
+            session = by_pool[pool]
+            return Violation(law, message, session.worker_id, session.number, node.copy_in(pool))
+        return Violation(law, message)
+
     count = 0
     for node in tree.iter_nodes():
         if node.depth >= 0:
             count += 1
         if node.is_unused():
-            yield Violation("tree", f"{node!r} has no copy, child or sequence and is still there")
-        if node.num_sequences != standing[id(node)]:
-            yield Violation("tree", f"{node!r} counts {node.num_sequences} sequences, {standing[id(node)]} stand on it")
+            yield violation("tree", f"{node!r} has no copy, child or sequence and is still there", node)
+        num_standing = len(standing.get(node, ()))
+        if node.num_sequences != num_standing:
+            yield violation("tree", f"{node!r} counts {node.num_sequences} sequences, {num_standing} stand on it", node)
         for child in node.iter_children():
             if child.parent is not node or child.depth != node.depth + 1 or node.find(child.tokens) is not child:
-                yield Violation("tree", f"{child!r} and its parent {node!r} disagree")
+                yield violation("tree", f"{child!r} and its parent {node!r} disagree", child)
         for pool in node.pools():
             block = node.copy_in(pool)
             if pool.node(block) is not node:
                 yield Violation(
                     "sealing",
                     f"{node!r} names block {block} as its copy, which holds something else",
-                    block=block,
+                    by_pool[pool].worker_id,
+                    by_pool[pool].number,
+                    block,
                 )
         for leader in node.iter_leaders():
-            if id(leader) not in living:
-                yield Violation("tree", f"{node!r} is led by a sequence that has ended", sequence=leader.key)
+            if leader not in living:
+                yield Violation(
+                    "tree",
+                    f"{node!r} is led by a sequence that has ended",
+                    leader.session.worker_id,
+                    leader.session.number,
+                    -1,
+                    leader.key,
+                )
     if count != tree.num_nodes:
         yield Violation("tree", f"{count} nodes are reachable, {tree.num_nodes} are counted")
 
 
 def _attempts(attempts: Attempts, sessions: list[Session]) -> Iterator[Violation]:
-    indexed = {id(sequence) for sequence in attempts}
+    def violation(message: str, sequence: Sequence, session: Session) -> Violation:
+        return Violation("attempts", message, session.worker_id, session.number, -1, sequence.key)
+
+    indexed = set(attempts)
     for session in sessions:
-        for (sequence_id, attempt), sequence in session.sequences.items():
-            if (sequence.key.sequence_id, sequence.key.attempt) != (
-                sequence_id,
-                attempt,
-            ) or sequence.session is not session:
-                yield Violation(
-                    "attempts",
-                    "a session's sequence is kept under another key",
-                    session.worker_id,
-                    session.number,
-                    -1,
-                    sequence.key,
-                )
-            if id(sequence) not in indexed:
-                yield Violation(
-                    "attempts",
-                    "a live sequence is not in the index",
-                    session.worker_id,
-                    session.number,
-                    -1,
-                    sequence.key,
-                )
-            indexed.discard(id(sequence))
-    if indexed:
-        yield Violation("attempts", f"the index holds {len(indexed)} sequences that no session has")
+        for kept_as, sequence in session.sequences.items():
+            if (sequence.key.sequence_id, sequence.key.attempt) != kept_as or sequence.session is not session:
+                yield violation("a session's sequence is kept under another key", sequence, session)
+            if sequence not in indexed:
+                yield violation("a live sequence is not in the index", sequence, session)
+            indexed.discard(sequence)
+    for sequence in indexed:
+        yield violation("the index holds a sequence that no session has", sequence, sequence.session)
 
 
 def audit(
