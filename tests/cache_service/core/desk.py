@@ -1,0 +1,168 @@
+"""A worker for tests that tell one story: synchronous, honest, and every call of it goes to manager and model alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_service.core.hashing import HashFunction, xxh64
+from cache_service.core.messages import (
+    AllocateItem,
+    Appended,
+    AppendItem,
+    BlockCounts,
+    Granted,
+    Limits,
+    Reply,
+    ReservedBlock,
+    Root,
+    SequenceKey,
+    SequenceUpdate,
+    TableEntry,
+    Uplink,
+    Wait,
+)
+from cache_service.core.session import Session
+from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
+from tests.cache_service.core.model import Refused
+
+ROOT = Root(FINGERPRINT)
+
+
+class Desk:
+    """One worker. Sequences are named by their key or, in attempt 1 and round 0, by their id."""
+
+    def __init__(
+        self,
+        num_blocks: int = 65,
+        block_size: int = 4,
+        *,
+        worker_id: str = "w1",
+        lockstep: Lockstep | None = None,
+        hash_function: HashFunction = xxh64,
+        limits: Limits | None = None,
+    ) -> None:
+        self.lockstep = lockstep or Lockstep(hash_function, limits)
+        self.manager = self.lockstep.manager
+        number = self.lockstep.register(registration(worker_id, num_blocks=num_blocks, block_size=block_size))
+        assert isinstance(number, int)
+        self.number = number
+        self.worker_id = worker_id
+        self.block_size = block_size
+        self.call_no = 0
+        self.tokens: dict[SequenceKey, list[int]] = {}
+
+    @property
+    def session(self) -> Session:
+        """The manager's side of it."""
+        return self.manager.worker(self.worker_id)
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Its blocks by state."""
+        return self.session.pool.counts()
+
+    @property
+    def free_list(self) -> list[int]:
+        """Its free blocks in the order in which they will be granted."""
+        return list(self.session.pool.free_list())
+
+    def table(self, name: str | SequenceKey) -> list[int]:
+        """The block table of a live sequence."""
+        named = _key(name)
+        return list(self.session.sequences[named.sequence_id, named.attempt].table)
+
+    def uplink(
+        self,
+        *,
+        downlink_ack: int = 0,
+        reserve_wish: int | None = None,
+        returned: Sequence[ReservedBlock] = (),
+    ) -> Uplink:
+        """The head of the next call."""
+        self.call_no += 1
+        return Uplink(self.number, self.call_no, downlink_ack, reserve_wish, tuple(returned))
+
+    def item(
+        self,
+        name: str | SequenceKey,
+        tokens: Sequence[int],
+        *,
+        root: Root = ROOT,
+        no_wait: bool = False,
+        max_new_tokens: int = 1,
+        max_cached_tokens: int | None = None,
+    ) -> AllocateItem:
+        """One sequence of an Allocate."""
+        self.tokens[_key(name)] = list(tokens)
+        return AllocateItem(_key(name), root, token_bytes(tokens), max_new_tokens, no_wait, max_cached_tokens)
+
+    def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refused]:
+        """One Allocate of several sequences."""
+        result = self.lockstep.allocate(self.uplink(), *items)
+        assert not isinstance(result, Refused), result
+        return result[0]
+
+    def allocate(
+        self,
+        name: str | SequenceKey,
+        tokens: Sequence[int],
+        *,
+        root: Root = ROOT,
+        no_wait: bool = False,
+        max_new_tokens: int = 1,
+        max_cached_tokens: int | None = None,
+    ) -> Granted | Wait | Refused:
+        """One Allocate of one sequence."""
+        item = self.item(
+            name,
+            tokens,
+            root=root,
+            no_wait=no_wait,
+            max_new_tokens=max_new_tokens,
+            max_cached_tokens=max_cached_tokens,
+        )
+        return self.allocate_batch(item)[0]
+
+    def grant(
+        self, name: str | SequenceKey, tokens: Sequence[int], *, root: Root = ROOT, no_wait: bool = False
+    ) -> Granted:
+        """An Allocate that is granted."""
+        outcome = self.allocate(name, tokens, root=root, no_wait=no_wait)
+        assert isinstance(outcome, Granted), outcome
+        return outcome
+
+    def report(
+        self,
+        name: str | SequenceKey,
+        num_computed_tokens: int | None = None,
+        *,
+        new_tokens: Sequence[int] = (),
+        bound: Sequence[TableEntry] = (),
+        want_blocks: int = 0,
+    ) -> Appended | Refused:
+        """One Append: `num_computed_tokens` are computed, by default all that are known before `new_tokens`."""
+        named = _key(name)
+        known = self.tokens[named]
+        computed = len(known) if num_computed_tokens is None else num_computed_tokens
+        update = SequenceUpdate(named, len(known), token_bytes(new_tokens), computed, tuple(bound))
+        result = self.lockstep.append(self.uplink(), AppendItem(update, want_blocks))
+        assert not isinstance(result, Refused), result
+        if isinstance(result[0][0], Appended):
+            known += new_tokens
+        return result[0][0]
+
+    def free(self, name: str | SequenceKey, num_computed_tokens: int = 0) -> Reply:
+        """One Free."""
+        result = self.lockstep.free(self.uplink(), SequenceUpdate(_key(name), 0, b"", num_computed_tokens, ()))
+        assert isinstance(result, Reply), result
+        return result
+
+    def serve(self, name: str | SequenceKey, tokens: Sequence[int], *, root: Root = ROOT) -> int:
+        """A whole request with max_tokens=1: granted, prefilled, freed. Returns the number of cached tokens."""
+        granted = self.grant(name, tokens, root=root)
+        self.free(name, len(tokens))
+        return granted.num_cached_tokens
+
+
+def _key(name: str | SequenceKey) -> SequenceKey:
+    return key(name) if isinstance(name, str) else name

@@ -1,0 +1,329 @@
+"""`Check` is the witness of every other test, so it is tried itself: each law is broken by hand, and it must say which law, on
+which worker, and which block or sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cache_service.core import integrity
+from cache_service.core.block_pool import FREE, HELD, BlockPool
+from cache_service.core.messages import SequenceKey
+from cache_service.core.sequence import Sequence
+from tests.cache_service.core.desk import Desk
+from tests.cache_service.core.lockstep import key
+
+A, B, C = key("a"), key("b"), key("c")
+
+
+class Scene:
+    """A worker with every kind of block: a and b share two sealed blocks and own a sealed third and an unsealed tail; c holds a
+    duplicate of the first; one block is in the reserve, one is cached behind nothing, some are free."""
+
+    def __init__(self) -> None:
+        self.desk = Desk(num_blocks=17, block_size=2)
+        desk = self.desk
+        desk.serve("gone", [9, 9, 9])
+        desk.grant("a", [1, 2, 3, 4, 5, 6, 7])
+        desk.report("a")
+        desk.grant("b", [1, 2, 3, 4, 8, 8, 8])
+        desk.report("b")
+        desk.allocate("c", [1, 2, 7, 7], max_cached_tokens=0)
+        desk.report("c", 2)
+        desk.lockstep.free(desk.uplink(reserve_wish=1))
+        self.manager = desk.manager
+        self.session = desk.session
+        self.pool: BlockPool = self.session.pool
+        self.tree = self.manager._tree
+        assert self.manager.check().violations == []
+        assert self.desk.counts._replace(free=0) == (16, 0, 1, 8, 1, 0, 2)
+
+    def sequence(self, wanted: SequenceKey) -> Sequence:
+        """A live sequence."""
+        return self.session.sequences[wanted.sequence_id, wanted.attempt]
+
+    def table(self, wanted: SequenceKey) -> list[int]:
+        """Its block table."""
+        return self.sequence(wanted).table
+
+    @property
+    def cached(self) -> int:
+        """The cached block."""
+        return next(block for block in range(1, 17) if self.pool.is_cached(block))
+
+    @property
+    def free(self) -> int:
+        """A free block in the middle of the list."""
+        return list(self.pool.free_list())[2]
+
+
+Break = Callable[[Scene], int]
+"""Breaks a law; returns the block that is wrong, −1 if the law is not about one block."""
+
+
+def _count_one_free_block_more(scene: Scene) -> int:
+    scene.pool._num_free += 1
+    return -1
+
+
+def _count_one_shared_block_more(scene: Scene) -> int:
+    scene.pool._num_shared += 1
+    return -1
+
+
+def _lose_a_block(scene: Scene) -> int:
+    block = scene.free
+    scene.pool._unlink(block)
+    scene.pool._num_free -= 1
+    return block
+
+
+def _count_a_reference_that_is_none(scene: Scene) -> int:
+    scene.pool._ref_count[scene.table(A)[2]] += 1
+    return scene.table(A)[2]
+
+
+def _name_a_block_in_a_second_table(scene: Scene) -> int:
+    scene.table(C).append(scene.table(A)[3])
+    return scene.table(A)[3]
+
+
+def _break_a_back_link(scene: Scene) -> int:
+    scene.pool._previous[scene.free] = 0
+    return scene.free
+
+
+def _tie_the_list_into_a_knot(scene: Scene) -> int:
+    blocks = list(scene.pool.free_list())
+    scene.pool._next[blocks[3]] = blocks[1]
+    return blocks[1]
+
+
+def _put_a_held_block_on_the_list(scene: Scene) -> int:
+    scene.pool._push_tail(scene.table(A)[3])
+    return scene.table(A)[3]
+
+
+def _hold_a_block_for_nobody(scene: Scene) -> int:
+    block = scene.free
+    scene.pool._state[block] = HELD
+    return block
+
+
+def _call_a_cached_block_free(scene: Scene) -> int:
+    block = scene.cached
+    scene.pool._state[block] = FREE
+    return block
+
+
+def _leave_a_stale_entry_for_a_recycled_block(scene: Scene) -> int:
+    block = scene.free
+    scene.pool._node[block] = scene.sequence(A).nodes[0]
+    return block
+
+
+def _grant_the_null_block(scene: Scene) -> int:
+    scene.pool._state[0] = HELD
+    return 0
+
+
+def _name_the_null_block(scene: Scene) -> int:
+    scene.table(C).append(0)
+    return 0
+
+
+def _stamp_from_the_future(scene: Scene) -> int:
+    block = scene.table(C)[1]
+    scene.pool._generation[block] = scene.manager.last_generation + 1
+    return block
+
+
+def _no_stamp(scene: Scene) -> int:
+    block = scene.table(C)[1]
+    scene.pool._generation[block] = 0
+    return block
+
+
+def _forget_that_a_block_is_sealed(scene: Scene) -> int:
+    block = scene.table(B)[2]
+    scene.pool._node[block] = None
+    return block
+
+
+def _splice_another_block_into_a_prefix(scene: Scene) -> int:
+    scene.sequence(A).nodes[0].copy_block = scene.table(B)[2]
+    return scene.table(B)[2]
+
+
+def _hide_a_sealed_block_from_its_node(scene: Scene) -> int:
+    scene.sequence(A).nodes[2].drop_copy(scene.pool)
+    return scene.table(A)[2]
+
+
+def _seal_before_it_is_computed(scene: Scene) -> int:
+    sequence = scene.sequence(C)
+    scene.tree.name(sequence.nodes[1])
+    scene.pool.seal(sequence.table[1], sequence.nodes[1])
+    return sequence.table[1]
+
+
+def _count_a_sealed_block_more(scene: Scene) -> int:
+    scene.sequence(C).num_sealed += 1
+    return -1
+
+
+def _compute_more_than_is_known(scene: Scene) -> int:
+    scene.sequence(C).num_computed_tokens = 40
+    return -1
+
+
+def _share_an_unsealed_block(scene: Scene) -> int:
+    block = scene.table(A)[3]
+    scene.table(C).append(block)
+    scene.pool._ref_count[block] = 2
+    scene.pool._num_shared += 1
+    return block
+
+
+def _list_a_duplicate_that_is_none(scene: Scene) -> int:
+    block = scene.table(B)[2]
+    scene.pool._duplicates[scene.sequence(A).nodes[0]][block] = None
+    return block
+
+
+def _change_a_token(scene: Scene) -> int:
+    scene.sequence(A).tokens[0] ^= 1
+    return -1
+
+
+def _stand_on_another_prefix(scene: Scene) -> int:
+    nodes = scene.sequence(A).nodes
+    nodes[0], nodes[1] = nodes[1], nodes[0]
+    return -1
+
+
+def _count_a_sequence_more(scene: Scene) -> int:
+    scene.sequence(A).nodes[-1].num_sequences += 1
+    return -1
+
+
+def _cut_a_child_off(scene: Scene) -> int:
+    scene.sequence(A).nodes[2].depth = 7
+    return -1
+
+
+def _forget_a_leader(scene: Scene) -> int:
+    sequence = scene.sequence(C)
+    sequence.nodes[1].drop_leader(sequence)
+    return -1
+
+
+def _lead_after_the_end(scene: Scene) -> int:
+    sequence = scene.sequence(C)
+    scene.desk.free("c")
+    scene.sequence(A).nodes[0].add_leader(sequence)
+    return -1
+
+
+def _forget_to_prune(scene: Scene) -> int:
+    scene.tree.extend([], scene.sequence(A).root, b"\5" * 8, 2, 1)
+    return -1
+
+
+def _forget_an_attempt(scene: Scene) -> int:
+    scene.manager._attempts.drop(scene.sequence(A))
+    return -1
+
+
+def _remember_an_attempt_that_ended(scene: Scene) -> int:
+    sequence = scene.sequence(C)
+    scene.desk.free("c")
+    scene.manager._attempts.add(sequence)
+    return -1
+
+
+def _keep_an_attempt_under_another_key(scene: Scene) -> int:
+    scene.sequence(B).key = key("b", attempt=2)
+    return -1
+
+
+CASES: list[tuple[str, Break, SequenceKey | None]] = [
+    ("conservation", _count_one_free_block_more, None),
+    ("conservation", _count_one_shared_block_more, None),
+    ("free list", _lose_a_block, None),
+    ("references", _count_a_reference_that_is_none, A),
+    ("references", _name_a_block_in_a_second_table, A),
+    ("free list", _break_a_back_link, None),
+    ("free list", _tie_the_list_into_a_knot, None),
+    ("free list", _put_a_held_block_on_the_list, A),
+    ("state", _hold_a_block_for_nobody, None),
+    ("state", _call_a_cached_block_free, None),
+    ("state", _leave_a_stale_entry_for_a_recycled_block, None),
+    ("null block", _grant_the_null_block, None),
+    ("null block", _name_the_null_block, C),
+    ("generation", _stamp_from_the_future, C),
+    ("generation", _no_stamp, C),
+    ("sealing", _forget_that_a_block_is_sealed, B),
+    ("sealing", _splice_another_block_into_a_prefix, None),
+    ("sealing", _hide_a_sealed_block_from_its_node, A),
+    ("sealing", _seal_before_it_is_computed, C),
+    ("sealing", _count_a_sealed_block_more, C),
+    ("sealing", _compute_more_than_is_known, C),
+    ("sealing", _share_an_unsealed_block, A),
+    ("sealing", _list_a_duplicate_that_is_none, B),
+    ("chain", _change_a_token, A),
+    ("chain", _stand_on_another_prefix, A),
+    ("tree", _count_a_sequence_more, A),
+    ("tree", _cut_a_child_off, A),
+    ("tree", _forget_a_leader, C),
+    ("tree", _lead_after_the_end, C),
+    ("attempts", _forget_an_attempt, A),
+    ("attempts", _remember_an_attempt_that_ended, C),
+    ("attempts", _keep_an_attempt_under_another_key, key("b", attempt=2)),
+]
+
+
+@pytest.mark.parametrize(("law", "break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None))
+def test_check_names_law_worker_block_and_sequence(law: str, break_it: Break, sequence: SequenceKey | None) -> None:
+    """Breaking a law yields a violation that leads to the place: worker, session, and the block or the sequence."""
+    scene = Scene()
+    block = break_it(scene)
+    violations = scene.manager.check().violations
+    found = [violation for violation in violations if violation.law == law]
+    assert any(
+        (violation.worker_id, violation.session) == ("w1", scene.session.number)
+        and violation.block == (block if block >= 0 else violation.block)
+        and (sequence is None or violation.sequence == sequence)
+        for violation in found
+    ), violations
+
+
+def test_check_sees_nodes_that_nothing_keeps() -> None:
+    """A node without copy, child or sequence is a leak, even with no worker to name."""
+    scene = Scene()
+    _forget_to_prune(scene)
+    assert any(v.law == "tree" and "no copy, child or sequence" in v.message for v in scene.manager.check().violations)
+
+
+def test_check_sees_nodes_that_are_lost() -> None:
+    """The number of nodes that is shown is the number of nodes there are."""
+    scene = Scene()
+    scene.tree.num_nodes += 1
+    assert [violation.law for violation in scene.manager.check().violations] == ["tree"]
+
+
+def test_every_law_of_the_list_is_tried() -> None:
+    """A law that is added to the audit's list gets a case here."""
+    assert integrity.__doc__ is not None
+    listed = {line[2:].split(":")[0] for line in integrity.__doc__.splitlines() if line.startswith("* ")}
+    assert listed == {law for law, _, _ in CASES}
+
+
+def test_check_changes_nothing_and_counts_what_it_saw() -> None:
+    """An audit is a look; and its figures are those of the worker."""
+    scene = Scene()
+    audit = scene.manager.check()
+    assert (audit.num_blocks, audit.num_sequences, audit.num_sessions) == (16, 3, 1)
+    assert audit.num_nodes == scene.manager.num_prefix_nodes
+    scene.desk.lockstep.compare()
