@@ -36,7 +36,12 @@ def quiet(_: str) -> None:
 
 def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) -> LoadedModel:
     settings = ModelSettings(
-        str(folder), dtype="float32", device=device, max_model_len=max_model_len, cache_dir=folder / "cache"
+        str(folder),
+        dtype="float32",
+        device=device,
+        max_model_len=max_model_len,
+        cache_dir=folder / "cache",
+        num_threads=1,  # tiny products, and tests that run beside others should not wait for their cores
     )
     return load_model(settings, quiet)
 

@@ -32,7 +32,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu"), quiet)
+    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1), quiet)
 
 
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])

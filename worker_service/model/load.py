@@ -22,6 +22,7 @@ from .fingerprint import fingerprint
 from .guard import check_config, check_layers
 from .kv_cache import KVCache, KVCachePlan, plan_kv_cache
 from .layers import AttentionLayer, find_attention_layers
+from .packed_linear import pack_linears
 from .placement import choose_device, choose_dtype, dtype_name, free_memory_bytes, own_dtype
 from .probe import probe
 from .quiet import quiet_transformers
@@ -61,6 +62,8 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     progress gets one line per step (default: the log). Raises ModelError with what to change.
     """
     progress = progress or structlog.get_logger("kvpool.model").info
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
     cache_dir = settings.cache_dir or default_cache_dir()
     folder = resolve_model(settings.model, cache_dir, progress)
     config = _read_config(folder.path)
@@ -156,4 +159,7 @@ def _load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if device.type == "cpu":
+        pack_linears(model)
+    return model

@@ -23,3 +23,6 @@ class ModelSettings:
     """Prompt and generated tokens together; None: as many as the model's config allows."""
     cache_dir: Path | None = None
     """Where converted models and digests are kept; None: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool."""
+    num_threads: int | None = None
+    """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers that share a machine must share
+    its cores out: threads of two processes that wait for each other's cores slow both down many times over."""

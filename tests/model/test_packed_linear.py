@@ -1,0 +1,45 @@
+"""Linear layers with packed weights compute what the plain ones do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 17, 300])
+def test_equals_linear(dtype: torch.dtype, bias: bool, num_rows: int) -> None:
+    if not packing_works(dtype):
+        pytest.skip(f"no packed {dtype} products on this CPU")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
+    inputs = torch.randn(1, num_rows, 48).to(dtype)
+    result = PackedLinear(linear)(inputs)
+    assert result.shape == (1, num_rows, 80)
+    torch.testing.assert_close(result, linear(inputs), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_only_plain_linears_are_replaced_and_shared_weights_stay() -> None:
+    class OwnLinear(torch.nn.Linear):
+        pass
+
+    embedding, head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, OwnLinear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4)), head)
+    model.requires_grad_(False)
+    tokens = torch.arange(10)[None]
+    expected = copy.deepcopy(model)(tokens)
+    if not packing_works(torch.float32):
+        assert pack_linears(model) == 0
+        return
+    assert pack_linears(model) == 2
+    assert type(model[1]) is OwnLinear
+    torch.testing.assert_close(model(tokens), expected)
+    assert model[0].weight is embedding.weight

