@@ -291,3 +291,23 @@ async def test_a_leader_without_progress_is_not_waited_for_for_ever() -> None:
         gate.set()
         assert await read(first) == expected_text(list(range(40)), 2)
         assert await read(second) == expected_text([*range(40), 7], 2)
+
+
+async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_pool_is_exhausted() -> None:
+    """The manager holds blocks for a sequence that this worker takes for waiting; nobody else can use or free them."""
+    world = World(num_blocks=34, block_size=1)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        first = world.submit(list(range(10)), 20)
+        while first.sequence.state is not SequenceState.LIVE:
+            await asyncio.sleep(0)
+        world.wire.lose_next_reply = "Allocate"
+        second = world.submit(list(range(100, 120)), 2)
+        while not world.wire.is_cut:
+            await asyncio.sleep(0)
+        gate.set()
+        # Now let the first run into the end of the pool, and keep Allocate back until it has.
+        world.cache._ask_again_at = world.wire.now() + 3600
+        world.wire.is_cut = False
+        assert await read(first) == expected_text(list(range(10)), 20)
+        assert await read(second) == expected_text(list(range(100, 120)), 2)

@@ -43,6 +43,8 @@ class Wire:
         self.lose_request = 0.0
         self.lose_reply = 0.0
         self.repeat_later = 0.0
+        self.lose_next_reply = ""
+        """Name of the method whose next reply is lost."""
         self.num_calls: dict[str, int] = {}
         self.gate: asyncio.Event | None = None
         """If set, mutating calls wait for it before they reach the manager."""
@@ -68,7 +70,10 @@ class Wire:
             found = status.of_refusal(refusal)
             code = next(code for code in grpc.StatusCode if code.value[0] == found.code)
             raise rpc_error(code, found) from None
-        if self._random.random() < self.lose_reply:
+        if name == self.lose_next_reply:
+            self.lose_next_reply = ""
+            self.is_cut = True
+        if self.is_cut or self._random.random() < self.lose_reply:
             raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED)
         return response
 

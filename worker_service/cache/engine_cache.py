@@ -378,12 +378,14 @@ class EngineCache:
         return idle or bool(self._reserve.returning)
 
     def _allocate_call(self, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
-        if now < self._ask_again_at or (self._exhausted and self._spare_target() > len(self._reserve)):
-            return None
+        hold_back = now < self._ask_again_at or (self._exhausted and self._spare_target() > len(self._reserve))
+        # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
         wanted = [
             sequence
             for sequence in candidates
-            if sequence.state is SequenceState.WAITING and self._sequences.get(sequence.id, sequence) is sequence
+            if sequence.state is SequenceState.WAITING
+            and (sequence.maybe_granted or not hold_back)
+            and self._sequences.get(sequence.id, sequence) is sequence
         ][: self.settings.max_items_per_call]
         if not wanted:
             return None

@@ -104,16 +104,14 @@ class Scheduler:
 
     def candidates(self) -> list[CacheSequence]:
         """Waiting sequences that there is room for in the batch, in order. Those waiting for a prefix in flight are passed over,
-        not counted: they hold nothing."""
-        allocating = sum(1 for request in self._waiting if request.sequence.state is SequenceState.ALLOCATING)
-        room = self.max_num_seqs - len(self._running) - allocating
-        chosen: list[CacheSequence] = []
-        for request in self._waiting:
-            if len(chosen) >= room:
-                break
-            if request.sequence.state is SequenceState.WAITING:
-                chosen.append(request.sequence)
-        return chosen
+        not counted: they hold nothing. Those whose Allocate was not answered come first and keep their place in the batch: the
+        manager may hold blocks for them that everybody else is short of."""
+        waiting = [request.sequence for request in self._waiting]
+        unanswered = [seq for seq in waiting if seq.state is SequenceState.WAITING and seq.maybe_granted]
+        others = [seq for seq in waiting if seq.state is SequenceState.WAITING and not seq.maybe_granted]
+        num_allocating = sum(seq.state is SequenceState.ALLOCATING for seq in waiting)
+        room = self.max_num_seqs - len(self._running) - num_allocating - len(unanswered)
+        return unanswered + others[: max(0, room)]
 
     # -- steps
 
