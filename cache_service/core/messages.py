@@ -21,7 +21,7 @@ class Limits(NamedTuple):
     max_sequences_per_session: int = 4096
     max_tokens_per_sequence: int = 1 << 20
     max_items_per_call: int = 1024
-    max_blocks_per_pool: int = 1 << 27
+    max_blocks_per_pool: int = 1 << 24
     max_block_size: int = 1 << 16
     max_id_bytes: int = 128
     max_name_bytes: int = 256
