@@ -1,0 +1,237 @@
+"""A real cluster: one manager and any number of workers, each a process of its own, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
+
+from client import Client, ClientConfig, Completion, GenerateOptions
+from tests.cluster.polling import eventually
+from tests.cluster.process import Process
+from worker_service.model.cache_dir import default_cache_dir
+
+HOST = "127.0.0.1"
+MANAGER = "manager"
+START_SECONDS = 60.0
+"""For a process to import everything and load its model, on a machine that is busy with other things."""
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    """num_blocks=9 → --num-blocks 9; prefix_caching=False → --no-prefix-caching."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            flags += [f"--{option}", str(value)]
+    return flags
+
+
+class Cluster:
+    """Starts, kills, freezes and restarts services; `async with` leaves no process behind.
+
+    The manager and each worker keep their port, name and folder over restarts. Use it in one event loop.
+    """
+
+    living: ClassVar[set[Cluster]] = set()
+    """Clusters whose logs belong to a test that fails now."""
+
+    def __init__(self, folder: Path, *, lease_seconds: float = 6.0, keep_alive_seconds: float = 1.0) -> None:
+        self._folder = folder
+        self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
+        self._ports: dict[str, int] = {MANAGER: free_port()}
+        self._worker_settings: dict[str, dict[str, Any]] = {}
+        self.processes: dict[str, Process] = {}
+        """The latest process of each name."""
+        self._all: list[Process] = []
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def __repr__(self) -> str:
+        return f"Cluster({list(self.processes.values())})"
+
+    async def __aenter__(self) -> Self:
+        self.living.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._all:
+            process.kill()
+        for channel in self._channels.values():
+            await channel.close()
+        self.living.discard(self)
+
+    # -- processes
+
+    def address(self, name: str = MANAGER) -> str:
+        """host:port of a service."""
+        return f"{HOST}:{self._ports[name]}"
+
+    async def start_manager(self) -> Process:
+        """Start the manager, or start it again after its end, and wait until it serves."""
+        settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self._folder / "state"}
+        manager = self._start(MANAGER, "kvpool.cache_service", {**settings, **self._manager_settings})
+        await self.until_serving(MANAGER)
+        return manager
+
+    def start_worker(self, name: str, *, threads: int = 1, **settings: Any) -> Process:
+        """Start a worker with these settings; without any, start it again with those of the last time."""
+        if settings:
+            self._ports[name] = free_port()
+            self._worker_settings[name] = {
+                "manager": self.address(),
+                "worker_id": name,
+                "host": HOST,
+                "port": self._ports[name],
+                "device": "cpu",
+                "dtype": "float32",
+                "cache_dir": default_cache_dir(),
+                **settings,
+            }
+        return self._start(name, "kvpool.worker_service", self._worker_settings[name], threads)
+
+    def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
+        assert name not in self.processes or self.processes[name].status is not None, f"{name} still runs"
+        process = Process(
+            name,
+            ["-m", module, *_flags(settings)],
+            self._folder / f"{name}.log",
+            # More threads than cores make tiny models a hundred times slower.
+            {"OMP_NUM_THREADS": str(threads)},
+        )
+        self.processes[name] = process
+        self._all.append(process)
+        return process
+
+    async def until_serving(self, name: str, *, or_not: bool = False) -> float:
+        """Until the service answers that it serves (`or_not`: until it answers at all); returns when, in monotonic seconds."""
+        stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
+
+        async def serving() -> bool:
+            self._assert_running(name)
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+            except grpc.aio.AioRpcError:
+                return False
+            return or_not or answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        await eventually(serving, f"{name} serves", START_SECONDS)
+        return time.monotonic()
+
+    async def until_registered(self, *names: str) -> None:
+        """Until the manager knows these workers under the addresses of now."""
+
+        async def registered() -> bool:
+            for name in names:
+                self._assert_running(name)
+            described = {worker.worker_id: worker.address for worker in await self.describe()}
+            return all(described.get(name) == self.address(name) for name in names)
+
+        await eventually(registered, f"{names} register", START_SECONDS)
+
+    def _assert_running(self, name: str) -> None:
+        process = self.processes[name]
+        assert process.status is None, f"{process} has ended:\n{process.log[-2000:]}"
+
+    # -- talking to it
+
+    def channel(self, name: str = MANAGER) -> grpc.aio.Channel:
+        """A channel to a service that finds it again soon after a restart."""
+        if name not in self._channels:
+            options = [
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.initial_reconnect_backoff_ms", 50),
+                ("grpc.min_reconnect_backoff_ms", 1000),
+                ("grpc.max_reconnect_backoff_ms", 100),
+                ("grpc.enable_retries", 0),
+            ]
+            self._channels[name] = grpc.aio.insecure_channel(self.address(name), options=options)
+        return self._channels[name]
+
+    @property
+    def manager_stub(self) -> cache_pb2_grpc.CacheServiceStub:
+        """The manager's service as it is on the wire."""
+        return cache_pb2_grpc.CacheServiceStub(self.channel())
+
+    def worker_stub(self, name: str) -> worker_pb2_grpc.WorkerServiceStub:
+        """A worker's service as it is on the wire."""
+        return worker_pb2_grpc.WorkerServiceStub(self.channel(name))
+
+    def client(self, **config: Any) -> Client:
+        """A client with an own configuration; the caller closes it."""
+        return Client(config=ClientConfig(**{"manager": self.address(), **config}))
+
+    async def complete(self, prompt: Sequence[int] | str, **options: Unpack[GenerateOptions]) -> Completion:
+        """One whole answer, by a client of its own; goes on behind any end of text."""
+        (completion,) = await self.all_at_once([prompt], **options)
+        return completion
+
+    async def all_at_once(
+        self, prompts: Sequence[Sequence[int] | str], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """The answers to prompts that arrive at the same instant."""
+        asked: GenerateOptions = {"ignore_eos": True, **options}
+        async with self.client() as client:
+            await client.model(options.get("model"))
+            return await asyncio.gather(*(client.generate(prompt, **asked).collect() for prompt in prompts))
+
+    async def describe(self) -> list[cache_pb2.WorkerDescription]:
+        """All live workers; none while the manager does not answer."""
+        try:
+            return list((await self.manager_stub.Describe(cache_pb2.DescribeRequest(), timeout=2.0)).workers)
+        except grpc.aio.AioRpcError:
+            return []
+
+    async def worker(self, name: str) -> cache_pb2.WorkerDescription:
+        """One worker, with its block map."""
+        request = cache_pb2.DescribeRequest(worker_id=name, include_blocks=True)
+        (worker,) = (await self.manager_stub.Describe(request)).workers
+        return worker
+
+    async def until_clean(self) -> None:
+        """Until every worker has given everything back; then every law must hold."""
+
+        async def idle() -> bool:
+            workers = await self.describe()
+            counts = [counts for worker in workers for counts in worker.counts]
+            return bool(workers) and all(
+                count.held == count.reserved == 0 and count.free + count.cached == count.capacity for count in counts
+            )
+
+        await eventually(idle, "all blocks come back")
+        assert list((await self.manager_stub.Check(cache_pb2.CheckRequest())).violations) == []
+
+    # -- doing it harm
+
+    def kill(self, name: str) -> None:
+        """End a service as a crash would."""
+        self.processes[name].kill()
+
+    def suspend(self, name: str) -> None:
+        """Freeze a service; its connections stay open."""
+        self.processes[name].send(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Let a frozen service go on."""
+        self.processes[name].send(signal.SIGCONT)

@@ -1,0 +1,54 @@
+"""Greedy float32 over real processes equals transformers' generate: several models behind one manager."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.cluster.tiny_cluster import TinyCluster
+from tests.cluster.truth import NUM_TOP, check_all
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+WORKERS = (TinyCluster.ROOMY, *TinyCluster.TIGHT)
+
+
+async def test_four_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyCluster) -> None:
+    """All prompts of all models at the same instant, twice; the client chooses the worker by its model."""
+    truths = {name: tiny.truths(name) for name in WORKERS}
+    for num_cached_before in (False, True):
+        answers = await asyncio.gather(
+            *(
+                tiny.cluster.all_at_once(
+                    tiny.models[name].prompts,
+                    model=name,
+                    max_tokens=tiny.models[name].num_new_tokens,
+                    logprobs=NUM_TOP,
+                )
+                for name in WORKERS
+            )
+        )
+        for name, completions in zip(WORKERS, answers, strict=True):
+            check_all(truths[name], completions)
+            assert {completion.worker_id for completion in completions} == {name}
+            pressed = sum(completion.num_preemptions for completion in completions) > 0
+            assert pressed == (name in TinyCluster.TIGHT)
+        if num_cached_before:
+            assert all(completion.num_cached_tokens > 0 for completion in answers[0][1:])
+    await tiny.cluster.until_clean()
+    for name in TinyCluster.TIGHT:
+        assert (await tiny.cluster.worker(name)).totals.num_evicted_blocks > 0
+
+
+@pytest.mark.parametrize("name", WORKERS)
+async def test_alone_cold_and_warm_answers_the_truth(tiny: TinyCluster, name: str) -> None:
+    """Without neighbours; the second time all full blocks but those of the last token come out of the cache."""
+    for truth in tiny.truths(name):
+        for warm in (False, True):
+            completion = await tiny.cluster.complete(
+                truth.prompt, model=name, max_tokens=len(truth.tokens), logprobs=NUM_TOP, tenant_salt="alone"
+            )
+            truth.check(completion)
+            if warm:
+                assert completion.num_cached_tokens == (len(truth.prompt) - 1) // 4 * 4
