@@ -10,6 +10,7 @@ from cache_service.core.messages import (
     Appended,
     AppendItem,
     BlockCounts,
+    Grant,
     Granted,
     Limits,
     Reply,
@@ -150,6 +151,13 @@ class Desk:
         if isinstance(result[0][0], Appended):
             known += new_tokens
         return result[0][0]
+
+    def refill(self, reserve_wish: int) -> list[ReservedBlock]:
+        """Ask for a reserve; returns the blocks of all grants not acknowledged."""
+        result = self.lockstep.free(self.uplink(reserve_wish=reserve_wish))
+        assert isinstance(result, Reply), result
+        grants = [entry.entry for entry in result.entries if isinstance(entry.entry, Grant)]
+        return [ReservedBlock(block, grant.generation) for grant in grants for block in grant.blocks]
 
     def free(self, name: str | SequenceKey, num_computed_tokens: int = 0) -> Reply:
         """One Free."""

@@ -1,0 +1,435 @@
+"""Mistakes that other systems have made, one test each. Every one of them must stay impossible here."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from cache_service.core.block_pool import BlockPool, State
+from cache_service.core.hashing import xxh64
+from cache_service.core.manager import SWEEP_SLICE_NODES, CacheManager
+from cache_service.core.messages import (
+    AllocateItem,
+    AppendItem,
+    Granted,
+    Root,
+    SequenceUpdate,
+    TableEntry,
+    Uplink,
+)
+from cache_service.core.prefix_tree import Node, PrefixTree
+from cache_service.core.refusal import Reason, Refusal
+from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.lockstep import (
+    FINGERPRINT,
+    Lockstep,
+    key,
+    pool_snapshot,
+    registration,
+    snapshot,
+    token_bytes,
+)
+from tests.cache_service.core.model import Refused
+
+
+@contextmanager
+def counted_lines() -> Iterator[list[int]]:
+    """Counts the lines of Python executed inside the core: the work of an operation without a clock."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if "cache_service" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count[0] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def lines_of(operation: Callable[[], object]) -> int:
+    """Lines of the core that an operation executes."""
+    with counted_lines() as count:
+        operation()
+    return count[0]
+
+
+# -- content
+
+
+def test_a_block_is_no_hit_before_its_kv_is_computed() -> None:
+    """Hash registered before the KV is computed: a granted block serves nobody until its worker reports it computed."""
+    worker = Desk()
+    worker.grant("first", range(9))
+    granted = worker.grant("second", range(9), no_wait=True)
+    assert granted.num_cached_tokens == 0
+    worker.report("first", 7)
+    assert worker.grant("third", range(9), no_wait=True).num_cached_tokens == 4
+
+
+def test_the_tail_that_is_not_full_is_no_hit() -> None:
+    """Only full blocks are sealed: a prompt that ends inside a block leaves its tail to itself."""
+    worker = Desk()
+    worker.serve("first", range(7))
+    assert worker.grant("second", range(7)).num_cached_tokens == 4
+
+
+def test_a_recycled_block_has_no_stale_entry() -> None:
+    """Stale hash entry for a recycled block: once a block is granted again, its former content is a miss."""
+    worker = Desk(num_blocks=3)
+    old, new = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
+    worker.serve("old", old)
+    worker.grant("new", new)
+    assert worker.session.pool.num_evicted == 1
+    worker.free("new")
+    assert worker.manager.num_prefix_nodes == 0
+    assert worker.grant("old again", old).num_cached_tokens == 0
+
+
+def test_look_up_and_pin_are_one_step() -> None:
+    """A hit leaves the free list in the call that finds it: the rest of the same batch, under pressure, cannot evict it."""
+    worker = Desk(num_blocks=5)
+    prefix = list(range(8))
+    worker.serve("first", [*prefix, 0])
+    hit, starving = worker.allocate_batch(worker.item("hit", [*prefix, 1]), worker.item("starving", range(50, 58)))
+    assert isinstance(hit, Granted)
+    assert hit.num_cached_tokens == 8
+    assert starving == Refused(Reason.NO_BLOCKS)
+    assert all(worker.session.pool.state(block) is State.HELD for block in hit.blocks)
+
+
+def test_an_allocation_that_needs_its_own_hits_as_free_blocks_is_refused() -> None:
+    """Admission counts exactly: a cached block that is hit is not also there to be granted."""
+    worker = Desk(num_blocks=5)
+    worker.serve("first", range(12))
+    worker.grant("holds", [99])
+    before = pool_snapshot(worker.session.pool)
+    assert (worker.counts.cached, worker.counts.free) == (3, 0)
+    assert worker.allocate("second", range(13)) == Refused(Reason.NO_BLOCKS)
+    assert pool_snapshot(worker.session.pool) == before
+    worker.free("holds")
+    assert worker.grant("second", range(13)).num_cached_tokens == 12
+
+
+def test_an_allocation_that_fails_evicts_nothing() -> None:
+    """Eviction although the allocation then fails: all or nothing, down to the order of the free list."""
+    worker = Desk(num_blocks=9)
+    worker.grant("holds", range(100, 112))
+    worker.serve("cached", range(16))
+    before = pool_snapshot(worker.session.pool)
+    assert worker.allocate("too big", range(200, 224)) == Refused(Reason.NO_BLOCKS)
+    assert pool_snapshot(worker.session.pool) == before
+    assert worker.grant("still there", [*range(16), 7]).num_cached_tokens == 16
+
+
+def test_pressure_costs_only_the_blocks_that_are_needed() -> None:
+    """Dropping the whole cache under pressure: a grant of one block evicts one block."""
+    worker = Desk(num_blocks=9)
+    worker.serve("cached", range(32))
+    assert worker.counts.cached == 8
+    worker.grant("small", [99])
+    assert worker.counts.cached == 7
+
+
+def test_a_full_hit_still_computes_one_token() -> None:
+    """Full-prompt hit leaves nothing to compute: at least one token is always left, whatever the length."""
+    for block_size in (1, 2, 4):
+        for length in range(1, 14):
+            worker = Desk(block_size=block_size)
+            worker.serve("first", range(length))
+            cached = worker.grant("second", range(length)).num_cached_tokens
+            assert cached == (length - 1) // block_size * block_size
+
+
+def test_the_tenant_salt_separates_on_every_path() -> None:
+    """Tenant salt dropped on a second code path: Allocate, waiting, Route and the answer to a retry all keep tenants apart."""
+    worker = Desk()
+    mine, theirs = Root(FINGERPRINT, tenant_salt="mine"), Root(FINGERPRINT, tenant_salt="theirs")
+    prompt = list(range(9))
+    worker.grant("mine", prompt, root=mine)
+    assert isinstance(worker.allocate("theirs", prompt, root=theirs), Granted), "no wait for another tenant's prefix"
+    worker.report("mine")
+    worker.free("theirs")
+    assert worker.grant("theirs again", prompt, root=theirs).num_cached_tokens == 0
+    worker.lockstep.route(theirs, token_bytes(prompt))
+    routed = worker.manager.route(Root("", tenant_salt="mine"), token_bytes(prompt))
+    assert routed[0].num_cached_tokens == 8
+    # A live sequence is handed out again only under its own root.
+    assert worker.allocate("mine", prompt, root=theirs) == Refused(Reason.TOKENS_DIFFER, 0)
+    assert worker.allocate("mine", prompt, root=mine) == worker.allocate("mine", prompt, root=mine)
+
+
+def test_different_encoder_inputs_share_no_decoder_prefix() -> None:
+    """Decoder prefix shared between different encoder inputs: the digest of the input is part of the root."""
+    worker = Desk()
+    one, other = (Root(FINGERPRINT, input_digest=bytes([i]) * 32) for i in (1, 2))
+    assert worker.serve("one", range(9), root=one) == 0
+    assert worker.serve("other", range(9), root=other) == 0
+    assert worker.serve("one again", range(9), root=one) == 8
+
+
+def test_sharers_keep_what_a_preempted_owner_had_computed() -> None:
+    """A sharer resumes before the owner has recomputed the shared blocks: sealed blocks outlive their owner's preemption."""
+    worker = Desk(num_blocks=9)
+    worker.grant("owner", range(9))
+    worker.report("owner", 8)
+    shared = worker.grant("sharer", [*range(8), 50]).blocks[:2]
+    worker.free("owner", 8)
+    pool = worker.session.pool
+    assert [pool.ref_count(block) for block in shared] == [1, 1]
+    again = worker.grant(key("owner", round=1), range(9))
+    assert again.blocks[:2] == shared
+    assert again.num_cached_tokens == 8
+
+
+# -- leaks, retries and late messages
+
+
+@pytest.mark.parametrize("name_the_bound", [True, False])
+@pytest.mark.parametrize("computed", [0, 3, 4, 9])
+def test_an_abort_at_any_moment_leaks_nothing(computed: int, name_the_bound: bool) -> None:
+    """Leak on abort: freed before, while and after it computes, with blocks of the reserve bound or not, all comes back."""
+    worker = Desk(num_blocks=9)
+    reserve = worker.refill(2)
+    worker.grant("s", range(9))
+    bound = (TableEntry(3, *reserve[0]),) if name_the_bound else ()
+    update = SequenceUpdate(key("s"), 9, b"", computed, bound)
+    worker.lockstep.free(worker.uplink(downlink_ack=1, reserve_wish=0), update)
+    assert len(worker.session.sequences) == 0
+    assert (worker.counts.held, worker.counts.reserved) == (0, 1 if name_the_bound else 2)
+    worker.lockstep.free(worker.uplink(returned=reserve))
+    assert (worker.counts.free, worker.counts.cached) == (8 - computed // 4, computed // 4)
+    worker.lockstep.deregister(worker.number)
+    while worker.manager.sweep():
+        pass
+    assert worker.manager.num_prefix_nodes == 0
+
+
+def test_a_late_allocate_after_its_free_is_granted_never() -> None:
+    """A retried or delayed Allocate that arrives after its Free: a smaller call_no does nothing, and nothing is left behind."""
+    worker = Desk()
+    item = worker.item("s", range(9))
+    late = worker.uplink()
+    worker.free("s")
+    before = snapshot(worker.manager)
+    assert worker.lockstep.allocate(late, item) == Refused(Reason.STALE_CALL)
+    assert snapshot(worker.manager) == before
+    assert worker.counts.held == 0
+
+
+def test_a_retry_gets_the_same_table_and_holds_nothing_twice() -> None:
+    """The reply was lost: the state goes out again in a larger call, and the table comes back as it stands."""
+    worker = Desk()
+    first = worker.grant("s", range(9))
+    held = worker.counts.held
+    assert worker.grant("s", range(9)) == first
+    assert worker.counts.held == held
+
+
+def test_freeing_twice_frees_once() -> None:
+    """Free is idempotent also when its blocks have gone to somebody else in between."""
+    worker = Desk(num_blocks=4)
+    worker.grant("s", range(9))
+    worker.free("s")
+    other = worker.grant("other", range(20, 29))
+    worker.free("s")
+    assert worker.table("other") == list(other.blocks)
+    assert worker.counts.held == 3
+
+
+def test_a_named_block_of_an_older_grant_is_ignored_by_free_and_refused_by_append() -> None:
+    """One writer: after a block went back and was granted again, words about its former grant mean nothing."""
+    worker = Desk(num_blocks=4)
+    (old,) = worker.refill(1)
+    worker.lockstep.free(worker.uplink(downlink_ack=1, returned=[old]))
+    pool = worker.session.pool
+    assert pool.is_reserved(old.block, worker.manager.last_generation), "the head of the list is granted at once again"
+    worker.grant("s", [1, 2, 3, 4])
+    assert worker.report("s", 4, bound=[TableEntry(1, *old)]) == Refused(Reason.STALE_GENERATION)
+    worker.lockstep.free(
+        worker.uplink(downlink_ack=2, returned=[old]),
+        SequenceUpdate(key("nobody"), 0, b"", 0, (TableEntry(0, *old),)),
+    )
+    assert pool.is_reserved(old.block, pool.generation(old.block))
+
+
+def test_a_restarted_manager_takes_no_live_memory_for_empty_space() -> None:
+    """Restarted master overwrites live memory: old sessions are refused, and every later grant carries a larger generation."""
+    worker = Desk()
+    before = max(worker.grant("s", range(9)).generations)
+    worker.lockstep.restart()
+    worker.manager = worker.lockstep.manager
+    assert worker.lockstep.allocate(worker.uplink(), worker.item("s", range(9))) == Refused(Reason.STALE_SESSION)
+    assert worker.lockstep.append(worker.uplink()) == Refused(Reason.STALE_SESSION)
+    assert worker.lockstep.free(worker.uplink()) == Refused(Reason.STALE_SESSION)
+    assert worker.lockstep.keep_alive(worker.number, 0) == Refused(Reason.STALE_SESSION)
+    session = worker.lockstep.register(registration("w1", num_blocks=65))
+    assert isinstance(session, int)
+    assert session > worker.number
+    worker.number, worker.call_no = session, 0
+    assert min(worker.grant("s", range(9)).generations) > before
+
+
+def test_a_fenced_sequence_keeps_its_blocks_until_its_worker_frees_it() -> None:
+    """Fenced is not freed: steps may still write, so its blocks come back by its worker's word alone (rule 5)."""
+    lockstep = Lockstep()
+    slow, fast = Desk(lockstep=lockstep, worker_id="slow"), Desk(lockstep=lockstep, worker_id="fast")
+    slow.grant("s", range(9))
+    fast.grant(key("s", attempt=2), range(9))
+    assert slow.counts.held == 3
+    assert [entry.entry for entry in slow.session.downlink.pending()] == [(key("s"),)]
+    assert slow.report("s") == Refused(Reason.STALE_ATTEMPT)
+    slow.free("s", 8)
+    assert (slow.counts.held, slow.counts.cached) == (0, 2)
+
+
+def test_a_fenced_sequence_stays_fenced_when_its_successor_has_ended() -> None:
+    """Nothing of a fence is forgotten while the fenced sequence lives: neither Allocate nor Append revives it."""
+    lockstep = Lockstep()
+    slow, fast = Desk(lockstep=lockstep, worker_id="slow"), Desk(lockstep=lockstep, worker_id="fast")
+    slow.grant("s", range(9))
+    fast.serve(key("s", attempt=2), range(9))
+    assert slow.allocate("s", range(9)) == Refused(Reason.STALE_ATTEMPT)
+    assert slow.report("s") == Refused(Reason.STALE_ATTEMPT)
+
+
+# -- cost
+
+
+@pytest.mark.parametrize("position", ["head", "middle", "tail"])
+def test_a_hit_on_the_free_list_costs_the_same_anywhere(position: str) -> None:
+    """`deque.remove` on the free list, O(n) per hit: pinning touches two neighbours, however long the list is."""
+    costs = []
+    for num_blocks in (64, 4096):
+        tree = PrefixTree(xxh64)
+        pool = BlockPool(num_blocks, 4, tree)
+        root = tree.intern_root(ROOT, 4)
+        for i in range(1, num_blocks):
+            (block,) = pool.take_held(1, i)
+            path: list[Node] = []
+            tree.extend(path, root, i.to_bytes(16, "little"), 4, 1)
+            tree.name(path[0])
+            pool.seal(block, path[0])
+        for block in range(1, num_blocks):
+            pool.release(block)
+        before = list(pool.free_list())
+        index = {"head": 0, "middle": num_blocks // 2, "tail": num_blocks - 2}[position]
+        costs.append(lines_of(lambda: pool.pin(before[index])))  # noqa: B023
+        assert list(pool.free_list()) == before[:index] + before[index + 1 :]
+    assert costs[0] == costs[1] < 20
+
+
+def test_retiring_a_session_costs_the_same_however_much_it_holds() -> None:
+    """O(all blocks) sweep on one expiry stalls every RPC: fencing is O(1)."""
+    costs = []
+    for num_sequences in (1, 200):
+        manager = CacheManager(1)
+        session = manager.register(registration(num_blocks=20 * num_sequences + 1), 0.0).session
+        items = [
+            AllocateItem(key(f"s{i}"), ROOT, token_bytes(range(i * 100, i * 100 + 76))) for i in range(num_sequences)
+        ]
+        manager.allocate(Uplink(session, 1), items)
+        manager.free(Uplink(session, 2), [SequenceUpdate(item.key, 0, b"", 76) for item in items[::2]])
+        costs.append(lines_of(lambda: manager.deregister(session)))  # noqa: B023
+        assert manager.check().violations == []
+    assert costs[0] == costs[1] < 30
+
+
+def test_a_slice_of_the_sweep_is_bounded_also_where_long_chains_end_together() -> None:
+    """The last leaf of a chain prunes all of it: a slice counts what it prunes, and stops at most one chain too late."""
+    depth, num_chains = 80, 80
+    manager = CacheManager(1)
+    num_blocks = (depth + 1) * num_chains
+    session = manager.register(registration(num_blocks=num_blocks, block_size=1), 0.0).session
+    # Granting in turns puts the last blocks of all chains side by side at the end of the pool.
+    keys = [key(f"s{i}") for i in range(num_chains)]
+    manager.allocate(Uplink(session, 1), [AllocateItem(k, ROOT, token_bytes([i])) for i, k in enumerate(keys)])
+    for length in range(1, depth):
+        updates = [SequenceUpdate(k, length, token_bytes([i]), length) for i, k in enumerate(keys)]
+        manager.append(Uplink(session, 1 + length), [AppendItem(update, length + 1) for update in updates])
+    manager.free(Uplink(session, 1 + depth), [SequenceUpdate(k, depth, b"", depth) for k in keys])
+    assert manager.num_prefix_nodes == depth * num_chains
+    manager.deregister(session)
+    while manager.num_prefix_nodes:
+        before = manager.num_prefix_nodes
+        assert lines_of(manager.sweep) < 40 * (SWEEP_SLICE_NODES + depth)
+        assert before - manager.num_prefix_nodes <= SWEEP_SLICE_NODES + depth
+        assert manager.check().violations == []
+    while manager.sweep():
+        pass
+
+
+def test_a_slice_of_the_sweep_ends_a_bounded_number_of_sequences() -> None:
+    """Sequences that are still computing when their session ends are dropped in slices too, by the length of their paths."""
+    length, num_sequences = 64, 100
+    manager = CacheManager(1)
+    session = manager.register(registration(num_blocks=length * num_sequences + 1, block_size=1), 0.0).session
+    prompts = [token_bytes([i, *range(length - 1)]) for i in range(num_sequences)]
+    manager.allocate(Uplink(session, 1), [AllocateItem(key(f"s{i}"), ROOT, p) for i, p in enumerate(prompts)])
+    manager.deregister(session)
+    while manager.num_prefix_nodes:
+        before = manager.num_prefix_nodes
+        manager.sweep()
+        assert before - manager.num_prefix_nodes <= SWEEP_SLICE_NODES + length
+        assert manager.check().violations == []
+
+
+def test_nobody_waits_for_the_sweep() -> None:
+    """Retired entries are ignored at once: the worker is served anew, and finds no hit of its former life, before any slice."""
+    lockstep = Lockstep()
+    worker = Desk(lockstep=lockstep)
+    worker.serve("s", range(9))
+    worker.grant("live", range(9, 18))
+    lockstep.register(registration("w1", num_blocks=65, register_no=2))
+    worker.number, worker.call_no = worker.session.number, 0
+    assert worker.grant("live", range(9)).num_cached_tokens == 0
+    assert [routed.num_cached_tokens for routed in worker.manager.route(ROOT, token_bytes(range(9)))] == [0]
+    while lockstep.sweep():
+        pass
+
+
+def test_the_collector_finds_nothing() -> None:
+    """The process runs without the cyclic collector: a busy life, refusals and the end of a session included, leaves no cycle."""
+    manager = CacheManager(1)
+    gc.collect()
+    gc.disable()
+    try:
+        for life in range(1, 4):
+            manager.deregister(_live_a_life(manager, life))
+        while manager.sweep():
+            pass
+        assert gc.collect() == 0
+        assert manager.num_prefix_nodes == 0
+    finally:
+        gc.enable()
+
+
+def _live_a_life(manager: CacheManager, life: int) -> int:
+    """Hits, waits, refusals, duplicates, evictions, and sequences that still live at the end."""
+    introduction = registration(incarnation=life, num_blocks=9, block_size=2)
+    session = manager.register(introduction, 0.0).session
+    call_no = 0
+    for turn in range(20):
+        for tokens in ([1, 2, 3, 4, turn], [1, 2, turn, turn, turn, turn, 7], list(range(12)), list(range(50))):
+            call_no += 2
+            keys = [key(f"{turn}-{i}") for i in range(3)]
+            items = [AllocateItem(k, ROOT, token_bytes(tokens), no_wait=bool(turn % 2)) for k in keys]
+            manager.allocate(Uplink(session, call_no, reserve_wish=turn % 3), items)
+            leaving = [SequenceUpdate(k, 0, b"", len(tokens)) for k in keys[turn % 4 == 3 :]]
+            manager.append(Uplink(session, call_no + 1), [AppendItem(update) for update in leaving])
+            call_no += 1
+            manager.free(Uplink(session, call_no + 1, downlink_ack=turn), leaving)
+        with pytest.raises(Refusal):
+            manager.allocate(Uplink(session, 1), [])
+    return session
