@@ -29,10 +29,13 @@ class Deadline:
         """Seconds left, never negative."""
         return max(0.0, self.seconds - self.elapsed())
 
+    def exceeded(self, doing: str) -> DeadlineExceeded:
+        """The error for a time-out that passed while `doing`."""
+        return DeadlineExceeded(
+            f"the time-out of {self.seconds:g} s passed while {doing}; give the call a larger timeout", reason="TIMEOUT"
+        )
+
     def check(self, doing: str) -> None:
         """Raise DeadlineExceeded if no time is left for `doing`."""
         if self.remaining() == 0.0:
-            raise DeadlineExceeded(
-                f"the time-out of {self.seconds:g} s passed while {doing}; give the call a larger timeout",
-                reason="TIMEOUT",
-            )
+            raise self.exceeded(doing)

@@ -137,8 +137,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
             quota = error_details_pb2.QuotaFailure()
             detail.Unpack(quota)
             violations += [f"{violation.subject}: {violation.description}" for violation in quota.violations]
+    details = error.details() or error.code().name
+    if exception is Unavailable and not reason:
+        # The transport's own words ("Stream removed (Socket closed)") do not say whose fault it is.
+        details = f"not there, or gone ({details})"
     return exception(
-        f"{who}: {error.details() or error.code().name}",
+        f"{who}: {details}",
         reason=reason,
         retry_after=retry_after,
         metadata=metadata,

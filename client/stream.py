@@ -19,6 +19,7 @@ from .config import ClientConfig
 from .deadline import Deadline
 from .errors import (
     Cancelled,
+    DeadlineExceeded,
     InvalidRequest,
     KvpoolError,
     ProtocolError,
@@ -238,7 +239,10 @@ class GenerateStream:
             else:
                 message = await call.read()
         except grpc.aio.AioRpcError as rpc_error:
-            raise from_rpc_error(rpc_error, who) from rpc_error
+            error = from_rpc_error(rpc_error, who)
+            if isinstance(error, DeadlineExceeded) and not error.reason:
+                error = deadline.exceeded(f"{who} was answering, {self._gate.num_delivered} tokens were there")
+            raise error from rpc_error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

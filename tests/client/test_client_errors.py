@@ -75,7 +75,11 @@ def test_a_status_without_good_details_still_becomes_its_exception(details: byte
     )
     error = from_rpc_error(rpc_error, "worker-0")
     assert type(error) is client.Unavailable
-    assert (str(error), error.reason, error.retry_after) == ("worker-0: connection refused", "", None)
+    assert (str(error), error.reason, error.retry_after) == (
+        "worker-0: not there, or gone (connection refused)",
+        "",
+        None,
+    )
 
 
 async def test_a_prompt_larger_than_a_message_is_refused_here() -> None:
