@@ -11,7 +11,14 @@ import torch
 
 from worker_service.attention.layer import AttentionCall, KVLayer
 from worker_service.attention.packing import pack
-from worker_service.attention.softmax import Keys, attend, fused_cpu_attention_works, merge
+from worker_service.attention.softmax import (
+    Keys,
+    attend,
+    attend_plainly,
+    attend_publicly,
+    fused_cpu_attention_works,
+    merge,
+)
 from worker_service.attention.torch_backend import TorchAttention
 
 BLOCK_SIZE = 4
@@ -173,20 +180,29 @@ def test_the_oracle_would_see_a_wrong_window() -> None:
     assert not torch.allclose(result, scene.oracle(AttentionCall(0.3, window=9)), atol=1e-3)
 
 
-def test_fused_and_plain_softmax_agree_and_merge() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("v_dim", [8, 5])
+def test_all_ways_to_attend_agree(masked: bool, v_dim: int) -> None:
+    torch.manual_seed(2)
+    query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, v_dim)
+    mask = torch.zeros(2, 1, 3, 40).masked_fill_(torch.rand(2, 1, 3, 40) < 0.5, float("-inf")) if masked else None
+    keys = Keys(key, value, mask)
+    plain = attend_plainly(query, keys, 0.4)
+    chosen = attend(query, keys, 0.4)
+    public = attend_publicly(query, keys, 0.4)
+    torch.testing.assert_close(chosen.out, plain.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(public.out, plain.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chosen.lse, plain.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_halves_merge_to_the_whole() -> None:
     """Any cut of the keys, merged, is attention over all of them."""
     torch.manual_seed(2)
     query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
-    whole = attend(query, Keys(key, value), 0.4)
-    # A softcap far above all scores changes nothing, but takes the plain path.
-    plain = attend(query, Keys(key, value), 0.4, softcap=1e4)
-    halves = merge(
-        attend(query, Keys(key[:, :, :13], value[:, :, :13]), 0.4),
-        attend(query, Keys(key[:, :, 13:], value[:, :, 13:]), 0.4),
-    )
-    for other in (plain, halves):
-        torch.testing.assert_close(other.out, whole.out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(other.lse, whole.lse, rtol=1e-5, atol=1e-5)
+    first, second = (attend(query, Keys(key[:, :, cut], value[:, :, cut]), 0.4) for cut in (slice(13), slice(13, 40)))
+    whole, halves = attend(query, Keys(key, value), 0.4), merge(first, second)
+    torch.testing.assert_close(halves.out, whole.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(halves.lse, whole.lse, rtol=1e-5, atol=1e-5)
 
 
 def test_this_torch_has_the_fused_cpu_kernel() -> None:

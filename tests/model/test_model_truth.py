@@ -58,11 +58,13 @@ def test_oracle_is_beyond_doubt_and_varies(subject: Subject) -> None:
     assert max(len(prompt) for prompt in subject.tiny.prompts) > 2 * WINDOW
 
 
-def test_each_prompt_alone_equals_generate(subject: Subject) -> None:
+@pytest.mark.parametrize("chunk", [NEVER, 7])
+def test_each_prompt_alone_equals_generate(subject: Subject, chunk: int) -> None:
+    """In chunks there are steps in which nobody wants logits."""
     paged = PagedModel(subject.loaded)
     for prompt, truth in zip(subject.tiny.prompts, subject.truth, strict=True):
         request = paged.request(prompt, subject.tiny.num_new_tokens)
-        paged.run([request])
+        paged.run([request], chunk)
         assert_true(request, truth)
 
 

@@ -22,6 +22,7 @@ from worker_service.model.errors import ModelError
 from worker_service.model.fingerprint import fingerprint
 from worker_service.model.load import load_model
 from worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
+from worker_service.model.progress import heartbeat
 from worker_service.model.resolve import resolve_model
 from worker_service.model.settings import ModelSettings
 
@@ -213,3 +214,14 @@ def test_progress_is_told(tiny: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     load_model(ModelSettings(str(tiny), dtype="float32", device="cpu", cache_dir=tmp_path), lines.append)
     assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
+
+
+def test_a_long_step_says_that_it_is_still_at_work() -> None:
+    lines: list[str] = []
+    with heartbeat(lines.append, "working", interval_s=0.01):
+        time.sleep(0.2)
+    count = len(lines)
+    assert count >= 2
+    assert lines[0].startswith("working: 0 s")
+    time.sleep(0.05)
+    assert len(lines) == count

@@ -13,8 +13,8 @@ class Attended(NamedTuple):
 
     out: torch.Tensor
     """[B, Hq, T, Dv]."""
-    lse: torch.Tensor
-    """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys."""
+    lse: torch.Tensor | None
+    """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys; None where nobody asked for it."""
 
 
 class Keys(NamedTuple):
@@ -30,16 +30,24 @@ class Keys(NamedTuple):
     """With T = S and no mask: query t sees keys 0 … t."""
 
 
-def attend(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
+def attend(
+    query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None, *, need_lse: bool = True
+) -> Attended:
     """query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key."""
-    fits_fused = softcap is None and keys.key.shape[-1] == keys.value.shape[-1]
-    if fits_fused and query.device.type == "cpu" and fused_cpu_attention_works():
+    if softcap is not None:
+        return attend_plainly(query, keys, scaling, softcap)
+    same_dims = keys.key.shape[-1] == keys.value.shape[-1]
+    if query.device.type == "cpu" and same_dims and fused_cpu_attention_works():
         return _fused_cpu(query, keys, scaling)
-    return _plain(query, keys, scaling, softcap)
+    if need_lse:
+        return attend_plainly(query, keys, scaling)
+    return attend_publicly(query, keys, scaling)
 
 
 def merge(first: Attended, second: Attended) -> Attended:
     """Attention over the union of two disjoint sets of keys, in float32 (log-sum-exp merge, as in FlashAttention)."""
+    assert first.lse is not None, "asked for in both halves"
+    assert second.lse is not None, "asked for in both halves"
     lse = torch.logaddexp(first.lse, second.lse)
     weight_first = torch.exp(first.lse - lse)[..., None]
     weight_second = torch.exp(second.lse - lse)[..., None]
@@ -48,6 +56,7 @@ def merge(first: Attended, second: Attended) -> Attended:
 
 def with_sinks(attended: Attended, sinks: torch.Tensor) -> torch.Tensor:
     """The output once each head's sink logit [Hq] takes its share of the softmax."""
+    assert attended.lse is not None, "asked for where there are sinks"
     share = torch.sigmoid(attended.lse - sinks.float()[:, None])
     return (attended.out * share[..., None]).to(attended.out.dtype)
 
@@ -59,7 +68,19 @@ def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
     return Attended(out, lse)
 
 
-def _plain(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None) -> Attended:
+def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
+    """Through torch's public function, which picks a kernel for the device but keeps the log-sum-exp to itself."""
+    groups = query.shape[1] // keys.key.shape[1]
+    # Repeated by hand: with a mask and grouped heads no fused CUDA kernel is chosen, and the scores would be stored.
+    key, value = keys.key.repeat_interleave(groups, dim=1), keys.value.repeat_interleave(groups, dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=keys.mask, is_causal=keys.causal, scale=scaling
+    )
+    return Attended(out, None)
+
+
+def attend_plainly(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
+    """In plain matrix products and float32; stores all scores. Takes everything, runs everywhere."""
     batch, heads, length, dim = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
     # The query heads of one KV head stand together, so K and V need no repetition.
@@ -95,5 +116,7 @@ def fused_cpu_attention_works() -> bool:
         fused = _fused_cpu(query, keys, scaling=0.5)
     except (RuntimeError, TypeError):
         return False
-    plain = _plain(query, keys, scaling=0.5, softcap=None)
+    plain = attend_plainly(query, keys, scaling=0.5)
+    assert fused.lse is not None
+    assert plain.lse is not None
     return torch.allclose(fused.out, plain.out, atol=1e-5) and torch.allclose(fused.lse, plain.lse, atol=1e-5)

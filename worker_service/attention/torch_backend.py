@@ -11,6 +11,8 @@ from .torch_plan import PrefixBatch, TailBatch, View, build_view
 
 MIN_SHARED_TOKENS = 1024
 """KV reads per layer that attending once must save before the extra calls of a shared prefix pay for themselves."""
+NEVER_SHARE = 1 << 62
+"""As min_shared_tokens: gather the blocks of every sequence."""
 
 
 class TorchAttention:
@@ -58,8 +60,12 @@ def _attend_view(
     view: View, query: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, call: AttentionCall
 ) -> Attended:
     """query [Hq, ΣT, Dk] → out [1, Hq, ΣT, Dv]."""
+    need_lse = bool(view.prefixes) or call.sinks is not None
     own = _collect(
-        [(tail.rows, _attend_tail(tail, _select(query, tail.rows), k_rows, v_rows, call)) for tail in view.tails],
+        [
+            (tail.rows, _attend_tail(tail, _select(query, tail.rows), k_rows, v_rows, call, need_lse))
+            for tail in view.tails
+        ],
         query,
     )
     if not view.prefixes:
@@ -78,11 +84,17 @@ def _attend_prefix(
     kv_heads = k_rows.shape[1]
     folded = query.reshape(1, kv_heads, heads // kv_heads * num_rows, dim)
     out, lse = attend(folded, _gather(k_rows, v_rows, batch.kv_slots, 1), call.scaling, call.softcap)
+    assert lse is not None, "needed for the merge"
     return Attended(out.reshape(1, heads, num_rows, -1), lse.reshape(1, heads, num_rows))
 
 
 def _attend_tail(
-    batch: TailBatch, query: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, call: AttentionCall
+    batch: TailBatch,
+    query: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    call: AttentionCall,
+    need_lse: bool,
 ) -> Attended:
     """query [Hq, B · T, Dk] → out [1, Hq, B · T, Dv]."""
     heads, num_rows, dim = query.shape
@@ -95,10 +107,11 @@ def _attend_tail(
         parts = parts.reshape(batch.num_parts, kv_heads, heads // kv_heads, dim)
         if batch.mask is not None:
             keys = keys._replace(mask=batch.mask.expand(-1, -1, heads // kv_heads, -1))
-    out, lse = attend(parts, keys, call.scaling, call.softcap)
+    out, lse = attend(parts, keys, call.scaling, call.softcap, need_lse=need_lse)
     out = out.reshape(batch.num_parts, heads, batch.query_len, -1).transpose(0, 1)
-    lse = lse.reshape(batch.num_parts, heads, batch.query_len).transpose(0, 1)
-    return Attended(out.reshape(1, heads, num_rows, -1), lse.reshape(1, heads, num_rows))
+    if lse is not None:
+        lse = lse.reshape(batch.num_parts, heads, batch.query_len).transpose(0, 1).reshape(1, heads, num_rows)
+    return Attended(out.reshape(1, heads, num_rows, -1), lse)
 
 
 def _gather(k_rows: torch.Tensor, v_rows: torch.Tensor, slots: torch.Tensor, num_parts: int) -> Keys:
@@ -122,5 +135,6 @@ def _collect(pieces: list[tuple[torch.Tensor | None, Attended]], query: torch.Te
     for rows, attended in pieces:
         assert rows is not None, "one piece has all rows, so there is no other"
         out.index_copy_(2, rows, attended.out)
-        lse.index_copy_(2, rows, attended.lse)
+        if attended.lse is not None:
+            lse.index_copy_(2, rows, attended.lse)
     return Attended(out, lse)

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,13 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from .cache_dir import locked
 from .digest import file_digest
+from .progress import Progress, heartbeat
 from .quiet import quiet_transformers
 
 _LAYOUT = "1"
 """Part of the folder's name: a conversion that writes something else gets a new one."""
 
 
-def convert_gguf(gguf: Path, cache_dir: Path, progress: Callable[[str], None]) -> Path:
+def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
     """The folder with the file's weights, config, tokenizer and chat template; made if it is not there yet.
 
     Safe when several processes ask at once: one converts, the others wait for it. A folder appears only when complete.
@@ -36,7 +36,8 @@ def convert_gguf(gguf: Path, cache_dir: Path, progress: Callable[[str], None]) -
         started = time.monotonic()
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            _convert(gguf, temporary, progress)
+            with heartbeat(progress, f"converting {gguf.name}"):
+                _convert(gguf, temporary, progress)
             temporary.chmod(0o755)
             os.replace(temporary, folder)
         finally:
@@ -45,7 +46,7 @@ def convert_gguf(gguf: Path, cache_dir: Path, progress: Callable[[str], None]) -
     return folder
 
 
-def _convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     size_mb = gguf.stat().st_size / 1e6
     progress(f"converting {gguf.name} ({size_mb:.0f} MB) to safetensors, once; half a minute per 100 MB")
     with quiet_transformers():

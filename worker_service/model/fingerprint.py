@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .digest import file_digest
 from .errors import ModelError
+from .progress import Progress
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -20,7 +20,7 @@ _NO_PART_IN_KV = frozenset(
 )
 
 
-def fingerprint(folder: Path, dtype: str, cache_dir: Path, progress: Callable[[str], None]) -> str:
+def fingerprint(folder: Path, dtype: str, cache_dir: Path, progress: Progress) -> str:
     """Hex SHA-256 over the weights files, the config fields that shape the computation, and the dtype."""
     config = json.loads((folder / "config.json").read_bytes())
     files = weights_files(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
-from ..attention.torch_backend import TorchAttention
+from ..attention.torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .cache_dir import default_cache_dir
 from .errors import ModelError, UnsupportedModel
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
@@ -25,12 +25,11 @@ from .layers import AttentionLayer, find_attention_layers
 from .packed_linear import pack_linears
 from .placement import choose_device, choose_dtype, dtype_name, free_memory_bytes, own_dtype
 from .probe import probe
+from .progress import Progress
 from .quiet import quiet_transformers
 from .resolve import ModelFolder, resolve_model
 from .runner import ModelRunner
 from .settings import ModelSettings
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +52,12 @@ class LoadedModel:
     def runner(self, plan: KVCachePlan, backend: AttentionBackend | None = None) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None takes plain torch."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
-        return ModelRunner(self.model, self.layers, cache, backend or TorchAttention(self.dtype), self.device)
+        return ModelRunner(self.model, self.layers, cache, backend or self._torch_backend(), self.device)
+
+    def _torch_backend(self) -> AttentionBackend:
+        # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.
+        shares = self.device.type == "cpu"
+        return TorchAttention(self.dtype, MIN_SHARED_TOKENS if shares else NEVER_SHARE)
 
 
 def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:

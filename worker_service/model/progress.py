@@ -1,0 +1,29 @@
+"""How long steps say that they are still at work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str], None]
+"""Takes one line for people. May be called from another thread."""
+
+
+@contextmanager
+def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterator[None]:
+    """A line every interval_s as long as the body runs."""
+    started, done = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(interval_s):
+            progress(f"{what}: {time.monotonic() - started:.0f} s so far")
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
