@@ -17,7 +17,8 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
 from . import codec
-from .cache.engine_cache import CacheSettings, EngineCache
+from .cache.engine_cache import EngineCache
+from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
 from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
 from .model.facts import ModelFacts

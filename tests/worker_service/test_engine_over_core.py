@@ -307,7 +307,7 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
             await asyncio.sleep(0)
         gate.set()
         # Now let the first run into the end of the pool, and keep Allocate back until it has.
-        world.cache._ask_again_at = world.wire.now() + 3600
+        world.cache._state.ask_again_at = world.wire.now() + 3600
         world.wire.is_cut = False
         assert await read(first) == expected_text(list(range(10)), 20)
         assert await read(second) == expected_text(list(range(100, 120)), 2)

@@ -16,7 +16,8 @@ from cache_service import codec, status
 from cache_service.core.manager import CacheManager
 from cache_service.core.refusal import Refusal
 from tests.worker_service.tracer import VOCAB_SIZE, TracerModel
-from worker_service.cache.engine_cache import CacheSettings, EngineCache
+from worker_service.cache.engine_cache import EngineCache
+from worker_service.cache.settings import CacheSettings
 from worker_service.engine.engine import Engine, EngineSettings
 from worker_service.engine.request import GenerationParams, Request
 from worker_service.engine.step import SamplingParams

@@ -74,10 +74,12 @@ class Link:
         return entries
 
     def succeeded(self) -> None:
-        """A call was executed and answered."""
+        """The call in flight was executed and answered."""
+        self.in_flight = None
         self._backoff = BACKOFF_FIRST_SECONDS
 
     def failed(self, now: float) -> None:
-        """A call was given up: wait a little longer each time."""
+        """The call in flight is given up: wait a little longer each time."""
+        self.in_flight = None
         self.retry_at = now + self._backoff
         self._backoff = min(self._backoff * 2, BACKOFF_MOST_SECONDS)

@@ -100,6 +100,20 @@ class CacheSequence:
         """Blocks that the sequence can still need beyond its table."""
         return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
 
+    def next_round(self) -> CacheSequence:
+        """The same request with what it has generated so far, holding nothing."""
+        again = CacheSequence(
+            self.id.sequence_id,
+            self.id.attempt,
+            self.root,
+            self.tokens,
+            max_new_tokens=self.max_tokens - len(self.tokens),
+            max_cached_tokens=self.max_cached_tokens,
+            no_wait=self.no_wait,
+        )
+        again.round = self.round + 1
+        return again
+
     def forget(self) -> None:
         """Forget everything about the manager: table, progress, acknowledgements."""
         self.table = []

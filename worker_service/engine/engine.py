@@ -17,7 +17,7 @@ from kvpool.v1 import common_pb2
 from tokenizers import Tokenizer
 
 from ..cache import events
-from ..cache.engine_cache import EngineCache
+from ..cache.engine_cache import Computed, EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
 from .errors import EngineError, ErrorKind, invalid
 from .request import GenerationParams, Request
@@ -213,7 +213,7 @@ class Engine:
 
     def _finish_step(self, batch: list[Scheduled], tokens: list[SampledToken | None]) -> None:
         computed = [
-            (
+            Computed(
                 scheduled.sequence,
                 scheduled.sequence.num_computed_tokens + scheduled.num_tokens,
                 None if token is None else token.token_id,

@@ -1,0 +1,112 @@
+"""Taking in what the manager says: entries of the downlink, and the answers to calls. Raises DisagreementError."""
+
+from __future__ import annotations
+
+from kvpool.v1 import cache_pb2
+
+from . import events, parking
+from .ledger import DisagreementError
+from .link import Call, Link, Stated
+from .sequence import CacheSequence, SequenceId, SequenceState
+from .session_state import SessionState
+from .status import reason_of
+
+_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES"})
+
+Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse
+
+
+def take_reply(state: SessionState, link: Link, call: Call, response: Response, now: float) -> None:
+    """The call was executed, and this is its answer."""
+    if call.returned:
+        state.reserve.returned(call.returned)
+        state.ask_again_at = now
+    # The downlink first: it holds what was granted to the reserve before the tables of this answer.
+    take_entries(state, link, response.downlink)
+    if isinstance(response, cache_pb2.AllocateResponse):
+        for stated, allocated in zip(call.stated, response.results, strict=True):
+            _on_allocated(state, stated.sequence, allocated, now)
+    elif isinstance(response, cache_pb2.AppendResponse):
+        for stated, appended in zip(call.stated, response.results, strict=True):
+            _on_appended(state, stated, appended, now)
+    else:
+        for stated in call.stated:
+            state.ending.remove(stated.sequence)
+            state.end(stated.sequence)
+        state.ask_again_at = now
+    num_available = sum(counts.free + counts.cached for counts in response.downlink.counts)
+    state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
+
+
+def take_entries(state: SessionState, link: Link, downlink: cache_pb2.Downlink) -> None:
+    """Apply the entries that are new, in order."""
+    for entry in link.new_entries(downlink):
+        if entry.HasField("grant"):
+            for block, generation in zip(entry.grant.block_ids, entry.grant.generations, strict=True):
+                state.ledger.accept_grant(block, generation)
+                state.reserve.add(block, generation)
+        elif entry.HasField("stop"):
+            sequence = state.sequences.get(SequenceId(entry.stop.sequence_id, entry.stop.attempt))
+            if sequence is not None and sequence.state is not SequenceState.ENDING:
+                state.events.append(events.Stopped(sequence))
+
+
+def _on_allocated(state: SessionState, sequence: CacheSequence, result: cache_pb2.AllocateResult, now: float) -> None:
+    is_withdrawn = sequence.state is SequenceState.ENDING
+    if result.status.code == 0 and result.HasField("granted"):
+        _take_table(state, sequence, result.granted)
+        if not is_withdrawn:
+            sequence.state = SequenceState.LIVE
+            state.events.append(events.Granted(sequence))
+        return
+    # Refused or told to wait: the manager holds nothing for it.
+    sequence.maybe_granted = False
+    state.sequences.pop(sequence.id, None)
+    reason = reason_of(result.status)
+    if is_withdrawn:
+        state.ending.remove(sequence)
+        state.end(sequence)
+    elif result.status.code == 0:
+        parking.park(state, sequence, result.wait, now)
+    elif reason in _NO_ROOM:
+        sequence.state = SequenceState.WAITING
+        state.ask_again_at = now + state.settings.no_blocks_retry_seconds
+    else:
+        state.end(sequence)
+        state.events.append(events.Refused(sequence, result.status))
+
+
+def _take_table(state: SessionState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
+    """Enter a granted table: its leading blocks as hits, the others as grants."""
+    run = granted.tables[0]
+    num_hits = granted.num_cached_tokens // state.settings.block_size
+    sequence.uses_blocks = True
+    for index, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True)):
+        if index < num_hits:
+            state.ledger.accept_hit(block, generation)
+        else:
+            state.ledger.accept_grant(block, generation)
+        state.ledger.use(block)
+        sequence.table.append(block)
+        sequence.generations.append(generation)
+    sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
+    sequence.acked_tokens = len(sequence.tokens)
+    sequence.acked_entries = len(sequence.table)
+    sequence.acked_computed_tokens = granted.num_cached_tokens
+
+
+def _on_appended(state: SessionState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
+    sequence = stated.sequence
+    if result.status.code:
+        reason = reason_of(result.status)
+        if sequence.state is not SequenceState.LIVE:
+            return  # the engine is done with it; Free takes whatever is there
+        if reason != "STALE_ATTEMPT":
+            raise DisagreementError(f"an Append of {sequence!r} was refused with {reason}: {result.status.message}")
+        state.events.append(events.Stopped(sequence))
+        return
+    if stated.num_computed_tokens > sequence.acked_computed_tokens:
+        sequence.progress_at = now
+    sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
+    sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
+    sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)

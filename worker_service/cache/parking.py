@@ -1,0 +1,44 @@
+"""Prefixes in flight: sequences that wait for another one to compute their prefix. They hold nothing meanwhile."""
+
+from __future__ import annotations
+
+from kvpool.v1 import cache_pb2
+
+from .sequence import CacheSequence, SequenceId, SequenceState
+from .session_state import SessionState
+
+
+def park(state: SessionState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
+    """Let the sequence wait for the manager's acknowledgement that the leader has reached the position."""
+    sequence.state = SequenceState.PARKED
+    sequence.parked_on = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
+    sequence.parked_position = wait.position
+    sequence.parked_at = now
+    state.parked.append(sequence)
+    leader = state.sequences.get(sequence.parked_on)
+    if leader is not None and leader.num_computed_tokens >= wait.position:
+        state.is_urgent = True  # computed already, only the report is missing
+
+
+def is_waited_for(state: SessionState, leader: CacheSequence) -> bool:
+    """Whether somebody waits for what the leader has computed by now."""
+    return any(
+        sequence.parked_on == leader.id and leader.num_computed_tokens >= sequence.parked_position
+        for sequence in state.parked
+    )
+
+
+def wake(state: SessionState, now: float) -> None:
+    """Let sequences ask again whose prefix is reported, whose leader has ended, or whose leader makes no progress; the last
+    compute it themselves."""
+    still: list[CacheSequence] = []
+    for sequence in state.parked:
+        assert sequence.parked_on is not None
+        leader = state.sequences.get(sequence.parked_on)
+        if leader is not None and leader.acked_computed_tokens < sequence.parked_position:
+            if now < max(sequence.parked_at, leader.progress_at) + state.settings.prefix_wait_seconds:
+                still.append(sequence)
+                continue
+            sequence.no_wait = True
+        sequence.state = SequenceState.WAITING
+    state.parked = still

@@ -1,0 +1,105 @@
+"""What to say to the manager next: Free before Append before Allocate, because each makes room for the one behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+
+from . import calls, parking
+from .link import Call, Link
+from .sequence import CacheSequence, SequenceState
+from .session_state import SessionState
+
+
+def next_call(
+    state: SessionState, link: Link, candidates: Callable[[], List[CacheSequence]], now: float
+) -> Call | None:
+    """The next call, if there is something to say. `candidates` is asked after parked sequences have been woken."""
+    parking.wake(state, now)
+    return _free(state, link) or _append(state, link, now) or _allocate(state, link, candidates(), now)
+
+
+def next_call_at(state: SessionState, link: Link, now: float) -> float | None:
+    """When there will be something to say if nothing happens until then; None: never."""
+    if now < link.retry_at:
+        return link.retry_at
+    times = []
+    if state.report_due_at is not None:
+        times.append(state.report_due_at)
+    if state.parked:
+        times.append(now + state.settings.prefix_wait_seconds / 4)
+    if now < state.ask_again_at:
+        times.append(state.ask_again_at)
+    return min(times, default=None)
+
+
+def _wish(state: SessionState, named: Iterable[CacheSequence]) -> int:
+    """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: spare, and bound to other
+    sequences but not named yet."""
+    skip = {id(sequence) for sequence in named}
+    unnamed = sum(
+        len(sequence.table) - sequence.acked_entries
+        for sequence in state.sequences.values()
+        if id(sequence) not in skip
+    )
+    target = state.spare_target()
+    surplus = len(state.reserve) - target
+    # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks.
+    if surplus > 0 and (target == 0 or surplus > target):
+        state.reserve.give_up(surplus)
+    return max(target, len(state.reserve)) + unnamed
+
+
+def _free(state: SessionState, link: Link) -> Call | None:
+    ready = [sequence for sequence in state.ending if not sequence.in_step][: state.settings.max_items_per_call]
+    if not ready:
+        return None
+    # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
+    for sequence in ready:
+        state.let_go(sequence)
+    return calls.free_call(link, ready, _wish(state, ready), state.reserve.returning)
+
+
+def _append(state: SessionState, link: Link, now: float) -> Call | None:
+    size = state.settings.block_size
+    reports = [
+        sequence
+        for sequence in state.sequences.values()
+        if sequence.state is SequenceState.LIVE
+        and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
+    ][: state.settings.max_items_per_call]
+    if not reports:
+        state.report_due_at, state.is_urgent = None, False
+    is_due = state.report_due_at is not None and now >= state.report_due_at
+    if not (is_due or state.is_urgent or _wants_refill(state) or _has_idle_surplus(state)):
+        return None
+    return calls.append_call(link, reports, size, _wish(state, reports), state.reserve.returning)
+
+
+def _wants_refill(state: SessionState) -> bool:
+    """Whether the reserve has shrunk so far that it should not wait for the next report."""
+    return not state.pool_is_empty and len(state.reserve) < (state.spare_target() + 1) // 2
+
+
+def _has_idle_surplus(state: SessionState) -> bool:
+    return bool(state.reserve.returning) or (bool(state.reserve) and state.spare_target() == 0)
+
+
+def _allocate(state: SessionState, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
+    is_short = state.pool_is_empty and len(state.reserve) < state.spare_target()
+    hold_back = is_short or now < state.ask_again_at
+    # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
+    wanted = [
+        sequence
+        for sequence in candidates
+        if sequence.state is SequenceState.WAITING
+        and (sequence.maybe_granted or not hold_back)
+        and state.sequences.get(sequence.id, sequence) is sequence
+    ][: state.settings.max_items_per_call]
+    if not wanted:
+        return None
+    for sequence in wanted:
+        sequence.state = SequenceState.ALLOCATING
+        sequence.maybe_granted = True
+        state.sequences[sequence.id] = sequence
+    return calls.allocate_call(link, wanted, _wish(state, ()), state.reserve.returning)
