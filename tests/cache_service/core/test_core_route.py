@@ -1,0 +1,170 @@
+"""Route: where a prompt has the least left to compute. It looks, it advises, and it changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import xxhash
+
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import Root, Uplink, WorkerLoad
+from cache_service.core.refusal import Reason, Refusal
+from cache_service.core.routing import SEQUENCE_COST_TOKENS
+from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
+
+PROMPT = list(range(17))
+
+
+def cluster(num_workers: int = 3, block_size: int = 4) -> list[Desk]:
+    """Workers of one manager."""
+    lockstep = Lockstep()
+    return [Desk(block_size=block_size, worker_id=f"w{i}", lockstep=lockstep) for i in range(num_workers)]
+
+
+def ranking(worker: Desk, prompt: list[int], root: Root = ROOT) -> list[str]:
+    """Worker ids, best first."""
+    return [routed.session.worker_id for routed in worker.manager.route(root, token_bytes(prompt))]
+
+
+def test_the_worker_with_the_longest_prefix_is_first() -> None:
+    """Per worker Route tells the cached and the in-flight prefix, and the longest wins."""
+    workers = cluster()
+    workers[0].serve("a", [*PROMPT[:8], 99])
+    workers[1].serve("b", PROMPT)
+    ranked = workers[0].manager.route(ROOT, token_bytes(PROMPT))
+    assert [(routed.session.worker_id, routed.num_cached_tokens) for routed in ranked] == [
+        ("w1", 16),
+        ("w0", 8),
+        ("w2", 0),
+    ]
+    workers[0].lockstep.route(ROOT, token_bytes(PROMPT))
+
+
+def test_a_prefix_in_flight_counts_before_it_is_computed() -> None:
+    """A worker that is computing the prefix is a better place than a cold one, though it has nothing cached yet."""
+    workers = cluster()
+    workers[2].grant("leader", [*PROMPT, *range(40)])
+    workers[2].report("leader", 4)
+    best = workers[0].manager.route(ROOT, token_bytes([*PROMPT, *range(40)]))[0]
+    assert (best.session.worker_id, best.num_cached_tokens, best.num_in_flight_tokens) == ("w2", 4, 56)
+
+
+def test_a_full_hit_is_reported_short_of_the_last_token() -> None:
+    """Route promises what Allocate will give: less than the whole prompt."""
+    (worker,) = cluster(1)
+    worker.serve("a", PROMPT[:16])
+    assert worker.manager.route(ROOT, token_bytes(PROMPT[:16]))[0].num_cached_tokens == 12
+
+
+def test_load_moves_a_short_prefix_elsewhere() -> None:
+    """Uncomputed tokens and sequences cost; a prefix shorter than they are worth does not attract."""
+    workers = cluster(2)
+    workers[0].serve("a", PROMPT[:5])
+    assert ranking(workers[0], PROMPT)[0] == "w0"
+    workers[0].manager.keep_alive(workers[0].number, 0, WorkerLoad(num_uncomputed_tokens=5), 0.0)
+    assert ranking(workers[0], PROMPT)[0] == "w1"
+    workers[0].manager.keep_alive(workers[0].number, 0, WorkerLoad(num_waiting=1), 0.0)
+    assert SEQUENCE_COST_TOKENS > 4
+    assert ranking(workers[0], PROMPT)[0] == "w1"
+
+
+def test_cold_ties_are_broken_by_the_hash_of_the_first_block() -> None:
+    """Equal cold prompts meet on one worker, whatever follows their first block, and different ones spread over all."""
+    workers = cluster(3)
+    winners = set()
+    for i in range(60):
+        prompt = [i, 1, 2, 3]
+        expected = sorted(
+            ("w0", "w1", "w2"),
+            key=lambda name: xxhash.xxh64_intdigest(name.encode() + b"\0" + token_bytes(prompt)),
+        )
+        assert ranking(workers[0], [*prompt, 7]) == ranking(workers[0], [*prompt, 8, 9]) == expected
+        winners.add(expected[0])
+    assert winners == {"w0", "w1", "w2"}
+
+
+def test_an_empty_fingerprint_means_the_only_model() -> None:
+    """A client that names no model is served while there is one; with several it must choose, and is told among which."""
+    (worker,) = cluster(1)
+    worker.serve("a", PROMPT)
+    (routed,) = worker.manager.route(Root(""), token_bytes(PROMPT))
+    assert routed.num_cached_tokens == 16
+    worker.manager.register(registration("other")._replace(model_fingerprint="model-b", model_name="Bee"), 0.0)
+    with pytest.raises(Refusal) as caught:
+        worker.manager.route(Root(""), token_bytes(PROMPT))
+    assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, "root.model_fingerprint")
+    assert "Bee" in caught.value.message
+    assert "a model" in caught.value.message
+
+
+def test_only_workers_of_the_model_are_candidates() -> None:
+    """Another fingerprint is another model; an unknown one has no workers."""
+    (worker,) = cluster(1)
+    worker.manager.register(registration("other")._replace(model_fingerprint="model-b"), 0.0)
+    assert ranking(worker, PROMPT) == ["w0"]
+    assert ranking(worker, PROMPT, Root("model-b")) == ["other"]
+    assert ranking(worker, PROMPT, Root("unknown")) == []
+
+
+def test_without_workers_there_is_nobody() -> None:
+    """An empty cluster answers with an empty list, not with a refusal."""
+    assert CacheManager(1).route(Root(""), token_bytes(PROMPT)) == []
+
+
+def test_workers_with_different_block_sizes_are_compared_in_tokens() -> None:
+    """Each worker is looked up with its own block size."""
+    lockstep = Lockstep()
+    fine = Desk(block_size=2, worker_id="fine", lockstep=lockstep)
+    coarse = Desk(block_size=8, worker_id="coarse", lockstep=lockstep)
+    fine.serve("a", PROMPT[:15])
+    coarse.serve("b", PROMPT[:15])
+    ranked = fine.manager.route(ROOT, token_bytes(PROMPT))
+    assert [(routed.session.worker_id, routed.num_cached_tokens) for routed in ranked] == [("fine", 14), ("coarse", 8)]
+
+
+def test_route_changes_nothing() -> None:
+    """Neither the order of eviction nor the tree: looking is not using, and asking leaves no node behind."""
+    workers = cluster(2)
+    workers[0].serve("a", PROMPT)
+    workers[0].serve("b", list(range(100, 117)))
+    workers[1].grant("c", PROMPT)
+    before = snapshot(workers[0].manager)
+    order = workers[0].free_list
+    for prompt in (PROMPT, [*PROMPT[:4], 9, 9, 9, 9, 9], [7], list(range(500, 600))):
+        for salt in ("", "unseen"):
+            workers[0].manager.route(Root(FINGERPRINT, tenant_salt=salt), token_bytes(prompt))
+    assert snapshot(workers[0].manager) == before
+    assert workers[0].free_list == order
+
+
+def test_a_fenced_session_is_no_candidate() -> None:
+    """A worker that left, expired or came back anew is not recommended for what it once held."""
+    workers = cluster(2)
+    workers[0].serve("a", PROMPT)
+    workers[0].lockstep.deregister(workers[0].number)
+    assert ranking(workers[1], PROMPT) == ["w1"]
+    workers[0].lockstep.register(registration("w0", register_no=2))
+    routed = {r.session.worker_id: r.num_cached_tokens for r in workers[1].manager.route(ROOT, token_bytes(PROMPT))}
+    assert routed == {"w0": 0, "w1": 0}
+
+
+def test_max_workers_cuts_the_list() -> None:
+    """The best ones are kept; 0 means all."""
+    workers = cluster(3)
+    workers[1].serve("a", PROMPT)
+    (best,) = workers[0].manager.route(ROOT, token_bytes(PROMPT), max_workers=1)
+    assert best.session.worker_id == "w1"
+    assert len(workers[0].manager.route(ROOT, token_bytes(PROMPT), max_workers=0)) == 3
+
+
+def test_sequences_granted_since_the_last_keep_alive_count_as_load() -> None:
+    """Equal prompts that arrive together do not all go to the worker whose load report is old."""
+    workers = cluster(2)
+    first = ranking(workers[0], PROMPT)[0]
+    busy = next(worker for worker in workers if worker.worker_id == first)
+    busy.grant("x", [99])
+    assert ranking(workers[0], PROMPT)[0] != first
+    busy.lockstep.free(Uplink(busy.number, 99))
+    busy.call_no = 99
+    busy.free(key("x").sequence_id)
+    assert ranking(workers[0], PROMPT)[0] == first
