@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 import typer
 
@@ -18,8 +17,6 @@ from .services import manager, worker
 from .status import status
 from .terminal import error_line
 from .up import up
-
-_INTERRUPTED: Final = 130
 
 app = typer.Typer(
     name="kvpool",
@@ -48,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KvpoolError as error:
         print(error_line(error), file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

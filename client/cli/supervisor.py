@@ -104,19 +104,22 @@ class Supervisor:
         self._pumps[spec.name] = asyncio.create_task(self._pump(spec.name, process.stdout))
 
     async def wait_for_exit(self) -> ChildExit:
-        """Wait until any child ends, and until its last lines are out. May be cancelled."""
+        """Wait until any child ends, and until its last lines are out. May be cancelled. An error of on_line, such as
+        a terminal that is gone, comes out here."""
         waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
+        pending: set[asyncio.Task[Any]] = {*waits, *self._pumps.values()}
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - waits.keys():
+                    task.result()
+                for wait in done & waits.keys():
+                    # Its last words say why; a grandchild that keeps the pipe open must not keep us.
+                    await asyncio.wait({self._pumps[waits[wait]]}, timeout=1.0)
+                    return ChildExit(waits[wait], wait.result())
         finally:
             for wait in waits:
                 wait.cancel()
-        first = done.pop()
-        name = waits[first]
-        with contextlib.suppress(TimeoutError):
-            # Its last words say why; a grandchild that keeps the pipe open must not keep us.
-            await asyncio.wait_for(asyncio.shield(self._pumps[name]), timeout=1.0)
-        return ChildExit(name, first.result())
 
     def kill_now(self) -> None:
         """Cut the grace of a stop short."""
@@ -131,9 +134,11 @@ class Supervisor:
         names = list(self._processes)
         for group in (names[1:], names[:1]):
             await self._stop_group([self._processes[name] for name in reversed(group)])
-        for pump in self._pumps.values():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(pump, timeout=1.0)
+        if self._pumps:
+            done, _ = await asyncio.wait(self._pumps.values(), timeout=1.0)
+            for pump in done:
+                # A log that cannot be written came out of wait_for_exit; here it must not keep us from stopping.
+                pump.exception()
         return [ChildExit(name, self._processes[name].returncode or 0) for name in names]
 
     async def _stop_group(self, processes: Sequence[asyncio.subprocess.Process]) -> None:

@@ -46,7 +46,16 @@ def stderr_console() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False)
+    return _PipeConsole(stderr=stderr, width=width, highlight=False)
+
+
+class _PipeConsole(Console):
+    """Tells a reader that has left (| head) as BrokenPipeError: rich's SystemExit would tear down the event loop."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        raise BrokenPipeError
 
 
 def error_line(error: KvpoolError) -> str:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from client.cli.supervisor import MAX_LINE_BYTES, ChildExit, ChildSpec, Supervisor
 from tests.client.processes import is_alive
 
@@ -71,8 +73,8 @@ async def test_leaving_the_block_stops_every_child() -> None:
 async def test_the_manager_is_stopped_last() -> None:
     """Workers can still take leave of it."""
     polite = (
-        "import signal, sys, time\n"
-        "def leave(*_):\n    time.sleep(0.2); print('bye', flush=True); sys.exit(0)\n"
+        "import os, signal, sys, time\n"
+        "def leave(*_):\n    time.sleep(0.2); os.write(1, b'bye\\n'); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, leave)\n" + SLEEPER
     )
     log = Log()
@@ -104,6 +106,25 @@ async def test_a_second_interrupt_cuts_the_grace_short() -> None:
     assert not stopping.done()
     supervisor.kill_now()
     assert await asyncio.wait_for(stopping, 5) == [ChildExit("worker-0", -signal.SIGKILL)]
+
+
+async def test_cancelling_twice_does_not_leave_children_behind() -> None:
+    """The first Ctrl-C asks, the second kills; neither walks away."""
+    log = Log()
+
+    async def run() -> None:
+        async with Supervisor(log, grace_seconds=60) as supervisor:
+            await supervisor.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
+            await supervisor.wait_for_exit()
+
+    task = asyncio.create_task(run())
+    await log.wait_for("worker-0", "ready")
+    task.cancel()
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+    assert not is_alive(int(log.lines[0][1]))
 
 
 async def test_cancelling_the_task_still_stops_the_children() -> None:
@@ -149,15 +170,31 @@ async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
 
 async def test_long_and_broken_lines_are_handed_on_in_pieces() -> None:
     """A child that never ends its line does not fill our memory; bytes that are no UTF-8 do not stop the log."""
-    script = "import sys; sys.stdout.buffer.write(b'x' * 20000 + b'\\n\\xff end\\nlast')"
+    script = "import sys; sys.stdout.buffer.write(b'x' * 300000 + b'\\n\\xff end\\nlast')"
     log = Log()
     async with Supervisor(log) as supervisor:
         await supervisor.start(child("worker-0", script))
         await supervisor.wait_for_exit()
     lines = [line for _, line in log.lines]
     assert max(len(line) for line in lines) <= 65536 + MAX_LINE_BYTES
-    assert "".join(lines[:-2]) == "x" * 20000
+    assert "".join(lines[:-2]) == "x" * 300000
     assert lines[-2:] == ["\ufffd end", "last"]
+
+
+async def test_a_log_that_cannot_be_written_ends_the_wait() -> None:
+    """`kvpool up | head`: nobody would see what happens any more, so it ends, and takes the children along."""
+
+    def gone(name: str, line: str) -> None:
+        pids.append(int(line))
+        raise BrokenPipeError
+
+    pids: list[int] = []
+    async with Supervisor(gone) as supervisor:
+        script = f"import os, time; print(os.getpid(), flush=True); {SLEEPER}"
+        await supervisor.start(child("worker-0", script))
+        with pytest.raises(BrokenPipeError):
+            await asyncio.wait_for(supervisor.wait_for_exit(), 20)
+    assert not is_alive(pids[0])
 
 
 async def test_a_child_gets_its_own_variables_on_top_of_ours() -> None:
