@@ -59,7 +59,10 @@ def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> b
             position=known,
         )
     if update.start + num_stated > limits.max_tokens_per_sequence:
-        raise bad_field("tokens", f"at most {limits.max_tokens_per_sequence} tokens per sequence")
+        raise bad_field(
+            "tokens",
+            f"at most {limits.max_tokens_per_sequence} tokens per sequence, got {update.start + num_stated}: end the sequence",
+        )
     overlap = min(known - update.start, num_stated) * TOKEN_BYTES
     begin = update.start * TOKEN_BYTES
     if sequence.tokens[begin : begin + overlap] != update.tokens[:overlap]:
@@ -167,7 +170,8 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     if item.want_blocks > pool.capacity:
         raise Refusal(
             Reason.NEVER_FITS,
-            f"a table of {item.want_blocks} blocks was wanted; the whole pool of worker {session.worker_id!r} has {pool.capacity}",
+            f"a table of {item.want_blocks} blocks was wanted; the whole pool of worker {session.worker_id!r} has {pool.capacity}: "
+            "end the sequence, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
             field="want_blocks",
         )
     if num_missing > pool.num_available:
