@@ -1,0 +1,215 @@
+"""Sessions: leases give liveness, stamps give safety. Time is passed in; the manager reads no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import AllocateItem, Limits, Uplink, WorkerLoad
+from cache_service.core.refusal import Reason, Refusal
+from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.lockstep import key, registration, snapshot, token_bytes
+from tests.cache_service.core.model import Refused
+
+LEASE = 6.0
+TICK = 0.5
+
+
+class Clockwork:
+    """A manager that is ticked every half second."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(1, lease_seconds=LEASE, tick_seconds=TICK)
+        self.now = 100.0
+        self.manager.tick(self.now)
+
+    def register(self, worker_id: str = "w1", *, incarnation: int = 1, register_no: int = 1) -> int:
+        """Begin a session."""
+        introduction = registration(worker_id, incarnation=incarnation, register_no=register_no)
+        return self.manager.register(introduction, self.now).session
+
+    def run(self, seconds: float) -> list[str]:
+        """Tick as planned; returns the workers that expired."""
+        expired = []
+        for _ in range(round(seconds / TICK)):
+            self.now += TICK
+            expired += [session.worker_id for session in self.manager.tick(self.now)]
+        return expired
+
+    def stall(self, seconds: float) -> list[str]:
+        """The manager stands still, then ticks once."""
+        self.now += seconds
+        return [session.worker_id for session in self.manager.tick(self.now)]
+
+    def keep_alive(self, session: int) -> None:
+        """A KeepAlive is read."""
+        self.manager.keep_alive(session, 0, WorkerLoad(), self.now)
+
+    @property
+    def live(self) -> list[str]:
+        """Workers with a session."""
+        return [session.worker_id for session in self.manager.sessions]
+
+
+def test_a_worker_that_stops_renewing_is_fenced() -> None:
+    """Its lease runs out after lease_seconds and not before; calls of the session are refused from then on."""
+    clock = Clockwork()
+    silent, alive = clock.register("silent"), clock.register("alive")
+    assert clock.run(LEASE - TICK) == []
+    clock.keep_alive(alive)
+    assert clock.run(TICK) == ["silent"]
+    assert clock.live == ["alive"]
+    for call_no in (1, 2):
+        with pytest.raises(Refusal) as caught:
+            clock.manager.allocate(Uplink(silent, call_no), [AllocateItem(key("s"), ROOT, token_bytes([1]))])
+        assert caught.value.reason is Reason.STALE_SESSION
+        assert "register again" in caught.value.message
+    with pytest.raises(Refusal):
+        clock.keep_alive(silent)
+
+
+def test_keep_alive_renews_for_a_whole_lease() -> None:
+    """A lease counts from the last renewal."""
+    clock = Clockwork()
+    session = clock.register()
+    for _ in range(5):
+        assert clock.run(LEASE - TICK) == []
+        clock.keep_alive(session)
+    assert clock.run(LEASE) == ["w1"]
+
+
+def test_a_stalled_manager_expires_nobody() -> None:
+    """A gap between ticks is time in which the manager stood still: every lease is that much longer."""
+    clock = Clockwork()
+    clock.register("fresh")
+    assert clock.run(LEASE - 3 * TICK) == []
+    assert clock.stall(1000.0) == [], "KeepAlives may be waiting to be read"
+    assert clock.run(TICK) == ["fresh"], "what was left of the lease is left, no more"
+
+
+@pytest.mark.parametrize("order", ["read before the tick", "read after the tick"])
+def test_a_stall_makes_no_lease_longer_than_a_lease(order: str) -> None:
+    """A KeepAlive read between the stall and the tick renews once; a worker that then dies is found as soon as any other."""
+    clock = Clockwork()
+    session = clock.register()
+    clock.now += 1000.0
+    if order == "read before the tick":
+        clock.keep_alive(session)
+    assert clock.manager.tick(clock.now) == []
+    if order == "read after the tick":
+        clock.keep_alive(session)
+    assert clock.run(LEASE - TICK) == []
+    assert clock.run(TICK) == ["w1"]
+
+
+def test_a_tick_that_is_a_little_late_adds_nothing() -> None:
+    """Up to two ticks are normal jitter; else a manager under steady load would never expire anybody."""
+    clock = Clockwork()
+    clock.register()
+    expired = [worker for _ in range(20) for worker in clock.stall(2 * TICK)]
+    assert expired == ["w1"]
+
+
+def test_a_late_tick_that_adds_time_still_ends_in_expiry() -> None:
+    """A manager that is always far too late counts two ticks for each: the dead are found, only later."""
+    clock = Clockwork()
+    clock.register()
+    assert [len(clock.stall(10.0)) for _ in range(7)] == [0, 0, 0, 0, 0, 1, 0]
+
+
+def test_expiry_fences_the_session_and_keeps_nothing_of_it_alive() -> None:
+    """Sequences of an expired session block nobody: the same attempt may start elsewhere at once."""
+    worker = Desk()
+    worker.grant("s", range(9))
+    worker.lockstep.now = LEASE
+    worker.lockstep.tick()
+    assert worker.manager.sessions == ()
+    other = Desk(lockstep=worker.lockstep, worker_id="w2")
+    assert other.grant("s", range(9)).num_cached_tokens == 0
+    while worker.lockstep.sweep():
+        pass
+
+
+def test_registering_again_fences_the_earlier_session() -> None:
+    """One session per worker: the earlier one's calls are refused, whichever of the two processes it was."""
+    clock = Clockwork()
+    first = clock.register()
+    second = clock.register(register_no=2)
+    third = clock.register(incarnation=2, register_no=1)
+    assert first < second < third
+    for stale in (first, second):
+        with pytest.raises(Refusal) as caught:
+            clock.keep_alive(stale)
+        assert caught.value.reason is Reason.STALE_SESSION
+    clock.keep_alive(third)
+    assert clock.live == ["w1"]
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "register_no", "reason"),
+    [
+        (4, 9, Reason.STALE_INCARNATION),
+        (5, 3, Reason.STALE_REGISTER),
+        (5, 2, Reason.STALE_REGISTER),
+    ],
+)
+def test_an_older_registration_is_refused(incarnation: int, register_no: int, reason: Reason) -> None:
+    """While a newer incarnation or register_no is known, a straggler changes nothing, also after the newer one has left."""
+    clock = Clockwork()
+    session = clock.register(incarnation=5, register_no=3)
+    for _ in range(2):
+        before = snapshot(clock.manager)
+        with pytest.raises(Refusal) as caught:
+            clock.register(incarnation=incarnation, register_no=register_no)
+        assert caught.value.reason is reason
+        assert "'w1'" in caught.value.message
+        assert snapshot(clock.manager) == before
+        clock.manager.deregister(session)
+
+
+def test_a_newer_incarnation_may_count_its_registers_anew() -> None:
+    """register_no orders the registrations of one process only."""
+    clock = Clockwork()
+    clock.register(incarnation=5, register_no=30)
+    clock.register(incarnation=6, register_no=1)
+    assert clock.live == ["w1"]
+
+
+def test_deregister_is_idempotent() -> None:
+    """A worker that leaves twice has left; its second word does not touch its next session."""
+    clock = Clockwork()
+    first = clock.register()
+    clock.manager.deregister(first)
+    second = clock.register(register_no=2)
+    clock.manager.deregister(first)
+    assert clock.live == ["w1"]
+    clock.manager.deregister(second)
+    assert clock.live == []
+
+
+def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> None:
+    """The memory of the past is bounded: the longest-gone workers are forgotten first, live ones never."""
+    manager = CacheManager(1, limits=Limits(max_workers=2, max_known_incarnations=3))
+    stays = manager.register(registration("stays", incarnation=7), 0.0).session
+    for i in range(10):
+        gone = manager.register(registration(f"gone{i}", incarnation=7), 0.0)
+        manager.deregister(gone.session)
+    for worker_id in ("stays", "gone9", "gone8"):
+        with pytest.raises(Refusal) as caught:
+            manager.register(registration(worker_id, incarnation=6), 0.0)
+        assert caught.value.reason is Reason.STALE_INCARNATION
+    manager.register(registration("gone0", incarnation=6), 0.0)
+    manager.keep_alive(stays, 0, WorkerLoad(), 0.0)
+
+
+def test_a_larger_epoch_begins_larger_sessions_and_generations() -> None:
+    """Stamps are epoch << 40 | counter, so those of a later life are larger than all of an earlier one."""
+    worker = Desk()
+    before = max(worker.grant("a", range(9)).generations)
+    worker.manager.raise_epoch(9)
+    assert min(worker.grant("b", range(9, 18)).generations) > before
+    assert worker.manager.last_generation >> 40 == 9
+    number = worker.lockstep.register(registration("w2"))
+    assert not isinstance(number, Refused)
+    assert number >> 40 == 9
+    assert number > worker.number
