@@ -233,6 +233,28 @@ async def test_ctrl_c_ends_the_command_quietly() -> None:
     assert b"Traceback" not in err
 
 
+async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
+    """The call is cancelled, half an answer is not remembered, and the next question is answered."""
+    worker = FakeWorker("w", [answer(THE)[0], HANG], answer(SAT))
+    async with fake_cluster(worker) as manager:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdin.write(b"the cat\n")
+        assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
+        process.send_signal(2)
+        await asyncio.wait_for(worker.cancelled.wait(), 5)
+        out, err = await asyncio.wait_for(process.communicate(b"dog\n"), 10)
+    assert (process.returncode, out) == (0, b"\n sat\n")
+    assert b"Traceback" not in err
+    assert list(worker.requests[1].token_ids.ids) == [1, 3, 10, 4]
+
+
 async def test_up_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """Else the other cluster's manager would be taken for ours."""
     async with fake_cluster() as manager:
