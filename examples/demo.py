@@ -99,6 +99,7 @@ class Chat:
     desk: str
     system: str
     question: str
+    worker_id: str = "…"
     text: str = ""
     completion: Completion | None = None
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -150,6 +151,8 @@ class Screen:
     def finish(self, chat: Chat) -> None:
         """The answer is complete."""
         self._running.remove(chat)
+        if self._live.is_started:
+            self._live.refresh()
         self._console.print(_answer(chat))
 
     def drop(self, chats: Iterable[Chat]) -> None:
@@ -161,8 +164,7 @@ class Screen:
 
 
 def _answer(chat: Chat) -> Text:
-    worker = chat.completion.worker_id if chat.completion else "…"
-    head = Text.assemble((f"{chat.desk:<7}", "cyan"), (f"{worker:<9}", "magenta"), (chat.question, "bold"))
+    head = Text.assemble((f"{chat.desk:<7}", "cyan"), (f"{chat.worker_id:<9}", "magenta"), (chat.question, "bold"))
     return Text.assemble(head, "\n  ", (" ".join(chat.text.split()) or "…", ""))
 
 
@@ -173,6 +175,7 @@ async def answer(client: Client, chat: Chat, screen: Screen) -> None:
     async with client.chat(messages, max_tokens=MAX_TOKENS) as stream:
         async for chunk in stream:
             chat.text += chunk.text
+            chat.worker_id = chunk.worker_id
             if chunk.token_ids:
                 chat.started.set()
         chat.completion = await stream.collect()
