@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from google.rpc import code_pb2
 from kvpool.v1 import cache_pb2
 
 from client.cli import main
-from client.cli.cluster import ClusterSpec, num_cores
+from client.cli.cluster import ClusterSpec, free_port, num_cores
 from tests.client.fakes import (
     HANG,
     SAT,
@@ -36,12 +35,6 @@ async def kvpool(*arguments: str) -> int:
         return 0
 
     return await asyncio.to_thread(run)
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def test_generate_streams_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +175,7 @@ def manager_violation() -> cache_pb2.Violation:
     "command", [["generate", "the"], ["chat", "the"], ["chat"], ["status"], ["blocks"], ["check"], ["status", "--json"]]
 )
 async def test_a_missing_manager_is_one_helpful_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     status = await kvpool(*command, "--manager", address)
     captured = capsys.readouterr()
     assert (status, captured.out) == (1, "")

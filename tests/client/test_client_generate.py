@@ -1,34 +1,22 @@
-"""generate() and chat(): from the prompt to the last token, over the workers that the manager ranks."""
+"""generate() and chat() with one worker: what it is sent, what comes back, and how a stream ends."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from typing import Any
 
 import pytest
-from google.protobuf import duration_pb2
-from google.rpc import code_pb2, error_details_pb2
 from kvpool.v1 import worker_pb2
 
 from client import (
-    Cancelled,
     Client,
-    ClientConfig,
     Completion,
     DeadlineExceeded,
-    FailedPrecondition,
     FinishReason,
     InvalidRequest,
-    NotFound,
     ProtocolError,
-    ResourceExhausted,
-    ServiceError,
-    Unavailable,
 )
+from tests.client.clients import quick
 from tests.client.fakes import (
     ASSISTANT,
     BOS,
@@ -36,29 +24,13 @@ from tests.client.fakes import (
     HANG,
     SAT,
     THE,
-    UNAVAILABLE,
     USER,
-    FakeManager,
     FakeModel,
     FakeWorker,
     answer,
-    error_status,
     fake_cluster,
-    serving,
     usage,
 )
-
-
-def quick(manager: FakeManager, **settings: Any) -> Client:
-    """A client that does not wait long for what will not come."""
-    config = ClientConfig(manager=manager.address, first_contact=0.3, worker_wait=0.3, liveness_interval=0.1)
-    return Client(config=replace(config, **settings))
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def test_chunks_arrive_in_order_and_collect_puts_them_together() -> None:
@@ -159,110 +131,6 @@ async def test_a_file_that_does_not_match_its_digest_is_not_believed() -> None:
     assert not worker.requests
 
 
-async def test_a_draining_worker_is_passed_over_with_a_larger_attempt() -> None:
-    """The next ranked worker gets the same sequence under attempt 2, so that the first can never come back into it."""
-    first, second = FakeWorker("w1", [UNAVAILABLE]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        completion = await client.generate("the", temperature=1.0).collect()
-    assert (completion.worker_id, completion.num_attempts) == ("w2", 2)
-    (one,), (two,) = first.requests, second.requests
-    assert (one.sequence_id, one.attempt, two.attempt) == (two.sequence_id, 1, 2)
-    assert one.sampling.seed == two.sampling.seed != 0
-    assert len(manager.routes) == 1
-
-
-async def test_a_dead_worker_is_passed_over() -> None:
-    """Nobody listens at its address any more, but its lease still runs."""
-    dead, live = FakeWorker("dead"), FakeWorker("live")
-    async with fake_cluster(live) as manager, quick(manager) as client:
-        dead.address = free_address()
-        manager.workers = [dead, live]
-        completion = await client.generate("the").collect()
-    assert completion.worker_id == "live"
-
-
-async def test_a_worker_that_fails_between_usage_and_the_first_token_is_passed_over() -> None:
-    admitted = worker_pb2.GenerateResponse(usage=usage())
-    first, second = FakeWorker("w1", [admitted, UNAVAILABLE]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        completion = await client.generate("the").collect()
-    assert (completion.worker_id, completion.token_ids) == ("w2", (THE, CAT, SAT))
-
-
-async def test_a_frozen_worker_is_passed_over_when_its_lease_has_ended() -> None:
-    """It took the stream and says nothing: it looks like a busy one until the manager no longer knows it."""
-    frozen, live = FakeWorker("frozen", [HANG]), FakeWorker("live")
-    async with fake_cluster(frozen, live) as manager, quick(manager) as client:
-        task = asyncio.create_task(client.generate("the").collect())
-        await asyncio.sleep(0.5)
-        assert not task.done(), "a busy worker with a lease was given up"
-        manager.workers = [live]
-        completion = await asyncio.wait_for(task, 5)
-        assert completion.worker_id == "live"
-        await asyncio.wait_for(frozen.cancelled.wait(), 5)
-
-
-async def test_when_nobody_answers_the_error_tells_what_each_one_said() -> None:
-    """Ranked twice, each worker asked twice, then an end: never an endless search."""
-    first = FakeWorker("w1", [error_status(code_pb2.UNAVAILABLE, "DRAINING", "I am draining")])
-    second = FakeWorker("w2", [error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")])
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        with pytest.raises(Unavailable) as caught:
-            await client.generate("the").collect()
-    assert "I am draining" in str(caught.value)
-    assert "I am recovering" in str(caught.value)
-    assert [request.attempt for request in first.requests] == [1, 3]
-    assert [request.attempt for request in second.requests] == [2, 4]
-    assert len(manager.routes) == 2
-
-
-async def test_a_full_worker_is_passed_over() -> None:
-    full = error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full")
-    async with fake_cluster(FakeWorker("w1", [full]), FakeWorker("w2")) as manager, quick(manager) as client:
-        assert (await client.generate("the").collect()).worker_id == "w2"
-
-
-async def test_when_all_are_full_the_error_says_when_to_come_back() -> None:
-    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000))
-    full = error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full", retry)
-    async with fake_cluster(FakeWorker("w1", [full])) as manager, quick(manager) as client:
-        with pytest.raises(ResourceExhausted) as caught:
-            await client.generate("the").collect()
-    assert (caught.value.reason, caught.value.retry_after) == ("BUSY", 2.5)
-
-
-@pytest.mark.parametrize(
-    ("code", "exception"),
-    [
-        (code_pb2.INVALID_ARGUMENT, InvalidRequest),
-        (code_pb2.FAILED_PRECONDITION, FailedPrecondition),
-        (code_pb2.INTERNAL, ServiceError),
-        (code_pb2.CANCELLED, Cancelled),
-    ],
-)
-async def test_an_error_that_another_worker_would_repeat_is_raised_at_once(
-    code: int, exception: type[Exception]
-) -> None:
-    first, second = FakeWorker("w1", [error_status(code, "NO", "no")]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        with pytest.raises(exception):
-            await client.generate("the").collect()
-    assert not second.requests
-
-
-async def test_a_failure_behind_the_first_token_is_raised() -> None:
-    """No silent restart: the tokens delivered stay delivered, the error says who failed."""
-    first, second = FakeWorker("w1", [*answer(THE)[:1], UNAVAILABLE]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        stream = client.generate("the")
-        assert (await anext(stream)).token_ids == (THE,)
-        with pytest.raises(Unavailable, match="w1"):
-            await anext(stream)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-    assert not second.requests
-
-
 @pytest.mark.parametrize("start_index", [0, 2])
 async def test_tokens_out_of_place_are_not_taken(start_index: int) -> None:
     """A token twice, or a hole, ends the stream with an error instead of a wrong text."""
@@ -320,73 +188,6 @@ async def test_the_timeout_counts_from_the_start_of_the_call() -> None:
         with pytest.raises(DeadlineExceeded, match=r"time-out of 0.5 s .* 1 tokens"):
             await client.generate("the", timeout=0.5).collect()
         assert 0.4 < time.monotonic() - started < 3
-
-
-async def test_a_manager_that_restarts_is_waited_for() -> None:
-    """Route is repeated: while it recovers, and while nobody listens on its port."""
-    worker = FakeWorker("w")
-    manager = FakeManager([worker])
-    async with serving(worker), AsyncExitStack() as first_life:
-        await first_life.enter_async_context(serving(manager))
-        async with quick(manager) as client:
-            manager.route_errors.append(error_status(code_pb2.UNAVAILABLE, "RECOVERING", "recovering"))
-            await client.generate("the").collect()
-            await first_life.aclose()
-            task = asyncio.create_task(client.generate("the", timeout=20).collect())
-            await asyncio.sleep(0.7)
-            assert not task.done()
-            async with serving(manager, port=int(manager.address.rpartition(":")[2])):
-                started = time.monotonic()
-                await task
-                assert time.monotonic() - started < 5
-
-
-async def test_a_manager_that_never_was_there_is_told_at_once() -> None:
-    async with Client(config=ClientConfig(manager=free_address(), first_contact=0.3)) as client:
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match="kvpool up") as caught:
-            await client.generate("the").collect()
-    assert caught.value.reason == "NO_MANAGER"
-    assert time.monotonic() - started < 3
-
-
-async def test_workers_that_register_late_are_waited_for() -> None:
-    """After a restart the manager knows nobody for a moment; a request in that moment is served all the same."""
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager, quick(manager, worker_wait=5.0) as client:
-        manager.workers = []
-        task = asyncio.create_task(client.generate("the").collect())
-        await asyncio.sleep(0.5)
-        manager.workers = [worker]
-        assert (await task).worker_id == "w"
-
-
-async def test_without_any_worker_the_error_says_so() -> None:
-    async with fake_cluster() as manager, quick(manager) as client:
-        with pytest.raises(Unavailable, match="no live worker") as caught:
-            await client.generate("the").collect()
-    assert caught.value.reason == "NO_WORKER"
-
-
-async def test_new_weights_behind_the_same_name_are_noticed() -> None:
-    """The workers come back with another fingerprint: the client finds it out and tokenises for it."""
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager, quick(manager) as client:
-        await client.generate("the").collect()
-        worker.model = FakeModel(fingerprint="fp-other")
-        await client.generate("the").collect()
-    assert [request.model_fingerprint for request in worker.requests] == ["fp-tiny", "fp-other"]
-
-
-async def test_among_several_models_one_must_be_named() -> None:
-    one, two = FakeWorker("w1"), FakeWorker("w2", model=FakeModel(name="big", fingerprint="fp-big"))
-    async with fake_cluster(one, two) as manager, quick(manager) as client:
-        with pytest.raises(InvalidRequest, match="big"):
-            await client.generate("the").collect()
-        with pytest.raises(NotFound, match="huge"):
-            await client.generate("the", model="huge").collect()
-        assert (await client.generate("the", model="big").collect()).worker_id == "w2"
-        assert (await client.generate("the", model="fp-tiny").collect()).worker_id == "w1"
 
 
 async def test_logprobs_come_with_their_tokens() -> None:
