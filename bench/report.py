@@ -1,0 +1,98 @@
+"""What all benchmarks share: series of timings, progress on stderr, and the facts that a figure is worth nothing without."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is going on; stdout belongs to the result."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Series:
+    """Repetitions of one measurement, in seconds."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The middle repetition."""
+        return statistics.median(self.seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"name": self.name, "median_s": self.median, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        return (
+            f"{_time(self.median)} ({_time(min(self.seconds))} to {_time(max(self.seconds))}, {len(self.seconds)} runs)"
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times faster `ours` was than `peer`: of the medians, and of the interleaved pairs the least and the most."""
+
+    ours: Series
+    peer: Series
+
+    @property
+    def of_medians(self) -> float:
+        """Above 1: ours is faster."""
+        return self.peer.median / self.ours.median
+
+    @property
+    def pairs(self) -> list[float]:
+        """One ratio per repetition."""
+        return [peer / ours for ours, peer in zip(self.ours.seconds, self.peer.seconds, strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"of_medians": self.of_medians, "least": min(self.pairs), "most": max(self.pairs)}
+
+    def __str__(self) -> str:
+        return f"{self.of_medians:.1f}x ({min(self.pairs):.1f}x to {max(self.pairs):.1f}x)"
+
+
+def facts(*packages: str) -> dict[str, Any]:
+    """Date, kind of machine, load and versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpus": os.cpu_count(),
+        "cpu_features": _cpu_features(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in packages},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_features() -> list[str]:
+    """Those that decide how fast bfloat16 is on a CPU."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith("flags")), "").split()
+    except OSError:
+        return []
+    return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
