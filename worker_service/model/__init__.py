@@ -1,1 +1,8 @@
 """The model side of a worker: finding, converting, guarding and loading a model, its KV tensors, forward and sampling."""
+
+import os
+
+# Before anything here imports torch, because OpenMP reads it once, when its library is loaded. By default threads that
+# wait for the others of a product spin; where processes share cores (several workers on one machine) they then spin on
+# the very cores that the others need, and a step takes many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
