@@ -213,6 +213,15 @@ def _cut_a_child_off(scene: Scene) -> int:
     return -1
 
 
+def _drop_a_node_that_a_block_holds(scene: Scene) -> int:
+    block = scene.cached
+    node = scene.pool.node(block)
+    assert node is not None
+    node.drop_copy(scene.pool)
+    scene.tree.prune(node)
+    return block
+
+
 def _forget_a_leader(scene: Scene) -> int:
     sequence = scene.sequence(C)
     sequence.nodes[1].drop_leader(sequence)
@@ -276,6 +285,7 @@ CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("chain", _stand_on_another_prefix, A),
     ("tree", _count_a_sequence_more, A),
     ("tree", _cut_a_child_off, A),
+    ("tree", _drop_a_node_that_a_block_holds, None),
     ("tree", _forget_a_leader, C),
     ("tree", _lead_after_the_end, C),
     ("attempts", _forget_an_attempt, A),

@@ -651,12 +651,13 @@ class LongHistory:
     def run(self, num_steps: int) -> None:
         """Start two or three workers, take the steps, and let everybody go."""
         machine, rng = self._machine, self._random
-        machine.start_workers([(rng.randint(4, 13), rng.choice([1, 2, 2, 4])) for _ in range(rng.randint(2, 3))])
+        block_sizes = rng.choice([[1], [2], [2], [4], [1, 2, 4]])
+        machine.start_workers([(rng.randint(4, 13), rng.choice(block_sizes)) for _ in range(rng.randint(2, 3))])
         actions = {
             self._allocate: 30,
             self._append: 40,
             self._free: 14,
-            self._other: 10,
+            self._other: 20,
             self._nonsense: 6,
             self._failure: 2,
         }
@@ -701,7 +702,8 @@ class LongHistory:
         machine = self._machine
         actions: list[Callable[[], None]] = [
             lambda: machine.compute(who, self._steps()),
-            lambda: machine.plan_reserve(who, rng.choice([None, 0, 1, 3]), rng.choice([0, 0, 1, 2])),
+            lambda: machine.plan_reserve(who, rng.choice([None, 0, 1, 3, 3]), rng.choice([0, 0, 0, 1, 2])),
+            lambda: machine.plan_reserve(who, rng.choice([1, 2, 3]), 0),
             lambda: machine.keep_alive(who, self._fate()),
             lambda: machine.tick(rng.choice([0.2, 0.5, 0.9, 0.9])),
             lambda: machine.route(rng.choice(ROOTS), _prompt(rng.randint(1, 12), 99)),
