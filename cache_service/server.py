@@ -37,7 +37,7 @@ _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     # Peers may ping every 10 s without a call in flight; a second of slack, because too early a ping ends in GOAWAY.
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 9_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
     ("grpc.keepalive_time_ms", 30_000),

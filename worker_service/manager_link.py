@@ -161,9 +161,9 @@ class ManagerLink:
     # -- calls
 
     async def _talk(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """Send call after call until the session is lost."""
+        """Send call after call until the session is lost. The engine may have reset the cache before we look."""
         engine, cache = self._engine, self._cache
-        while not cache.is_lost:
+        while cache.session == self._session:
             engine.changed_for_link.clear()
             now = self._clock()
             call = cache.next_call(engine.scheduler.candidates, now)

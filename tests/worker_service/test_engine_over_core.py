@@ -194,6 +194,18 @@ async def test_after_a_restart_of_the_manager_streams_end_and_new_requests_are_s
         assert world.manager.worker("w0").num_cached_tokens == 0, "what was computed before is forgotten"
 
 
+async def test_an_idle_worker_finds_a_restarted_manager_too() -> None:
+    """Nothing is in flight but heartbeats; the worker registers again all the same."""
+    world = World(num_blocks=100, block_size=4)
+    async with world.running():
+        for epoch in (2, 3):
+            world.wire.manager = CacheManager(epoch)
+            async with asyncio.timeout(5):
+                while not world.manager.sessions:
+                    await asyncio.sleep(0.005)
+            assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
+
+
 async def test_cancelling_at_any_moment_frees_everything() -> None:
     """Waiting, allocating, parked, running, in a step: `running()` asserts that nothing stays held."""
     rng = random.Random(3)

@@ -152,6 +152,12 @@ class EngineCache:
     # -- for the edge: sessions
 
     @property
+    def session(self) -> int:
+        """Number of the open session; 0 while there is none."""
+        link = self._state.open_link()
+        return 0 if link is None else link.session
+
+    @property
     def is_lost(self) -> bool:
         """Whether the session must be given up: the engine has to end its streams and steps, then `reset`."""
         return self._state.is_lost
