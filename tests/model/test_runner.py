@@ -14,6 +14,7 @@ from worker_service.attention.packing import PackingError
 from worker_service.engine.step import SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel
 from worker_service.model.runner import RowSelector
+from worker_service.model.sampler import Draw, sample
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,18 @@ def test_a_sampled_text_can_be_continued_elsewhere(loaded: LoadedModel) -> None:
     rest = paged.request([*range(20), *whole.token_ids[:4]], 6, sampling=sampling)
     paged.run([rest])
     assert rest.token_ids == whole.token_ids[4:]
+
+
+def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> None:
+    """A prompt of n tokens is followed by the token at position n, also when its last tokens come in a chunk."""
+    runner, sampling = PagedModel(loaded).runner, SamplingParams(temperature=2.0, seed=5)
+    for length in range(2, 12):
+        prompt = list(range(length))
+        logits = runner.logits([SequencePart(prompt, 0, [1, 2, 3], None)])[-1:]
+        expected = sample(logits, [Draw(sampling, position=length)])
+        cut = length // 2
+        runner.execute(Step([SequencePart(prompt[:cut], 0, [4, 5, 6], None)]))
+        assert runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)])) == expected
 
 
 class WithoutArgument(torch.nn.Module):
