@@ -1,0 +1,363 @@
+"""Clients that leave, die or ask for nonsense: the status says what was wrong, and every block comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from kvpool.v1 import cache_pb2, worker_pb2
+
+from client import DeadlineExceeded
+from tests.cluster.cluster import Cluster
+from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
+from tests.cluster.polling import eventually
+from tests.cluster.process import Process
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Generate = worker_pb2.GenerateRequest
+Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
+Status = grpc.StatusCode
+
+CAPACITY_TOKENS = 1024 * 16
+"""Less than the model's longest sequence."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("faults")
+    model = make_endless_model(folder / "endless")
+    async with Cluster(folder) as cluster:
+        await cluster.start_manager()
+        for name in ("a", "b"):
+            cluster.start_worker(name, model=model.path, num_blocks=1025, max_num_waiting=4, max_num_seqs=8)
+        await cluster.until_registered("a", "b")
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cluster(shared: Cluster) -> AsyncIterator[Cluster]:
+    """Two workers of one model without a tokenizer. Behind every test all blocks are back and every law holds."""
+    yield shared
+    await shared.until_clean()
+    assert {worker.worker_id for worker in await shared.describe()} == {"a", "b"}
+
+
+class Caller:
+    """Opens streams at the workers, as a client does that is not our library."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._calls: list[Call] = []
+
+    def generate(self, worker: str, request: Generate, timeout: float | None = None) -> Call:
+        """A new stream at `worker`."""
+        call = self._cluster.worker_stub(worker).Generate(request, timeout=timeout)
+        self._calls.append(call)
+        return call
+
+    def cancel(self) -> None:
+        """Cancel all streams."""
+        for call in self._calls:
+            call.cancel()
+
+
+@pytest.fixture
+def caller(cluster: Cluster) -> Iterator[Caller]:
+    """Its streams end with the test."""
+    caller = Caller(cluster)
+    yield caller
+    caller.cancel()
+
+
+def good(sequence_id: str = "good") -> Generate:
+    """A request that nothing is wrong with; it goes on for minutes."""
+    request = Generate(sequence_id=sequence_id, attempt=1, token_ids=worker_pb2.TokenIds(ids=[1, 2, 3, 4, 5]))
+    request.stop.max_tokens = 12_000
+    return request
+
+
+async def first_token(call: Call) -> None:
+    """Until the stream has delivered a token."""
+    while True:
+        message = await call.read()
+        assert isinstance(message, worker_pb2.GenerateResponse), f"ended early: {await call.code()}"
+        if message.token_ids:
+            return
+
+
+async def failure(call: Call) -> grpc.aio.AioRpcError:
+    """How the stream fails, which it must, soon."""
+    try:
+        async with asyncio.timeout(20):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the stream came to a proper end")
+
+
+def details_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    """The rich status; empty where the transport answered."""
+    return rpc_status.from_call(error) or status_pb2.Status()  # type: ignore[arg-type]
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """ErrorInfo.reason in our domain; empty where the transport answered."""
+    for detail in details_of(error).details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            assert info.domain == "kvpool"
+            return str(info.reason)
+    return ""
+
+
+def bad_fields(error: grpc.aio.AioRpcError) -> list[str]:
+    """Fields that a BadRequest names."""
+    for detail in details_of(error).details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            return [violation.field for violation in bad.field_violations]
+    return []
+
+
+class Bad(NamedTuple):
+    """What is wrong with a request, and what the worker must say to it."""
+
+    name: str
+    spoil: Callable[[Generate], object]
+    code: Status
+    reason: str
+    field: str
+    says: str
+
+
+def invalid(name: str, spoil: Callable[[Generate], object], field: str, says: str) -> Bad:
+    return Bad(name, spoil, Status.INVALID_ARGUMENT, "BAD_FIELD", field, says)
+
+
+def set_ids(*ids: int) -> Callable[[Generate], object]:
+    return lambda request: request.token_ids.CopyFrom(worker_pb2.TokenIds(ids=ids))
+
+
+def set_to(path: str, value: object) -> Callable[[Generate], object]:
+    """Set request.a.b for the path "a.b"."""
+
+    def spoil(request: Generate) -> None:
+        *parents, name = path.split(".")
+        message: object = request
+        for parent in parents:
+            message = getattr(message, parent)
+        setattr(message, name, value)
+
+    return spoil
+
+
+NAN, INFINITY = float("nan"), float("inf")
+MALFORMED = [
+    invalid("no prompt", lambda request: request.ClearField("token_ids"), "prompt", "text or token_ids"),
+    invalid("empty prompt", set_ids(), "prompt", "at least one token"),
+    invalid("text without tokenizer", set_to("text", "hello"), "prompt", "no tokenizer"),
+    invalid("token out of range", set_ids(1, 264), "prompt", "vocabulary of 264"),
+    invalid("largest token", set_ids(2**32 - 1), "prompt", "vocabulary of 264"),
+    invalid("prompt too long", set_ids(*[1] * ENDLESS_MODEL_LEN), "prompt", str(ENDLESS_MODEL_LEN)),
+    invalid("over the model's limit", set_to("stop.max_tokens", ENDLESS_MODEL_LEN), "max_tokens", "at most 65531"),
+    Bad(
+        "over the pool", set_to("stop.max_tokens", CAPACITY_TOKENS),
+        Status.INVALID_ARGUMENT, "NEVER_FITS", "max_tokens", "--num-blocks",
+    ),
+    invalid("no sequence_id", set_to("sequence_id", ""), "sequence_id", "1 to 128 bytes"),
+    invalid("sequence_id too long", set_to("sequence_id", "é" * 65), "sequence_id", "got 130"),
+    invalid("attempt 0", set_to("attempt", 0), "attempt", "from 1"),
+    invalid("temperature below 0", set_to("sampling.temperature", -1), "sampling.temperature", "got -1"),
+    invalid("temperature NaN", set_to("sampling.temperature", NAN), "sampling.temperature", "nan"),
+    invalid("temperature infinite", set_to("sampling.temperature", INFINITY), "sampling.temperature", "inf"),
+    invalid("temperature too high", set_to("sampling.temperature", 101), "sampling.temperature", "to 100"),
+    invalid("top_p 0", set_to("sampling.top_p", 0), "sampling.top_p", "more than 0"),
+    invalid("top_p above 1", set_to("sampling.top_p", 1.5), "sampling.top_p", "at most 1"),
+    invalid("top_p NaN", set_to("sampling.top_p", NAN), "sampling.top_p", "nan"),
+    invalid("too many logprobs", set_to("logprobs", 21), "logprobs", "at most 20"),
+    invalid("unknown adapter", set_to("adapter", "lora-7"), "adapter", "lora-7"),
+    invalid("tenant salt too long", set_to("tenant_salt", "x" * 257), "tenant_salt", "got 257"),
+    invalid("stop string without tokenizer", lambda r: r.stop.stop_strings.append("x"), "stop_strings", "no tokenizer"),
+    invalid("empty stop string", lambda r: r.stop.stop_strings.append(""), "stop.stop_strings", "1 to 256"),
+    invalid("too many stop strings", lambda r: r.stop.stop_strings.extend(["x"] * 17), "stop.stop_strings", "got 17"),
+    invalid(
+        "too many stop ids", lambda r: r.stop.stop_token_ids.extend(range(257)), "stop.stop_token_ids", "got 257"
+    ),
+    Bad("other model", set_to("model_fingerprint", "f" * 64), Status.FAILED_PRECONDITION, "OTHER_MODEL", "", "GetModel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", MALFORMED, ids=[bad.name.replace(" ", "_") for bad in MALFORMED])
+async def test_a_malformed_request_is_told_what_is_wrong_with_it(cluster: Cluster, caller: Caller, bad: Bad) -> None:
+    """Code, reason and field for programs, a sentence for people; nothing is held for it."""
+    request = good()
+    bad.spoil(request)
+    error = await failure(caller.generate("a", request))
+    assert (error.code(), reason_of(error)) == (bad.code, bad.reason), error
+    assert bad_fields(error) == ([bad.field] if bad.field else [])
+    assert bad.says in (error.details() or "")
+
+
+async def test_an_oversize_request_is_refused_by_the_transport_and_harms_nobody(
+    cluster: Cluster, caller: Caller
+) -> None:
+    """A message above 16 MiB: RESOURCE_EXHAUSTED without a reason, at the worker and at the manager."""
+    request = good()
+    request.token_ids.ids.extend([200] * (9 << 20))
+    error = await failure(caller.generate("a", request))
+    assert (error.code(), reason_of(error)) == (Status.RESOURCE_EXHAUSTED, "")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.manager_stub.Route(cache_pb2.RouteRequest(tokens=bytes(17 << 20)))
+    assert caught.value.code() is Status.RESOURCE_EXHAUSTED
+    call = caller.generate("a", good())
+    await first_token(call)
+
+
+async def test_a_second_stream_of_an_attempt_already_exists_and_the_first_goes_on(
+    cluster: Cluster, caller: Caller
+) -> None:
+    """On the same worker the worker says so, on another one the manager does."""
+    first = caller.generate("a", good())
+    await first_token(first)
+    error = await failure(caller.generate("a", good()))
+    assert (error.code(), reason_of(error)) == (Status.ALREADY_EXISTS, "STREAM_EXISTS")
+    assert "'good'" in (error.details() or "")
+    error = await failure(caller.generate("b", good()))
+    assert (error.code(), reason_of(error)) == (Status.ALREADY_EXISTS, "SEQUENCE_ELSEWHERE")
+    await first_token(first)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+async def test_a_larger_attempt_fences_the_smaller_one_anywhere(cluster: Cluster, caller: Caller, name: str) -> None:
+    """The smaller attempt's stream ends, wherever the larger one runs; a smaller one that comes later is refused."""
+    first = caller.generate("a", good())
+    await first_token(first)
+    request = good()
+    request.attempt = 2
+    second = caller.generate(name, request)
+    await first_token(second)
+    errors = [await failure(first)]
+    errors += [await failure(caller.generate(worker, good())) for worker in ("a", "b")]
+    for error in errors:
+        assert (error.code(), reason_of(error)) == (Status.FAILED_PRECONDITION, "STALE_ATTEMPT")
+    await first_token(second)
+
+
+async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
+    """Eight at once, as soon as each has its first token; and some that never had one."""
+    for batch in range(3):
+        calls = [caller.generate("a", good(f"cancelled-{batch}-{index}")) for index in range(4)]
+        if batch < 2:
+            await asyncio.gather(*map(first_token, calls))
+    (counts,) = (await cluster.worker("a")).counts
+    assert counts.held >= 8
+    caller.cancel()
+    await cluster.until_clean()
+
+
+async def test_leaving_the_block_of_a_stream_cancels_it(cluster: Cluster) -> None:
+    """The library's way: `async with client.generate(…)`."""
+    async with cluster.client() as client, client.generate([1, 2, 3], max_tokens=12_000) as stream:
+        while not (await anext(stream)).token_ids:
+            pass
+    await cluster.until_clean()
+
+
+async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluster, caller: Caller) -> None:
+    """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on."""
+    for batch in range(2):
+        running = [caller.generate("a", good(f"crowd-{batch}-{index}")) for index in range(4)]
+        await asyncio.gather(*map(first_token, running))
+    for index in range(4):
+        caller.generate("a", good(f"crowd-waits-{index}"))
+
+    async def turned_away() -> grpc.aio.AioRpcError | None:
+        call = caller.generate("a", good("one-too-many"), timeout=0.5)
+        error = await failure(call)
+        return None if error.code() is Status.DEADLINE_EXCEEDED else error
+
+    error = await eventually(turned_away, "the queue is full")
+    assert (error.code(), reason_of(error)) == (Status.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details_of(error).details)
+    await first_token(running[0])
+
+
+async def test_a_deadline_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
+    """For the wire and for the library."""
+    call = caller.generate("a", good(), timeout=1.0)
+    await first_token(call)
+    assert (await failure(call)).code() is Status.DEADLINE_EXCEEDED
+    await cluster.until_clean()
+    async with cluster.client() as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate([1, 2, 3], max_tokens=12_000, timeout=1.0).collect()
+
+
+CLIENT_SCRIPT = """
+import sys
+from kvpool.client import SyncClient
+
+with SyncClient(sys.argv[1]) as client:
+    for chunk in client.generate([7, 7, 7], max_tokens=12_000):
+        if chunk.token_ids:
+            print("token", flush=True)
+"""
+
+
+async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
+    """kill -9: nobody says good-bye, only the connection breaks."""
+    process = Process("client", ["-c", CLIENT_SCRIPT, cluster.address()], tmp_path / "client.log", {})
+
+    async def has_token() -> bool:
+        assert process.status is None, process.log
+        return "token" in process.log
+
+    try:
+        await eventually(has_token, "the client gets a token")
+        held = sum(counts.held for worker in await cluster.describe() for counts in worker.counts)
+        assert held > 0
+    finally:
+        process.kill()
+    await cluster.until_clean()
+
+
+async def test_the_command_line_finds_every_law_kept(cluster: Cluster, caller: Caller, tmp_path: Path) -> None:
+    """`kvpool check`, also while streams run."""
+    calls = [caller.generate(name, good(f"busy-{name}")) for name in ("a", "b")]
+    await asyncio.gather(*map(first_token, calls))
+    arguments = ["-m", "kvpool.client.cli", "check", "--manager", cluster.address()]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await process.communicate()
+    assert (process.returncode, "every law holds" in printed.decode()) == (0, True), printed
+
+
+async def test_a_storm_of_everything_leaves_nothing_behind(cluster: Cluster, caller: Caller) -> None:
+    """Good, bad, cancelled and late requests to both workers at once."""
+
+    async def one(index: int) -> None:
+        request = good(f"storm-{index}")
+        request.stop.max_tokens = 40
+        if index % 5 == 0:
+            MALFORMED[index // 5 % len(MALFORMED)].spoil(request)
+        call = caller.generate("ab"[index % 2], request, timeout=0.2 if index % 5 == 1 else 30.0)
+        if index % 5 == 2:
+            await asyncio.sleep(0.01 * (index % 7))
+            call.cancel()
+        # CancelledError is what grpc.aio raises to the one who cancelled.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for _ in call:
+                pass
+
+    await asyncio.gather(*(one(index) for index in range(100)))
+    await cluster.until_clean()
