@@ -537,7 +537,7 @@ class ManagerMachine(RuleBasedStateMachine):
         update = self._update(live[which % len(live)], 0, 0)
         num_known = update.start + len(update.tokens) // 4
         spoilt = {
-            "gap": update._replace(start=40),
+            "gap": update._replace(start=num_known + 1),
             "token": update._replace(start=0, tokens=token_bytes([9])),
             "block": update._replace(bound=(*update.bound, TableEntry(len(live[0].entries) + 5, 1, 1))),
             "generation": update._replace(bound=(TableEntry(0, live[0].entries[0].block, 3),)),
