@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before anything imports torch: threads that spin while they wait make a busy machine crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 
 _num_left_out = pytest.StashKey[int]()
