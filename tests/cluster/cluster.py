@@ -97,18 +97,24 @@ class Cluster:
     def start_worker(self, name: str, *, threads: int = 1, **settings: Any) -> Process:
         """Start a worker with these settings; without any, start it again with those of the last time."""
         if settings:
-            self._ports[name] = free_port()
             self._worker_settings[name] = {
                 "manager": self.address(),
                 "worker_id": name,
                 "host": HOST,
-                "port": self._ports[name],
                 "device": "cpu",
                 "dtype": "float32",
                 "cache_dir": default_cache_dir(),
                 **settings,
             }
-        return self._start(name, "kvpool.worker_service", self._worker_settings[name], threads)
+            self._ports[name] = free_port()
+        arguments = {**self._worker_settings[name], "port": self._ports[name]}
+        return self._start(name, "kvpool.worker_service", arguments, threads)
+
+    def start_rival(self, name: str) -> tuple[Process, Process]:
+        """Start a worker of the same name and settings beside the one that runs; returns the older and the newer one.
+        From here on the name means the newer one."""
+        older = self.processes.pop(name)
+        return older, self.start_worker(name, **self._worker_settings[name])
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         assert name not in self.processes or self.processes[name].status is not None, f"{name} still runs"
@@ -157,7 +163,8 @@ class Cluster:
 
     def channel(self, name: str = MANAGER) -> grpc.aio.Channel:
         """A channel to a service that finds it again soon after a restart."""
-        if name not in self._channels:
+        address = self.address(name)
+        if address not in self._channels:
             options = [
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", -1),
@@ -166,8 +173,8 @@ class Cluster:
                 ("grpc.max_reconnect_backoff_ms", 100),
                 ("grpc.enable_retries", 0),
             ]
-            self._channels[name] = grpc.aio.insecure_channel(self.address(name), options=options)
-        return self._channels[name]
+            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+        return self._channels[address]
 
     @property
     def manager_stub(self) -> cache_pb2_grpc.CacheServiceStub:

@@ -1,0 +1,276 @@
+"""Services that die, freeze and come back: nothing hangs, nothing stays held, and a new request is served within 5 s."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from uuid import uuid4
+
+import pytest
+import pytest_asyncio
+from kvpool.v1 import worker_pb2
+
+from client import Client, GenerateStream, KvpoolError, Unavailable
+from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.cluster.truth import NUM_TOP, Truth
+from tests.tiny_models import Oracle
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+]
+
+LEASE_SECONDS = 2.0
+SERVED_WITHIN_SECONDS = 5.0
+"""Counted from the restarted process listening."""
+ENDLESS_TOKENS = 6_000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A cluster of the workers a and b, which serve one model, and what they must answer."""
+
+    cluster: Cluster
+    truths: list[Truth]
+
+    async def is_served(self, client: Client) -> str:
+        """A new request is answered, and with the truth; returns by whom."""
+        truth = self.truths[2]
+        completion = await client.generate(truth.prompt, max_tokens=len(truth.tokens), logprobs=NUM_TOP).collect()
+        truth.check(completion)
+        return completion.worker_id
+
+    async def is_served_by(self, name: str) -> None:
+        """This very worker answers a new request with the truth."""
+        truth = self.truths[1]
+        request = worker_pb2.GenerateRequest(sequence_id=str(uuid4()), attempt=1)
+        request.token_ids.ids.extend(truth.prompt)
+        request.stop.max_tokens = len(truth.tokens)
+        answer = [
+            token async for message in self.cluster.worker_stub(name).Generate(request) for token in message.token_ids
+        ]
+        assert answer == truth.tokens
+
+    async def both_live(self) -> None:
+        await self.cluster.until_registered("a", "b")
+        await self.cluster.until_clean()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    folder = tmp_path_factory.mktemp("failures")
+    model = make_endless_model(folder / "endless")
+    oracle = Oracle.of(model.path)
+    async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
+        await cluster.start_manager()
+        for name in ("a", "b"):
+            cluster.start_worker(name, model=model.path, block_size=4, num_blocks=8193, grace_seconds=0.5)
+        truths = [Truth(oracle, prompt, model.num_new_tokens) for prompt in model.prompts]
+        yield Subject(cluster, truths)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def subject(shared: Subject) -> AsyncIterator[Subject]:
+    """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
+    await shared.both_live()
+    yield shared
+    await shared.both_live()
+
+
+async def start_streams(client: Client, num_streams: int, first: int = 0) -> list[GenerateStream]:
+    """Streams that run for long, each behind its first token, over unrelated prompts."""
+    streams = [
+        client.generate([200 + index, *range(10)], max_tokens=ENDLESS_TOKENS)
+        for index in range(first, first + num_streams)
+    ]
+    for stream in streams:
+        while not (await anext(stream)).token_ids:
+            pass
+    return streams
+
+
+async def end_of(stream: GenerateStream) -> KvpoolError | None:
+    """How the stream ends: its error, None if it came to its proper end."""
+    try:
+        await stream.collect()
+    except KvpoolError as error:
+        return error
+    return None
+
+
+async def ends_of(streams: list[GenerateStream], seconds: float = 15.0) -> list[KvpoolError | None]:
+    """How the streams end, which they must within so many seconds."""
+    async with asyncio.timeout(seconds):
+        return await asyncio.gather(*map(end_of, streams))
+
+
+async def test_a_manager_killed_under_load_comes_back_and_serves_within_five_seconds(subject: Subject) -> None:
+    """Streams go on while it is away; when it is back without its memory they end with UNAVAILABLE, and do not hang."""
+    cluster = subject.cluster
+    before = (await cluster.worker("a")).session
+    async with cluster.client() as client:
+        streams = await start_streams(client, 6)
+        cluster.kill(MANAGER)
+        # Decoding lives on the reserve for a while.
+        for stream in streams:
+            assert (await anext(stream)).token_ids
+        await cluster.start_manager()
+        listening = time.monotonic()
+        await subject.is_served(client)
+        assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
+        async with cluster.client() as newcomer:
+            await subject.is_served(newcomer)
+        for error in await ends_of(streams):
+            assert isinstance(error, Unavailable)
+            assert error.reason == "RECOVERING"
+            assert error.retry_after is not None
+    await subject.both_live()
+    assert (await cluster.worker("a")).session >> 40 == (before >> 40) + 1
+
+
+async def test_requests_that_wait_while_the_manager_is_away_are_answered_by_the_next_one(subject: Subject) -> None:
+    """The client asks again until somebody answers; nobody sees an error."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        await subject.is_served(client)
+        cluster.kill(MANAGER)
+        waiting = [asyncio.create_task(subject.is_served(client)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        await cluster.start_manager()
+        async with asyncio.timeout(SERVED_WITHIN_SECONDS):
+            assert {await task for task in waiting} <= {"a", "b"}
+
+
+async def test_a_manager_that_is_told_to_stop_exits_in_peace(subject: Subject) -> None:
+    """SIGTERM under load: exit status 0; its successor takes the workers in."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        streams = await start_streams(client, 2)
+        cluster.processes[MANAGER].send(signal.SIGTERM)
+        assert await cluster.processes[MANAGER].ended() == 0
+        await cluster.start_manager()
+        assert all(isinstance(error, Unavailable) for error in await ends_of(streams))
+
+
+async def test_a_worker_killed_under_load_comes_back_under_its_name_within_five_seconds(subject: Subject) -> None:
+    """Its streams end with UNAVAILABLE at once; the new incarnation fences the old one and starts with free blocks."""
+    cluster = subject.cluster
+    before = await cluster.worker("a")
+    async with cluster.client() as client:
+        streams = await start_streams(client, 6)
+        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert victims
+        cluster.kill("a")
+        for error in await ends_of(victims, 5.0):
+            assert isinstance(error, Unavailable)
+        cluster.start_worker("a")
+        listening = await cluster.until_serving("a", or_not=True)
+        await cluster.until_registered("a")
+        after = await cluster.worker("a")
+        await subject.is_served_by("a")
+        assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
+        for stream in streams:
+            await stream.aclose()
+    assert after.session > before.session
+    assert after.incarnation > before.incarnation
+    assert after.counts[0].free == after.counts[0].capacity
+
+
+async def runs_on(cluster: Cluster, stream: GenerateStream, name: str) -> bool:
+    """Whether the worker's blocks name the stream's sequence."""
+    worker = await cluster.worker(name)
+    return any(key.sequence_id == stream.sequence_id for block in worker.blocks for key in block.owners)
+
+
+async def test_a_client_takes_the_next_worker_when_the_first_is_dead(subject: Subject) -> None:
+    """The manager still ranks the holder of the prefix first; the client finds it gone and is served by the other."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        holder = await subject.is_served(client)
+        other = {"a": "b", "b": "a"}[holder]
+        cluster.kill(holder)
+        started = time.monotonic()
+        assert await subject.is_served(client) == other
+        assert time.monotonic() - started < SERVED_WITHIN_SECONDS
+        async with cluster.client() as newcomer:
+            assert await subject.is_served(newcomer) == other
+    cluster.start_worker(holder)
+
+
+async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject: Subject) -> None:
+    """SIGSTOP: its connections stay open, yet requests go to the other worker. SIGCONT: it ends what it held and returns."""
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5) as client:
+        frozen = await subject.is_served(client)
+        other = {"a": "b", "b": "a"}[frozen]
+        streams = await start_streams(client, 6)
+        victims = [stream for stream in streams if await runs_on(cluster, stream, frozen)]
+        assert victims
+        before = await cluster.worker(frozen)
+        cluster.suspend(frozen)
+        stopped = time.monotonic()
+        # Not fenced yet, so still ranked first: this client waits for it, finds its lease ended, and goes on.
+        assert await subject.is_served(client) == other
+        assert time.monotonic() - stopped < LEASE_SECONDS + SERVED_WITHIN_SECONDS
+
+        async def is_fenced() -> bool:
+            return [worker.worker_id for worker in await cluster.describe()] == [other]
+
+        await eventually(is_fenced, "the frozen worker is fenced", LEASE_SECONDS + 2.0)
+        assert await subject.is_served(client) == other
+        cluster.resume(frozen)
+        for error in await ends_of(victims):
+            assert isinstance(error, Unavailable)
+        await cluster.until_registered(frozen)
+        after = await cluster.worker(frozen)
+        assert (after.incarnation, after.session > before.session) == (before.incarnation, True)
+        assert after.counts[0].free == after.counts[0].capacity
+        for stream in streams:
+            await stream.aclose()
+        await subject.both_live()
+        await subject.is_served_by(frozen)
+
+
+async def test_of_two_workers_with_one_name_the_newer_stays(subject: Subject) -> None:
+    """The older one ends its streams with UNAVAILABLE, then exits with status 1 and says why."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        streams = await start_streams(client, 6)
+        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert victims
+        older, newer = cluster.start_rival("a")
+        errors = await ends_of(victims, 40.0)
+        assert all(isinstance(error, Unavailable) for error in errors)
+        assert await older.ended() == 1
+        assert newer.status is None
+        assert "refused this worker" in older.log
+        assert "STALE_INCARNATION" in older.log
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_a_worker_that_is_told_to_stop_takes_leave_at_once(subject: Subject) -> None:
+    """SIGTERM under load: streams get their grace and then UNAVAILABLE, the manager forgets the worker before its lease
+    would end, and the exit status is 0."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        streams = await start_streams(client, 6)
+        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert victims
+        worker = cluster.processes["a"]
+        worker.send(signal.SIGTERM)
+        errors = await ends_of(victims)
+        assert await worker.ended() == 0
+        assert [description.worker_id for description in await cluster.describe()] == ["b"]
+        for error in errors:
+            assert isinstance(error, Unavailable)
+        for stream in streams:
+            await stream.aclose()
+        assert await subject.is_served(client) == "b"
+    assert "lease expired" not in cluster.processes[MANAGER].log.rpartition("deregistered")[2]
+    cluster.start_worker("a")
