@@ -1,0 +1,171 @@
+"""What a user installs: only `kvpool/` lands in site-packages, with its types, and the base of it runs without torch."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCES = ("cache_service", "client", "protos", "worker_service")
+PACKAGES = {
+    "kvpool/v1": "protos/kvpool/v1",
+    "kvpool/cache_service": "cache_service",
+    "kvpool/worker_service": "worker_service",
+    "kvpool/client": "client",
+}
+# Nothing of these may be needed before a model is loaded.
+TENSOR_SIDE = ("accelerate", "gguf", "safetensors", "torch", "transformers")
+FORBID = f"""
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {TENSOR_SIDE!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a command to its good end; returns what it printed."""
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, so that the checkout stays clean and leftovers in it do not get in."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in SOURCES:
+        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
+    for file in REPOSITORY.iterdir():
+        if file.is_file():
+            shutil.copy(file, source)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    """Paths of all files in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Iterator[email.message.Message]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        yield email.message_from_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="module")
+def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but what the wheel installs."""
+    target = tmp_path_factory.mktemp("site-packages")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    run(*pip, "--no-deps", "--no-index", "--no-compile", "--target", target, wheel)
+    return target
+
+
+def test_only_kvpool_lands_in_site_packages(names: set[str]) -> None:
+    """No top-level `client`, `protos` or `tests`: those would collide with everybody's."""
+    roots = {name.partition("/")[0] for name in names}
+    assert {re.sub(r"-[\d.]+\.dist-info$", ".dist-info", root) for root in roots} == {"kvpool", "kvpool.dist-info"}
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
+    """A package that is not listed in pyproject.toml would be missing only for users."""
+    for package, folder in PACKAGES.items():
+        root = REPOSITORY / folder
+        files = {
+            f"{package}/{path.relative_to(root).as_posix()}"
+            for pattern in ("*.py", "*.pyi", "*.proto", "py.typed")
+            for path in root.rglob(pattern)
+        }
+        assert files <= names, sorted(files - names)
+    assert not [name for name in names if "__pycache__" in name or "test" in name]
+
+
+def test_the_types_come_along(names: set[str]) -> None:
+    """py.typed in every package, stubs beside the generated code, and the protos themselves."""
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    for generated in ("cache", "common", "worker"):
+        expected = {f"kvpool/v1/{generated}{ending}" for ending in (".proto", "_pb2.pyi", "_pb2_grpc.pyi")}
+        assert expected <= names
+
+
+def test_the_base_install_requires_no_torch(metadata: email.message.Message) -> None:
+    """The tensor side comes with the extra [worker]."""
+    requirements = [str(requirement).replace('"', "'") for requirement in metadata.get_all("Requires-Dist", [])]
+    base = {name_of(requirement) for requirement in requirements if "extra ==" not in requirement}
+    worker = {name_of(requirement) for requirement in requirements if "extra == 'worker'" in requirement}
+    assert "grpcio" in base
+    assert base.isdisjoint(TENSOR_SIDE)
+    assert worker == set(TENSOR_SIDE)
+
+
+def name_of(requirement: str) -> str:
+    """grpcio>=1.80 → grpcio"""
+    return re.split(r"[^\w-]", requirement)[0]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvpool.cache_service.server",
+        "kvpool.client",
+        "kvpool.client.cli",
+        "kvpool.v1.worker_pb2_grpc",
+        "kvpool.worker_service.cache.engine_cache",
+        "kvpool.worker_service.settings",
+    ],
+)
+def test_the_base_imports_without_torch(site_packages: Path, module: str) -> None:
+    """Out of the installed folder, where importing anything of the tensor side fails."""
+    script = (
+        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport importlib\n"
+        f"print(importlib.import_module({module!r}).__file__)"
+    )
+    assert run(sys.executable, "-c", script, cwd=site_packages).startswith(str(site_packages))
+
+
+def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path) -> None:
+    """Not a traceback."""
+    script = (
+        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport runpy\nsys.argv = ['worker']\n"
+        "runpy.run_module('kvpool.worker_service', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=site_packages, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "pip install kvpool[worker]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path) -> None:
+    """`kvpool --help` needs neither a cluster nor torch."""
+    (entry_points,) = site_packages.glob("kvpool-*.dist-info/entry_points.txt")
+    assert "kvpool = kvpool.client.cli:main" in entry_points.read_text()
+    script = (
+        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nsys.argv = ['kvpool', '--help']\n"
+        "from kvpool.client.cli import main\nmain()"
+    )
+    printed = run(sys.executable, "-c", script, cwd=site_packages)
+    for command in ("manager", "worker", "up", "generate", "chat", "status", "blocks", "check"):
+        assert command in printed
