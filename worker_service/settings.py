@@ -97,11 +97,12 @@ class WorkerSettings(BaseSettings):
     def _fits_together(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), or "
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}), or "
                 "decoding alone could use up every step; raise the one or lower the other"
             )
         if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+            below = 1 << self.block_size.bit_length() - 1
+            raise ValueError(f"--block-size must be a power of two, got {self.block_size}: take {below} or {2 * below}")
         if self.host in ("0.0.0.0", "::", "[::]") and self.advertise is None:
             raise ValueError(
                 f"listening on {self.host} needs --advertise: host:port under which clients reach this worker"
