@@ -38,6 +38,15 @@ class Subject:
     cluster: Cluster
     truths: list[Truth]
 
+    async def repair(self) -> None:
+        """Let a test that has failed in the middle not take others with it."""
+        if self.cluster.processes[MANAGER].status is not None:
+            await self.cluster.start_manager()
+        for name in ("a", "b"):
+            self.cluster.resume(name)
+            if self.cluster.processes[name].status is not None:
+                self.cluster.start_worker(name)
+
     async def is_served(self, client: Client) -> str:
         """A new request is answered, and with the truth; returns by whom."""
         truth = self.truths[2]
@@ -78,8 +87,11 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
 async def subject(shared: Subject) -> AsyncIterator[Subject]:
     """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
     await shared.both_live()
-    yield shared
-    await shared.both_live()
+    try:
+        yield shared
+        await shared.both_live()
+    finally:
+        await shared.repair()
 
 
 async def start_streams(client: Client, num_streams: int, first: int = 0) -> list[GenerateStream]:
