@@ -17,12 +17,8 @@ def _settings() -> WorkerSettings:
         return CliApp.run(WorkerSettings)
     except ValidationError as error:
         for problem in error.errors():
-            field = (
-                "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
-                if problem["loc"]
-                else "settings"
-            )
-            print(f"kvpool worker: {field}: {problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+            flag = "".join(f"--{part}: ".replace("_", "-") for part in problem["loc"])
+            print(f"kvpool worker: {flag}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -97,8 +97,8 @@ class WorkerSettings(BaseSettings):
     def _fits_together(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}), or "
-                "decoding alone could use up every step; raise the one or lower the other"
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}), or decoding alone could use up every step; raise the one or lower the other"
             )
         if self.block_size & (self.block_size - 1):
             below = 1 << self.block_size.bit_length() - 1
