@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -15,7 +17,7 @@ from .chunk import Chunk
 from .client import Client
 from .completion import Completion
 from .config import ClientConfig
-from .errors import FailedPrecondition
+from .errors import Cancelled, FailedPrecondition
 from .model import Model
 from .options import GenerateOptions
 from .stream import GenerateStream
@@ -24,30 +26,58 @@ _T = TypeVar("_T")
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run in the loop and wait. An interrupt while waiting (Ctrl-C) cancels the work."""
-        if self._loop.is_closed():
-            work.close()
-            raise FailedPrecondition("this client is closed; make a new one", reason="CLOSED")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run in the loop and wait. An interrupt while waiting (Ctrl-C) cancels the work.
+
+        FailedPrecondition (CLOSED) if close() was called before, Cancelled (CLOSED) if it is called while we wait.
+        """
+        with self._lock:
+            if self._is_closing:
+                work.close()
+                raise FailedPrecondition("this client is closed; make a new one", reason="CLOSED")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if not self._is_closing:
+                raise
+            raise Cancelled("the client was closed before this call had its result", reason="CLOSED") from None
         except BaseException:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        if not self._loop.is_closed():
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Refuse new work, cancel what runs, run `finish` as the last work and end the thread. May be repeated."""
+        with self._lock:
+            is_first = not self._is_closing
+            self._is_closing = True
+        if not is_first:
+            self._thread.join()
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._cancel_others_and(finish), self._loop).result()
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _cancel_others_and(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        # A task that the loop leaves behind would never give its result to the thread that waits for it. All of them
+        # are here: the lock puts their start before ours.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await finish()
 
 
 class SyncStream:
@@ -80,8 +110,10 @@ class SyncStream:
         self.close()
 
     def close(self) -> None:
-        """End the request; its call is cancelled if it still runs."""
-        self._loop.run(self._stream.aclose())
+        """End the request; its call is cancelled if it still runs. May be repeated, also behind the client's close."""
+        # A client that closes ends its streams; the `with` of one of them must not hide the error that told so.
+        with contextlib.suppress(Cancelled, FailedPrecondition):
+            self._loop.run(self._stream.aclose())
 
     def collect(self) -> Completion:
         """Wait for the end and return the whole answer."""
@@ -107,12 +139,9 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close all channels, cancel streams that still run and end the thread. May be repeated."""
-        try:
-            self._loop.run(self._client.close())
-        except FailedPrecondition:
-            return
-        self._loop.close()
+        """Cancel calls that still run, in whatever thread (Cancelled), close all channels and end the thread. May be
+        repeated."""
+        self._loop.close(self._client.close)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> SyncStream:
         """Continue a raw prompt; see Client.generate."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
-from client import Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
+from client import Cancelled, Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
+from client.cli.cluster import free_port
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
 
 
@@ -71,6 +74,81 @@ async def test_the_thread_ends_with_the_client() -> None:
 
         await asyncio.to_thread(use)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-client"]
+
+
+async def closed_while(client: SyncClient, use: Callable[[], object], is_waiting: Callable[[], object]) -> Cancelled:
+    """Close the client while another thread waits in `use`; what that thread then gets."""
+    # Not to_thread: a thread that never returns must fail this test, not keep the process from ending.
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            use()
+        except BaseException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not is_waiting():
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(asyncio.to_thread(client.close), 5)
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive(), "the thread still waits for a client that is closed"
+    (error,) = outcome
+    assert isinstance(error, Cancelled)
+    assert error.reason == "CLOSED"
+    return error
+
+
+async def test_closing_wakes_a_thread_that_waits_for_the_manager() -> None:
+    client = SyncClient(config=ClientConfig(manager=f"127.0.0.1:{free_port()}", first_contact=60.0))
+    started = time.monotonic()
+    await closed_while(client, client.describe, lambda: time.monotonic() > started + 0.3)
+
+
+async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
+    """Also where the stream is closed by a `with`: its error is the one that says what happened."""
+    async with fake_cluster() as manager:
+        client = SyncClient(config=ClientConfig(manager=manager.address, worker_wait=60.0))
+
+        def use() -> None:
+            with client.generate("the") as stream:
+                stream.collect()
+
+        await closed_while(client, use, lambda: manager.describes)
+
+
+async def test_closing_wakes_a_thread_that_tokenises() -> None:
+    """A chat template that takes its time."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(str):
+        def __str__(self) -> str:
+            has_begun.set()
+            may_end.wait(30)
+            return "the"
+
+    async with fake_cluster(FakeWorker("w")) as manager:
+        client = SyncClient(config=config(manager))
+        stream = client.chat([{"role": "user", "content": Slow()}])
+        await closed_while(client, stream.collect, has_begun.is_set)
+        may_end.set()
+
+
+async def test_closing_wakes_a_thread_in_the_middle_of_an_answer() -> None:
+    worker = FakeWorker("w", [answer(THE)[0], HANG])
+    async with fake_cluster(worker) as manager:
+        client = SyncClient(config=config(manager))
+        stream = client.generate("the")
+        await asyncio.to_thread(next, stream)
+        started = time.monotonic()
+        await closed_while(client, stream.collect, lambda: time.monotonic() > started + 0.2)
+        await asyncio.wait_for(worker.cancelled.wait(), 5)
+        stream.close()
+        with pytest.raises(FailedPrecondition, match="closed"):
+            next(stream)
 
 
 async def test_several_threads_share_one_client() -> None:
