@@ -19,6 +19,8 @@ log = structlog.get_logger("kvpool.link")
 CALL_SECONDS = 2.0
 """Deadline of every call; a call that is given up goes out again with the state of then."""
 REGISTER_RETRY_SECONDS = 0.5
+_FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+"""A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
 MAX_MESSAGE_BYTES = 16 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -30,6 +32,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # Never by way of a proxy that the environment names for the web: it knows no local addresses.
+    ("grpc.enable_http_proxy", 0),
     # A mutating call must never be sent twice under one number without our knowing.
     ("grpc.enable_retries", 0),
 ]
@@ -72,18 +76,25 @@ class ManagerLink:
         try:
             while True:
                 await self._register(stub)
-                heart = asyncio.create_task(self._keep_alive(stub))
-                try:
-                    await self._talk(stub)
-                finally:
-                    heart.cancel()
-                    await asyncio.gather(heart, return_exceptions=True)
+                await self._hold_session(stub)
                 self._on_session(False)
                 await self._until_reset()
         finally:
             await self._deregister(stub)
 
     # -- sessions
+
+    async def _hold_session(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        """Calls and heartbeats until the session is lost. If either breaks, so does the whole: no half-dead worker."""
+        tasks = [asyncio.create_task(self._talk(stub)), asyncio.create_task(self._keep_alive(stub))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
 
     async def _register(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         while True:
@@ -111,10 +122,7 @@ class ManagerLink:
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
         reason = reason_of_failure(error)
         code = error.code()
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) or reason in (
-            "STALE_REGISTER",
-            "TOO_MANY_WORKERS",
-        ):
+        if code not in _FINAL and reason != "STALE_INCARNATION":
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)

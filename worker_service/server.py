@@ -42,6 +42,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
+NOTICE_SECONDS = 0.1
+"""Between NOT_SERVING and the end, so that those who watch the health hear of it."""
+
 
 class PortInUse(Exception):
     """The address to listen on cannot be had."""
@@ -107,6 +110,8 @@ class Server:
         self._set_health(False)
         await self._grpc.start()
         log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.name)
+        if not self._settings.is_loopback:
+            log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
         self._tasks = [
             asyncio.create_task(self.engine.run(), name="engine"),
             asyncio.create_task(self._link.run(), name="link"),
@@ -127,6 +132,7 @@ class Server:
         """Let streams end within the grace period, free everything, and take leave of the manager."""
         log.info("stopping", grace_seconds=self._settings.grace_seconds)
         self._set_health(False)
+        await asyncio.sleep(NOTICE_SECONDS)
         await self._grpc.stop(self._settings.grace_seconds)
         # The streams have ended; let the link say Free before it says good-bye.
         await _settle(self.engine)

@@ -56,14 +56,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await _abort(context, status.of_error(error))
         except Exception:
             await _abort_with_bug(context)
+        # A client that goes away while a message waits to be sent would leave the `finally` to the garbage collector.
+        context.add_done_callback(lambda _: engine.abort(accepted))  # type: ignore[arg-type]
         try:
             while (chunk := await accepted.stream.get()) is not None:
                 yield codec.encode_chunk(chunk)
         except EngineError as error:
             await _abort(context, status.of_error(error))
         finally:
-            # Also when the client goes away or its deadline passes: gRPC cancels this coroutine.
-            engine.abort(accepted)
+            engine.abort(accepted)  # at the end, and when gRPC cancels this coroutine
 
     def _decode(self, request: worker_pb2.GenerateRequest) -> Any:
         return codec.decode_generate(request, self._engine.tokenizer, self._facts.model_fingerprint)

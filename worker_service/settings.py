@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -108,6 +109,15 @@ class WorkerSettings(BaseSettings):
                 f"listening on {self.host} needs --advertise: host:port under which clients reach this worker"
             )
         return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the worker."""
+        host = self.host.strip("[]")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
 
     def address(self, port: int) -> str:
         """host:port as gRPC writes it, IPv6 hosts in brackets."""

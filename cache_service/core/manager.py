@@ -297,13 +297,15 @@ class CacheManager:
         outcomes: list[AllocateOutcome] = []
         full = False
         for item in items:
-            if full:
+            # What lives here already needs no blocks: its table is told even then, or a worker that lost the first answer would
+            # take blocks that are held for nobody's.
+            if full and (item.key.sequence_id, item.key.attempt) not in session.sequences:
                 outcomes.append(Refusal(Reason.NOT_TRIED, "an earlier item of the batch found no blocks; ask again"))
                 continue
             try:
                 outcomes.append(allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits))
             except Refusal as refusal:
-                full = refusal.reason is Reason.NO_BLOCKS
+                full = full or refusal.reason is Reason.NO_BLOCKS
                 # Its traceback holds this frame, whose `outcomes` holds it: a cycle that only the collector would free.
                 outcomes.append(refusal.with_traceback(None))
         return outcomes, self._reply(session)

@@ -321,3 +321,84 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
         world.wire.is_cut = False
         assert await read(first) == expected_text(list(range(10)), 20)
         assert await read(second) == expected_text(list(range(100, 120)), 2)
+
+
+async def test_never_more_sequences_in_the_batch_than_allowed_even_while_a_step_runs() -> None:
+    """Grants that arrive during a long step count: they join the batch when it has completed."""
+    world = World(num_blocks=400, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        requests = [world.submit([i, *range(9)], 3) for i in range(20)]
+        while not requests[0].sequence.in_step:
+            await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+            assert sum(request.sequence.state is SequenceState.LIVE for request in requests) <= 4
+        gate.set()
+        assert await asyncio.gather(*map(read, requests)) == [expected_text([i, *range(9)], 3) for i in range(20)]
+
+
+async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
+    """The answer to Allocate is lost, a larger attempt fences the sequence, the repeat is refused: the blocks come back all
+    the same."""
+    world = World(num_blocks=40, block_size=4)
+    other = World(num_blocks=40, block_size=4, worker_id="w1", wire=world.wire)
+    async with world.running(), other.running():
+        world.wire.lose_next_reply = "Allocate"
+        first = world.submit(list(range(20)), 4, sequence_id="a")
+        while not world.wire.is_cut:
+            await asyncio.sleep(0)
+        # The worker hears nothing while the client moves on.
+        world.cache._state.link.retry_at = world.wire.now() + 3600  # type: ignore[union-attr]
+        world.wire.is_cut = False
+        assert await other.generate(list(range(20)), 4, sequence_id="a", attempt=2) == expected_text(list(range(20)), 4)
+        world.cache._state.link.retry_at = 0.0  # type: ignore[union-attr]
+        world.engine.changed_for_link.set()
+        with pytest.raises(EngineError) as caught:
+            await read(first)
+        # Refused on asking again, or stopped by the downlink, whichever comes first; or served, if attempt 2 ended before.
+        assert caught.value.kind in (ErrorKind.REFUSED, ErrorKind.SUPERSEDED)
+        await world.until_idle()
+        assert world.manager.worker("w0").pool.counts().held == 0
+
+
+async def test_the_end_of_a_request_does_not_touch_a_later_one_of_the_same_name() -> None:
+    """The first reader lets go late; by then its (sequence, attempt) belongs to another request."""
+    world = World(num_blocks=40, block_size=4)
+    async with world.running():
+        first = world.submit([1, 2, 3], 2, sequence_id="a")
+        await read(first)
+        gate = world.model.gate = threading.Event()
+        second = world.submit([4, 5, 6], 6, sequence_id="a")
+        world.engine.abort(first)
+        gate.set()
+        assert await read(second) == expected_text([4, 5, 6], 6)
+
+
+async def test_what_goes_wrong_with_one_text_ends_that_request_only() -> None:
+    """A decoder that raises must not end the engine, and with it the worker."""
+    world = World(num_blocks=40, block_size=4)
+    async with world.running():
+        bad, good = world.submit([1, 2, 3], 6), world.submit([4, 5, 6], 6)
+        bad._decoder = object()  # type: ignore[assignment]
+        with pytest.raises(EngineError) as caught:
+            await read(bad)
+        assert caught.value.kind is ErrorKind.INTERNAL
+        assert await read(good) == expected_text([4, 5, 6], 6)
+
+
+async def test_a_call_never_outgrows_a_message() -> None:
+    """Many long prompts go out in several calls; each is served."""
+    world = World(num_blocks=4000, block_size=4, max_call_bytes=2000)
+    async with world.running():
+        requests = [world.submit([i, *range(200)], 2) for i in range(12)]
+        assert await asyncio.gather(*map(read, requests)) == [expected_text([i, *range(200)], 2) for i in range(12)]
+        assert world.wire.num_calls["Allocate"] >= 8
+
+
+async def test_a_link_that_breaks_in_part_breaks_as_a_whole() -> None:
+    """A heartbeat that dies of a bug must not leave a worker that is fenced and says it serves."""
+    world = World(num_blocks=40, block_size=4)
+    world.engine.load = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(world.link.talk_to(world.wire), 5)  # type: ignore[arg-type]

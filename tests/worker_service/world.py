@@ -124,6 +124,7 @@ class World:
             num_blocks=num_blocks,
             report_seconds=limits.pop("report_seconds", 0.005),
             prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
+            max_call_bytes=limits.pop("max_call_bytes", 8 << 20),
         )
         self.wire = wire or Wire(CacheManager(1))
         self.model = TracerModel(num_blocks, block_size)

@@ -42,7 +42,7 @@ def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tupl
             block_ids=sequence.table[first:],
             generations=sequence.generations[first:],
         )
-    return update, Stated(sequence, sequence.round, num_tokens, len(sequence.table), num_computed)
+    return update, Stated(sequence, num_tokens, len(sequence.table), num_computed)
 
 
 def free_call(link: Link, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
@@ -83,5 +83,5 @@ def allocate_call(link: Link, sequences: List[CacheSequence], wish: int, returne
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
         )
-        stated.append(Stated(sequence, sequence.round, len(sequence.tokens), 0, 0))
+        stated.append(Stated(sequence, len(sequence.tokens), 0, 0))
     return Call(request, tuple(stated), tuple(returned))

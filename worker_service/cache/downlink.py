@@ -59,21 +59,25 @@ def _on_allocated(state: SessionState, sequence: CacheSequence, result: cache_pb
             sequence.state = SequenceState.LIVE
             state.events.append(events.Granted(sequence))
         return
-    # Refused or told to wait: the manager holds nothing for it.
+    reason = reason_of(result.status)
+    if result.status.code and reason not in _NO_ROOM:
+        # An earlier Allocate of this round may have been executed and its answer lost: only Free makes sure that nothing is held.
+        if not is_withdrawn:
+            sequence.state = SequenceState.ENDING
+            state.ending.append(sequence)
+            state.events.append(events.Refused(sequence, result.status))
+        return
+    # Told to wait, or no room: it does not live at the manager, else it would have been told its table.
     sequence.maybe_granted = False
     state.sequences.pop(sequence.id, None)
-    reason = reason_of(result.status)
     if is_withdrawn:
         state.ending.remove(sequence)
         state.end(sequence)
     elif result.status.code == 0:
         parking.park(state, sequence, result.wait, now)
-    elif reason in _NO_ROOM:
+    else:
         sequence.state = SequenceState.WAITING
         state.ask_again_at = now + state.settings.no_blocks_retry_seconds
-    else:
-        state.end(sequence)
-        state.events.append(events.Refused(sequence, result.status))
 
 
 def _take_table(state: SessionState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:

@@ -63,10 +63,6 @@ class BlockLedger:
         """All slots of the block hold their KV."""
         self._complete[block] = 1
 
-    def is_complete(self, block: int) -> bool:
-        """Whether all slots of the block hold their KV under its current generation."""
-        return bool(self._complete[block])
-
     def _check_range(self, block: int) -> None:
         if not 0 < block < self.num_blocks:
             raise DisagreementError(f"block {block} does not exist: the pool has blocks 1 to {self.num_blocks - 1}")

@@ -22,7 +22,6 @@ class Stated(NamedTuple):
     """What a call told the manager of one sequence, to be marked as acknowledged when the call has been executed."""
 
     sequence: CacheSequence
-    round: int
     num_tokens: int
     num_entries: int
     num_computed_tokens: int

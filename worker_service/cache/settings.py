@@ -23,3 +23,5 @@ class CacheSettings:
     """When to ask again after NO_BLOCKS although nothing was given back; only a safeguard."""
     max_items_per_call: int = 256
     """Sequences in one call to the manager."""
+    max_call_bytes: int = 8 << 20
+    """Bytes of tokens and table entries, there and back, in one call; half of what gRPC is told to let through."""

@@ -33,6 +33,26 @@ def next_call_at(state: SessionState, link: Link, now: float) -> float | None:
     return min(times, default=None)
 
 
+_TOKEN_BYTES = 4
+_ENTRY_BYTES = 12
+"""Of a table entry in a message: block id and generation as varints."""
+
+
+def _one_call(state: SessionState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
+    """As many of the first sequences as fit into one call, at least one if there is one. The others go with the next call."""
+    chosen: list[CacheSequence] = []
+    num_bytes = 0
+    for sequence in sequences:
+        num_tokens = len(sequence.tokens)
+        num_entries = -(-num_tokens // state.settings.block_size) - sequence.acked_entries
+        num_bytes += _TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
+        is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
+        if chosen and is_full:
+            break
+        chosen.append(sequence)
+    return chosen
+
+
 def _wish(state: SessionState, named: Iterable[CacheSequence]) -> int:
     """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: spare, and bound to other
     sequences but not named yet."""
@@ -51,7 +71,7 @@ def _wish(state: SessionState, named: Iterable[CacheSequence]) -> int:
 
 
 def _free(state: SessionState, link: Link) -> Call | None:
-    ready = [sequence for sequence in state.ending if not sequence.in_step][: state.settings.max_items_per_call]
+    ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
     # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
@@ -62,12 +82,15 @@ def _free(state: SessionState, link: Link) -> Call | None:
 
 def _append(state: SessionState, link: Link, now: float) -> Call | None:
     size = state.settings.block_size
-    reports = [
-        sequence
-        for sequence in state.sequences.values()
-        if sequence.state is SequenceState.LIVE
-        and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
-    ][: state.settings.max_items_per_call]
+    reports = _one_call(
+        state,
+        (
+            sequence
+            for sequence in state.sequences.values()
+            if sequence.state is SequenceState.LIVE
+            and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
+        ),
+    )
     if not reports:
         state.report_due_at, state.is_urgent = None, False
     is_due = state.report_due_at is not None and now >= state.report_due_at
@@ -89,13 +112,16 @@ def _allocate(state: SessionState, link: Link, candidates: List[CacheSequence], 
     is_short = state.pool_is_empty and len(state.reserve) < state.spare_target()
     hold_back = is_short or now < state.ask_again_at
     # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
-    wanted = [
-        sequence
-        for sequence in candidates
-        if sequence.state is SequenceState.WAITING
-        and (sequence.maybe_granted or not hold_back)
-        and state.sequences.get(sequence.id, sequence) is sequence
-    ][: state.settings.max_items_per_call]
+    wanted = _one_call(
+        state,
+        (
+            sequence
+            for sequence in candidates
+            if sequence.state is SequenceState.WAITING
+            and (sequence.maybe_granted or not hold_back)
+            and state.sequences.get(sequence.id, sequence) is sequence
+        ),
+    )
     if not wanted:
         return None
     for sequence in wanted:

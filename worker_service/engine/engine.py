@@ -224,8 +224,17 @@ class Engine:
         for scheduled, token in zip(batch, tokens, strict=True):
             request = scheduled.request
             # A request may have been aborted while its step ran.
-            if token is not None and self.scheduler.find(scheduled.sequence.id) is request and request.on_token(token):
+            if token is not None and self.scheduler.find(scheduled.sequence.id) is request:
+                self._pass_on(request, token)
+
+    def _pass_on(self, request: Request, token: SampledToken) -> None:
+        """Give the request its token. What goes wrong with one text ends that request, never the engine."""
+        try:
+            if request.on_token(token):
                 self.scheduler.remove(request)
+        except Exception as error:
+            log.exception("token could not be passed on", sequence_id=request.params.sequence_id)
+            self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be made: {type(error).__name__}"))
 
     def _take_events(self) -> None:
         for event in self.cache.take_events():
@@ -255,7 +264,8 @@ class Engine:
 
     def _fail_sequence(self, sequence: CacheSequence, error: EngineError) -> None:
         request = self.scheduler.find(sequence.id)
-        if request is not None:
+        # The name may belong to another request by now, or this one may be in a later round.
+        if request is not None and request.sequence is sequence:
             self._fail(request, error)
 
     def _fail(self, request: Request, error: EngineError) -> None:

@@ -85,8 +85,9 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is, and free what it holds."""
-        if self._requests.pop(request.sequence.id, None) is None:
-            return
+        if self._requests.get(request.sequence.id) is not request:
+            return  # it has ended, and its name may have been taken by another one since
+        del self._requests[request.sequence.id]
         if request in self._running:
             self._running.remove(request)
         else:
@@ -109,14 +110,16 @@ class Scheduler:
         waiting = [request.sequence for request in self._waiting]
         unanswered = [seq for seq in waiting if seq.state is SequenceState.WAITING and seq.maybe_granted]
         others = [seq for seq in waiting if seq.state is SequenceState.WAITING and not seq.maybe_granted]
-        num_allocating = sum(seq.state is SequenceState.ALLOCATING for seq in waiting)
-        room = self.max_num_seqs - len(self._running) - num_allocating - len(unanswered)
+        # Live ones were granted while a step runs; they join the batch when it has completed.
+        num_admitted = sum(seq.state in (SequenceState.ALLOCATING, SequenceState.LIVE) for seq in waiting)
+        room = self.max_num_seqs - len(self._running) - num_admitted - len(unanswered)
         return unanswered + others[: max(0, room)]
 
     # -- steps
 
     def schedule(self) -> list[Scheduled]:
         """The next batch; empty if nothing can run now. Preempts the youngest while the pool is exhausted."""
+        assert len(self._running) <= self.max_num_seqs
         budget = self.max_num_batched_tokens
         decodes: list[Scheduled] = []
         for request in list(self._running):

@@ -5,14 +5,59 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-PROMPT_TAIL_TOKENS = 6
-"""Prompt tokens that the decoder sees first: some tokenizers decode a token differently at the beginning of a text."""
+PROMPT_TAIL_TOKENS = 16
+"""Prompt tokens that are decoded with the first new ones: some tokenizers decode a token differently at the beginning of a text."""
+
+MAX_PENDING_TOKENS = 8
+"""A character has at most four bytes, so bytes that make none after so many tokens never will."""
+
+MAX_CUT_TOKENS = 3
+"""A window that begins inside a character begins with at most three of its bytes."""
+
+_REPLACEMENT = "\ufffd"
 
 
-def _decode_stream(prompt: List[int]) -> DecodeStream:
-    return DecodeStream(ids=list(prompt[-PROMPT_TAIL_TOKENS:]), skip_special_tokens=True)
+class _Decoder:
+    """Decodes one token more at a time: what a window of the last tokens decodes to now, less what it decoded to before.
+
+    Only what is behind an incomplete character is kept in the window, so a step costs two decodings of a few tokens. Never
+    raises, whatever the ids: a decoder that revises earlier characters only loses the revision.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: List[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids, self._num_told = self._window(list(prompt[-PROMPT_TAIL_TOKENS:]))
+        """The window, and how many of its leading ids were told: all but the bytes of a character that the prompt leaves
+        incomplete, which belongs to the answer."""
+
+    def _window(self, tail: list[int]) -> tuple[list[int], int]:
+        for end in range(len(tail), 0, -1):
+            for begin in range(min(end, MAX_CUT_TOKENS + 1)):
+                if _REPLACEMENT not in self._decode(tail[begin:end]):
+                    return tail[begin:], end - begin
+        return [], 0
+
+    def _decode(self, ids: List[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def add(self, token_id: int) -> str:
+        """Text that the token completes; empty while a character's bytes are incomplete."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_told < MAX_PENDING_TOKENS:
+            return ""
+        return self._tell(text)
+
+    def finish(self) -> str:
+        """Text of what is still pending; incomplete characters as U+FFFD."""
+        return self._tell(self._decode(self._ids)) if self._num_told < len(self._ids) else ""
+
+    def _tell(self, text: str) -> str:
+        told = self._decode(self._ids[: self._num_told])
+        self._ids = self._ids[self._num_told :]
+        self._num_told = len(self._ids)
+        return text[len(told) :]
 
 
 class TextDecoder:
@@ -20,8 +65,7 @@ class TextDecoder:
     the text as far as it could become a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: List[int], stop_strings: List[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stream = _decode_stream(prompt)
+        self._decoder = _Decoder(tokenizer, prompt)
         self._stop_strings = tuple(stop_strings)
         self._held = ""
         self.is_stopped = False
@@ -29,7 +73,7 @@ class TextDecoder:
 
     def add(self, token_id: int) -> str:
         """The text that has become certain with this token."""
-        piece = self._stream.step(self._tokenizer, token_id)
+        piece = self._decoder.add(token_id)
         if not piece:
             return ""
         text = self._held + piece
@@ -43,9 +87,9 @@ class TextDecoder:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text that was held back; call it when no token follows."""
+        """The text that was held back; call it when no token follows. Nothing behind a stop string."""
         held, self._held = self._held, ""
-        return held
+        return "" if self.is_stopped else held + self._decoder.finish()
 
     def _num_held_back(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""

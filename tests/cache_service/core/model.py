@@ -274,12 +274,13 @@ class Model:
     def allocate(
         self, uplink: Uplink, items: tuple[AllocateItem, ...], generation: int
     ) -> list[Granted | Wait | Refused]:
-        """Tables, in order, until one finds no blocks."""
+        """Tables, in order, until one finds no blocks; behind it only the tables of what lives already."""
         session = self.begin(uplink)
         session.top_up(generation, self.limits.max_downlink_entries)
         outcomes: list[Granted | Wait | Refused] = []
         for item in items:
-            if any(isinstance(outcome, Refused) and outcome.reason is Reason.NO_BLOCKS for outcome in outcomes):
+            is_full = any(isinstance(outcome, Refused) and outcome.reason is Reason.NO_BLOCKS for outcome in outcomes)
+            if is_full and session.find(item.key.sequence_id, item.key.attempt) is None:
                 outcomes.append(Refused(Reason.NOT_TRIED))
                 continue
             try:

@@ -427,3 +427,16 @@ def test_a_page_of_the_block_map_is_bounded() -> None:
     assert len(shared.owners) == MAX_OWNERS_PER_BLOCK
     rest = worker.manager.describe_blocks("w1", MAX_BLOCKS_PER_PAGE + 1)
     assert [block.block for block in rest] == list(range(MAX_BLOCKS_PER_PAGE + 1, MAX_BLOCKS_PER_PAGE + 100))
+
+
+def test_behind_a_refusal_for_want_of_blocks_living_sequences_are_still_told_their_tables() -> None:
+    """A worker that lost the first answer learns what is held for it, whatever else the batch asks for."""
+    manager = CacheManager(1)
+    session = manager.register(Registration("w", 1, 1, "h:1", "m", FINGERPRINT, PoolConfig(4, 6)), 0.0).session
+    living = AllocateItem(SequenceKey("living", 1, 0), Root(FINGERPRINT), bytes(4 * 12))
+    outcomes, _ = manager.allocate(Uplink(session, 1), [living])
+    too_large = AllocateItem(SequenceKey("large", 1, 0), Root(FINGERPRINT), bytes(range(4)) * 20, no_wait=True)
+    other = AllocateItem(SequenceKey("other", 1, 0), Root(FINGERPRINT), bytes(range(4)) * 4, no_wait=True)
+    again, _ = manager.allocate(Uplink(session, 2), [too_large, other, living])
+    assert [getattr(outcome, "reason", None) for outcome in again[:2]] == [Reason.NO_BLOCKS, Reason.NOT_TRIED]
+    assert again[2] == outcomes[0]

@@ -1,0 +1,84 @@
+"""From tokens to text, one at a time: what comes out is what decoding the whole gives, and nothing raises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from worker_service.engine.text import TextDecoder
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """A tokenizer as Llama 2 has it: words with ▁ for a space, and single bytes where it has no word."""
+    words = ["▁hello", "▁world", "lo", "▁", "é", "€uro", "!"]
+    vocabulary = {token: index for index, token in enumerate([*BYTES, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=None))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def text_of(
+    tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, stops: list[str] | None = None
+) -> str:
+    decoder = TextDecoder(tokenizer, prompt or [], stops or [])
+    text = ""
+    for token_id in ids:
+        text += decoder.add(token_id)
+        if decoder.is_stopped:
+            break
+    return text + decoder.finish()
+
+
+def test_characters_made_of_several_tokens_come_out_whole(byte_fallback: Tokenizer) -> None:
+    """The bytes of €, one token each, give one character, and nothing before the last of them."""
+    decoder = TextDecoder(byte_fallback, [], [])
+    assert [decoder.add(byte) for byte in "a€".encode()] == ["a", "", "", "€"]
+
+
+def test_the_first_word_behind_a_prompt_keeps_its_space(byte_fallback: Tokenizer) -> None:
+    """Decoded alone, a first word loses its leading space; behind a prompt it must not."""
+    hello, world = 256, 257
+    assert text_of(byte_fallback, [world], prompt=[hello]) == " world"
+
+
+def test_a_prompt_that_ends_inside_a_character_is_completed_not_repeated(byte_fallback: Tokenizer) -> None:
+    """The answer begins with the character, not with the prompt's own text."""
+    first, second, third = "€".encode()
+    hello = 256
+    assert text_of(byte_fallback, [third, ord("x")], prompt=[hello, first, second]) == "€x"
+    assert text_of(byte_fallback, [third, ord("x")], prompt=[*b"yyy", first, second]) == "€x"
+    assert text_of(byte_fallback, [third, ord("x")], prompt=[*("€" * 9).encode(), first, second]) == "€x"
+
+
+def test_bytes_that_stay_incomplete_are_shown_as_such(byte_fallback: Tokenizer) -> None:
+    """Nothing is lost at the end of a text, nor behind bytes that never make a character."""
+    assert text_of(byte_fallback, [ord("a"), 0xE2]) == "a\ufffd"
+    world = 257
+    assert text_of(byte_fallback, [0x80] * 20 + [world]) == "\ufffd" * 20 + " world"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_tokens_whatever_decode_without_raising(byte_fallback: Tokenizer, seed: int) -> None:
+    """Also those that no model in its senses produces; what is valid text comes out as decoding the whole gives it."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(263) for _ in range(200)]
+    text_of(byte_fallback, ids, prompt=[rng.randrange(263) for _ in range(8)])
+    valid = [byte for _ in range(60) for byte in rng.choice(["a", "é", "€", "𝄞", " "]).encode()]
+    assert text_of(byte_fallback, valid) == byte_fallback.decode(valid)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stop_strings_are_found_across_tokens_and_left_out(byte_fallback: Tokenizer, seed: int) -> None:
+    """Text up to the first stop string, however the tokens cut it; nothing that begins one is told too early."""
+    rng = random.Random(seed)
+    whole = "".join(rng.choice("abc") for _ in range(40))
+    stops = ["".join(rng.choice("abc") for _ in range(rng.randint(2, 4))) for _ in range(2)]
+    cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
+    assert text_of(byte_fallback, list(whole.encode()), stops=stops) == whole[:cut]
