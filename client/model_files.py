@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Final
@@ -15,20 +16,18 @@ MAX_FILES: Final = 16
 
 
 async def receive_model(
-    messages: AsyncIterator[worker_pb2.GetModelResponse], who: str
+    messages: AsyncIterator[worker_pb2.GetModelResponse], who: str, *, facts_timeout: float
 ) -> tuple[worker_pb2.ModelFacts, dict[int, bytes]]:
-    """Read one GetModel answer to its end. ProtocolError if a file is missing, too large or not what its digest says."""
-    facts: worker_pb2.ModelFacts | None = None
-    sizes: dict[int, int] = {}
-    contents: dict[int, bytearray] = {}
+    """Read one GetModel answer to its end. ProtocolError if a file is missing, too large or not what its digest says.
+
+    TimeoutError if the first message is not there within `facts_timeout` seconds; how long the files may take is up to
+    the call.
+    """
+    async with asyncio.timeout(facts_timeout):
+        facts = await _receive_facts(messages, who)
+    sizes = _announced_sizes(facts, who)
+    contents = {file: bytearray() for file in sizes}
     async for message in messages:
-        if facts is None:
-            if message.WhichOneof("message") != "facts":
-                raise ProtocolError(f"{who} did not begin with the facts of its model", reason="BAD_MODEL_FILE")
-            facts = message.facts
-            sizes = _announced_sizes(facts, who)
-            contents = {file: bytearray() for file in sizes}
-            continue
         part = message.part
         content = contents.get(part.file)
         if content is None or part.offset_bytes != len(content):
@@ -42,8 +41,6 @@ async def receive_model(
                 reason="BAD_MODEL_FILE",
             )
         content += part.data
-    if facts is None:
-        raise ProtocolError(f"{who} ended before it named its model", reason="BAD_MODEL_FILE")
     for file in facts.files:
         digest = hashlib.sha256(contents[file.file]).digest()
         if digest != file.digest:
@@ -53,6 +50,15 @@ async def receive_model(
                 reason="DIGEST_MISMATCH",
             )
     return facts, {file: bytes(content) for file, content in contents.items()}
+
+
+async def _receive_facts(messages: AsyncIterator[worker_pb2.GetModelResponse], who: str) -> worker_pb2.ModelFacts:
+    message = await anext(messages, None)
+    if message is None:
+        raise ProtocolError(f"{who} ended before it named its model", reason="BAD_MODEL_FILE")
+    if message.WhichOneof("message") != "facts":
+        raise ProtocolError(f"{who} did not begin with the facts of its model", reason="BAD_MODEL_FILE")
+    return message.facts
 
 
 def _announced_sizes(facts: worker_pb2.ModelFacts, who: str) -> dict[int, int]:

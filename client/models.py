@@ -12,13 +12,24 @@ from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
 
 from .channels import Channels
 from .deadline import Deadline
-from .errors import InvalidRequest, KvpoolError, NotFound, ProtocolError, Unavailable, from_rpc_error
+from .errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvpoolError,
+    NotFound,
+    ProtocolError,
+    Unavailable,
+    from_rpc_error,
+)
 from .manager import Manager
 from .model import Model
 from .model_files import receive_model
 
 MAX_MODELS: Final = 16
-_FETCH_TIMEOUT_SECONDS: Final = 30.0
+# The facts are one small message: a worker that owes them for so long is frozen, and the next one is asked.
+_FACTS_TIMEOUT_SECONDS: Final = 3.0
+# Megabytes, from a worker that has shown that it answers.
+_FILES_TIMEOUT_SECONDS: Final = 30.0
 
 
 class Models:
@@ -37,6 +48,9 @@ class Models:
         Unavailable (NO_WORKER) while no worker lives, NotFound if none serves `name`, InvalidRequest if None is
         ambiguous.
         """
+        known = self._known(name)
+        if known is not None:
+            return known
         try:
             async with asyncio.timeout(deadline.remaining()):
                 await self._lock.acquire()
@@ -44,16 +58,8 @@ class Models:
             deadline.check("waiting for another request to fetch the model")
             raise
         try:
-            fingerprint = self._fingerprints.get(name)
-            if fingerprint is None:
-                response = await self._manager.describe(deadline)
-                fingerprint = resolve_fingerprint(response.workers, name)
-                if fingerprint not in self._models:
-                    serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
-                    self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
-                self._remember(name, fingerprint)
-            self._models.move_to_end(fingerprint)
-            return self._models[fingerprint]
+            # The one before us may have been after the same model.
+            return self._known(name) or await self._find(name, deadline)
         finally:
             self._lock.release()
 
@@ -62,6 +68,25 @@ class Models:
         self._fingerprints = {
             name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
         }
+
+    def _known(self, name: str | None) -> Model | None:
+        """The model that `name` led to before, now the one used last."""
+        fingerprint = self._fingerprints.get(name)
+        if fingerprint is None:
+            return None
+        self._models.move_to_end(fingerprint)
+        return self._models[fingerprint]
+
+    async def _find(self, name: str | None, deadline: Deadline) -> Model:
+        """Ask the manager who is meant, and a worker for the model if it was never fetched."""
+        response = await self._manager.describe(deadline)
+        fingerprint = resolve_fingerprint(response.workers, name)
+        if fingerprint not in self._models:
+            serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
+            self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
+        self._models.move_to_end(fingerprint)
+        self._remember(name, fingerprint)
+        return self._models[fingerprint]
 
     def _remember(self, name: str | None, fingerprint: str) -> None:
         self._fingerprints[name] = fingerprint
@@ -78,12 +103,20 @@ class Models:
             who = f"{worker.worker_id} ({worker.address})"
             deadline.check(f"asking {who} for its model")
             stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(worker.address))
-            timeout = min(_FETCH_TIMEOUT_SECONDS, deadline.remaining())
-            call = stub.GetModel(worker_pb2.GetModelRequest(), timeout=timeout)
+            remaining = deadline.remaining()
+            longest = _FACTS_TIMEOUT_SECONDS + _FILES_TIMEOUT_SECONDS
+            call = stub.GetModel(worker_pb2.GetModelRequest(), timeout=min(longest, remaining))
             try:
-                facts, files = await receive_model(aiter(call), who)
+                facts, files = await receive_model(aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS)
+            except TimeoutError:
+                failure = _silent(who, f"the facts of its model within {_FACTS_TIMEOUT_SECONDS:g} s")
+                continue
             except grpc.aio.AioRpcError as rpc_error:
                 failure = from_rpc_error(rpc_error, who)
+                if isinstance(failure, DeadlineExceeded):
+                    if remaining < longest:
+                        raise deadline.exceeded(f"asking {who} for its model") from rpc_error
+                    failure = _silent(who, f"the files of its model within {_FILES_TIMEOUT_SECONDS:g} s")
                 continue
             finally:
                 call.cancel()
@@ -97,6 +130,11 @@ class Models:
         if failure is None:
             raise ProtocolError("a fingerprint without a worker", reason="NO_WORKER")
         raise failure
+
+
+def _silent(who: str, what: str) -> Unavailable:
+    # Not DeadlineExceeded: the request still has time, and the next look at the manager may find other workers.
+    return Unavailable(f"{who} did not send {what}", reason="NO_ANSWER")
 
 
 def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:

@@ -144,6 +144,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.answers = deque(answers or [answer(THE, CAT, SAT)])
         self.requests: list[worker_pb2.GenerateRequest] = []
         self.num_model_calls = 0
+        self.may_send_model = asyncio.Event()
+        self.may_send_model.set()
         self.num_live = 0
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -155,6 +157,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         context: Context[worker_pb2.GetModelRequest, AsyncIterator[worker_pb2.GetModelResponse]],
     ) -> AsyncIterator[worker_pb2.GetModelResponse]:
         self.num_model_calls += 1
+        await self.may_send_model.wait()
         for message in self.model.messages(self.worker_id):
             yield message
 
