@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -13,11 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from bench.counting_manager import PREFIX
-from bench.report import progress
+from bench.report import OMP, progress
 from client import Client
 from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
 from client.cli.supervisor import ChildSpec, Supervisor
@@ -32,6 +34,8 @@ class BatchResult:
 
     seconds: float
     """From the first request sent to the last token received."""
+    cpu_seconds: float
+    """Of client, manager and worker together, until the last Free."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
@@ -55,7 +59,7 @@ class _CountedSpec(ClusterSpec):
         manager, worker = super().children(environment)
         command = list(manager.command)
         command[command.index("-m") + 1] = "bench.counting_manager"
-        variables = {**worker.environment, "OMP_NUM_THREADS": str(self.num_threads)}
+        variables = {**worker.environment, "OMP_NUM_THREADS": str(self.num_threads), **OMP}
         return [replace(manager, command=command), replace(worker, environment=variables)]
 
 
@@ -110,6 +114,7 @@ class OurCluster:
     async def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> BatchResult:
         """Send all prompts at once; returns when the last has ended and its blocks are freed."""
         self._rpcs.clear()
+        cpu_before = self._cpu_seconds()
         began = time.perf_counter()
         streams = await asyncio.gather(*(self._stream(prompt, max_new_tokens) for prompt in prompts))
         seconds = time.perf_counter() - began
@@ -122,6 +127,7 @@ class OurCluster:
         rpcs = {kind: count for kind, count in sorted(self._rpcs.items()) if kind != "KeepAlive"}
         return BatchResult(
             seconds=seconds,
+            cpu_seconds=self._cpu_seconds() - cpu_before,
             num_prompt_tokens=num_prompt,
             num_cached_tokens=num_cached,
             num_generated_tokens=num_generated,
@@ -131,8 +137,23 @@ class OurCluster:
             rpcs=rpcs,
         )
 
+    def _cpu_seconds(self) -> float:
+        """CPU time of this process, which is the client, and of its services so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                # Behind the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[1]) == os.getpid() and _is_service((stat.parent / "cmdline").read_bytes()):
+                    ticks += int(fields[11]) + int(fields[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
     async def _stream(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[Any, list[float]]:
         """The answer, and when each chunk of it with tokens came."""
         async with self._client.generate(prompt, max_tokens=max_new_tokens, ignore_eos=True) as stream:
             times = [time.perf_counter() async for chunk in stream if chunk.token_ids]
             return await stream.collect(), times
+
+
+def _is_service(command_line: bytes) -> bool:
+    return b"bench.counting_manager" in command_line or b"kvpool.worker_service" in command_line

@@ -1,6 +1,6 @@
 """transformers' continuous batching as a process: a line of JSON in, a line of JSON out.
 
-In: {"prompts": [[token ids], …], "max_new_tokens": n}; out: {"seconds": s, "num_tokens": [tokens generated, …]}.
+In: {"prompts": [[token ids], …], "max_new_tokens": n}; out: {"seconds": s, "cpu_seconds": s, "num_tokens": [tokens generated, …]}.
 
 Its manager persists between batches, with its cached prefixes, so that a batch pays neither for building it nor for a cold start.
 """
@@ -20,7 +20,9 @@ import transformers
 class Peer:
     """One model with a continuous batching manager."""
 
-    def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int, threads: int) -> None:
+    def __init__(
+        self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None, threads: int
+    ) -> None:
         torch.set_num_threads(threads)
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
@@ -34,6 +36,7 @@ class Peer:
         greedy = transformers.GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
+        cpu_before = time.process_time()
         began = time.perf_counter()
         outputs = self._model.generate_batch(
             prompts,
@@ -43,7 +46,11 @@ class Peer:
             warmup=False,
         )
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "num_tokens": [len(output.generated_tokens) for output in outputs.values()]}
+        return {
+            "seconds": seconds,
+            "cpu_seconds": time.process_time() - cpu_before,
+            "num_tokens": [len(output.generated_tokens) for output in outputs.values()],
+        }
 
 
 def main() -> None:
@@ -51,7 +58,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--page-size", type=int, required=True)
     parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
-    parser.add_argument("--max-batch-tokens", type=int, required=True)
+    parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     peer = Peer(
