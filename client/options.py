@@ -14,7 +14,7 @@ from .errors import InvalidRequest
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 256
-MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
 MAX_NAME_BYTES: Final = 256
 
@@ -35,7 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     """Strings that end the text; not part of it. At most 16, each at most 256 bytes."""
     stop_token_ids: Sequence[int]
-    """Ids that end the text, beside the model's own."""
+    """Ids that end the text, beside the model's own; at most 256."""
     ignore_eos: bool
     """Go on behind the model's end-of-text ids."""
     logprobs: int | None

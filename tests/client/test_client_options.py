@@ -27,7 +27,7 @@ from client.options import GenerateSettings
         {"stop": ""},
         {"stop": "ü" * 129},
         {"stop_token_ids": [-1]},
-        {"stop_token_ids": [1] * 1025},
+        {"stop_token_ids": [1] * 257},
         {"logprobs": 21},
         {"logprobs": -1},
         {"timeout": 0},
