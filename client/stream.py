@@ -263,7 +263,8 @@ class GenerateStream:
                     return read.result()
                 # Once may be a manager that has just restarted and waits for registrations.
                 num_missing = 0 if await self._is_live(target, deadline) else num_missing + 1
-                if num_missing == 2:
+                # The answer may have come while we asked.
+                if num_missing == 2 and not read.done():
                     raise Unavailable(
                         f"{target.worker_id} ({target.address}): does not answer, and its lease has ended",
                         reason="LEASE_ENDED",

@@ -65,7 +65,8 @@ class Hang:
 
 
 HANG = Hang()
-Step: TypeAlias = worker_pb2.GenerateResponse | status_pb2.Status | Hang
+Step: TypeAlias = worker_pb2.GenerateResponse | status_pb2.Status | asyncio.Event | Hang
+"""Send it, fail with it, wait until it is set, or hang."""
 
 
 def usage(num_prompt: int = 4, num_cached: int = 0, num_generated: int = 0) -> worker_pb2.Usage:
@@ -174,6 +175,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             for step in steps:
                 if isinstance(step, status_pb2.Status):
                     await context.abort_with_status(rpc_status.to_status(step))
+                elif isinstance(step, asyncio.Event):
+                    await step.wait()
                 elif isinstance(step, Hang):
                     await asyncio.Event().wait()
                 else:

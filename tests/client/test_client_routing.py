@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
-from kvpool.v1 import worker_pb2
+from kvpool.v1 import cache_pb2, worker_pb2
 
 from client import (
     Cancelled,
@@ -30,6 +31,7 @@ from tests.client.fakes import (
     SAT,
     THE,
     UNAVAILABLE,
+    Context,
     FakeManager,
     FakeModel,
     FakeWorker,
@@ -82,6 +84,38 @@ async def test_a_frozen_worker_is_passed_over_when_its_lease_has_ended() -> None
         completion = await asyncio.wait_for(task, 5)
         assert completion.worker_id == "live"
         await asyncio.wait_for(frozen.cancelled.wait(), 5)
+
+
+async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> None:
+    """The lease has ended and the worker is about to be given up; its first token arrives in that moment."""
+    may_answer = asyncio.Event()
+    slow, other = FakeWorker("slow", [may_answer, *answer(CAT)]), FakeWorker("other")
+
+    class LateManager(FakeManager):
+        """The second time that it no longer knows the worker, it takes so long to say so that the answer is there."""
+
+        num_missing = 0
+
+        async def Describe(
+            self,
+            request: cache_pb2.DescribeRequest,
+            context: Context[cache_pb2.DescribeRequest, Awaitable[cache_pb2.DescribeResponse]],
+        ) -> cache_pb2.DescribeResponse:
+            if slow not in self.workers:
+                self.num_missing += 1
+                if self.num_missing == 2:
+                    may_answer.set()
+                    await asyncio.sleep(0.2)
+            return await super().Describe(request, context)
+
+    manager = LateManager([slow])
+    async with serving(slow, other, manager), quick(manager, liveness_interval=0.5) as client:
+        task = asyncio.create_task(client.generate("the").collect())
+        await slow.asked.wait()
+        manager.workers = [other]
+        completion = await task
+    assert (completion.worker_id, completion.num_attempts) == ("slow", 1)
+    assert manager.num_missing == 2
 
 
 async def test_when_nobody_answers_the_error_tells_what_each_one_said() -> None:
