@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out: plain immutable data in the words of DESIGN.
+"""What goes into the core and what comes out: plain immutable data, in the words of docs/ARCHITECTURE.md.
 
 Token ids are little-endian uint32 in `bytes`; times are seconds of a monotonic clock; counts are blocks or tokens as the
 name says. Named tuples, because a busy manager makes some ten thousand of them a second.

@@ -163,7 +163,7 @@ class Downlink(_message.Message):
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockCounts]:
-        """Blocks that this session could still be granted right now (free + cached), per pool."""
+        """The session's pools as they are now; free + cached is what could still be granted."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Laws under a hostile network: everything that workers can say, in any order, lost, late or twice (DESIGN, rules 1 to 8).
+"""Laws under a hostile network: everything that workers can say, in any order, lost, late or twice.
 
 Simulated workers keep real bookkeeping and write "KV" into a memory that remembers, slot by slot, the exact tokens it was
 computed from. `Lockstep` compares the manager with the model after every call.
