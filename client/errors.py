@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: the inverse of the status table in DESIGN.md, section 6."""
+"""What can go wrong, as exceptions: the inverse of the table at the top of protos/kvpool/v1/cache.proto."""
 
 from __future__ import annotations
 

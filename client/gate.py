@@ -15,7 +15,7 @@ class Accepted(NamedTuple):
 
 
 class Gate:
-    """Takes a token only for the current attempt and at its next position (DESIGN.md, section 7).
+    """Takes a token only for the current attempt and at its next position (docs/ARCHITECTURE.md).
 
     Workers count positions from 0 in each stream; the gate knows how many tokens earlier attempts delivered, so a
     continuation on another worker joins on without a token twice or a hole.

@@ -11,7 +11,7 @@ import typer
 
 from ..chat_template import Message
 from ..completion import Completion
-from ..errors import InvalidRequest, KvpoolError
+from ..errors import KvpoolError
 from ..options import GenerateOptions
 from ..sync_client import SyncClient
 from .generate import MaxTokens, ModelName, Seed, Stop, Temperature, Timeout, TopK, TopP
@@ -74,11 +74,8 @@ def _converse(client: SyncClient, model_name: str, start: list[Message], options
             # Leaving the stream has cancelled the call; the question and half an answer are not remembered.
             print()
             continue
-        except InvalidRequest as error:
-            # Most often a conversation that has outgrown the model: /clear helps, leaving does not.
-            print(error_line(error), file=sys.stderr)
-            continue
         except KvpoolError as error:
+            # Most often a conversation that has outgrown the model: /clear helps, leaving does not.
             print(error_line(error), file=sys.stderr)
             continue
         history += [question, {"role": "assistant", "content": completion.text}]

@@ -106,6 +106,23 @@ async def test_chat_remembers_the_conversation_until_it_is_told_not_to() -> None
     assert prompts == [[1, 3, 5, 4], [1, 3, 5, 4, SAT, 3, 6, 4], [1, 3, 10, 4]]
 
 
+async def test_chat_goes_on_after_a_question_that_failed() -> None:
+    """Whatever refused it: the error is one line on stderr, and the question is not remembered."""
+    too_long = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "too long")
+    broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
+    worker = FakeWorker("w", [too_long], [broken], answer(SAT))
+    async with fake_cluster(worker) as manager:
+        command = [sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address]
+        done = await asyncio.to_thread(
+            subprocess.run, command, input="the\ncat\ndog\n", capture_output=True, text=True, timeout=60, check=True
+        )
+    assert done.stdout.split() == ["sat"]
+    assert [line.partition(": ")[0] for line in done.stderr.splitlines()].count("kvpool") == 2
+    assert "too long" in done.stderr
+    assert "a bug" in done.stderr
+    assert list(worker.requests[-1].token_ids.ids) == [1, 3, 10, 4]
+
+
 async def test_status_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
         status = await kvpool("status", "--json", "--manager", manager.address)

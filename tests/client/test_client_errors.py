@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import grpc
 import grpc.aio
 import pytest
@@ -95,3 +98,16 @@ async def test_check_and_describe_return_what_the_manager_says() -> None:
     async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
         assert (await connected.check()).violations == manager.violations
         assert (await connected.describe()).epoch == 7
+
+
+def test_the_documents_that_the_source_names_are_there() -> None:
+    """A reader of the client can open what its comments point to."""
+    package = Path(client.__file__).parent
+    root = package.parent
+    named = {
+        (source.name, document)
+        for source in package.rglob("*.py")
+        for document in re.findall(r"[\w./-]+\.(?:md|proto)\b", source.read_text())
+    }
+    assert [(source, document) for source, document in sorted(named) if not (root / document).is_file()] == []
+    assert ("errors.py", "protos/kvpool/v1/cache.proto") in named
