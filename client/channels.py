@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import OrderedDict
 from typing import Final
 
 import grpc.aio
-
-from .errors import InvalidRequest
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MAX_CHANNELS: Final = 256
@@ -32,24 +29,10 @@ _OPTIONS: Final[list[tuple[str, int]]] = [
 ]
 
 
-def is_loopback(address: str) -> bool:
-    """Whether host:port can only be reached on this machine."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Channels:
     """Channels by address. Use it, and close it, inside one running event loop."""
 
-    def __init__(self, *, allow_remote: bool) -> None:
-        self._allow_remote = allow_remote
+    def __init__(self) -> None:
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -57,16 +40,9 @@ class Channels:
         return len(self._channels)
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port; connects when it is first used. InvalidRequest for an address off this machine
-        unless that was allowed."""
+        """The channel to host:port, on this machine or another; connects when it is first used. Not encrypted."""
         channel = self._channels.get(address)
         if channel is None:
-            if not self._allow_remote and not is_loopback(address):
-                raise InvalidRequest(
-                    f"{address} is not an address of this machine, and the channel is not encrypted; "
-                    "set allow_remote (KVPOOL_ALLOW_REMOTE=1) if you trust the network between",
-                    reason="REMOTE_ADDRESS",
-                )
             channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
             self._channels[address] = channel
             self._bound()

@@ -33,7 +33,7 @@ class Client:
         """`manager` is host:port; None: as the config says, by default KVPOOL_MANAGER or 127.0.0.1:50051."""
         config = ClientConfig.from_environment() if config is None else config
         self._config = config if manager is None else replace(config, manager=manager)
-        self._channels = Channels(allow_remote=self._config.allow_remote)
+        self._channels = Channels()
         self._manager = Manager(self._channels, self._config)
         self._models = Models(self._manager, self._channels)
 

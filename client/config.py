@@ -11,7 +11,6 @@ from .errors import InvalidRequest
 
 DEFAULT_MANAGER: Final = "127.0.0.1:50051"
 MANAGER_VARIABLE: Final = "KVPOOL_MANAGER"
-REMOTE_VARIABLE: Final = "KVPOOL_ALLOW_REMOTE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,8 @@ class ClientConfig:
     """Settings of one client. Times are in seconds. Validated when it is made: InvalidRequest."""
 
     manager: str = DEFAULT_MANAGER
-    """host:port of the cache manager."""
+    """host:port of the cache manager. The channel to it, and to the workers that it names, is not encrypted: beyond this
+    machine only on a network that you trust."""
     timeout: float = 600.0
     """How long a generate or chat may take from its start to its last token, unless the call says otherwise."""
     unary_timeout: float = 5.0
@@ -33,8 +33,6 @@ class ClientConfig:
     """Workers tried for one request at most."""
     liveness_interval: float = 2.0
     """How often to ask the manager whether the worker still lives while the first token is not there."""
-    allow_remote: bool = False
-    """Also talk to addresses outside this machine. The channel is not encrypted: only on a network that you trust."""
 
     def __post_init__(self) -> None:
         host, _, port = self.manager.rpartition(":")
@@ -52,8 +50,5 @@ class ClientConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientConfig:
-        """The defaults, with KVPOOL_MANAGER and KVPOOL_ALLOW_REMOTE applied where they are set."""
-        return cls(
-            manager=environment.get(MANAGER_VARIABLE) or DEFAULT_MANAGER,
-            allow_remote=environment.get(REMOTE_VARIABLE, "") not in ("", "0"),
-        )
+        """The defaults, with KVPOOL_MANAGER applied where it is set."""
+        return cls(manager=environment.get(MANAGER_VARIABLE) or DEFAULT_MANAGER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from typing import Annotated, Final
@@ -25,12 +26,29 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def client_config(manager: str | None) -> ClientConfig:
-    """The client's settings for one command: whoever types it does not want to wait long for a manager that is not there."""
+    """The client's settings for one command: whoever types it does not want to wait long for a manager that is not there.
+
+    Says so on stderr if the manager is on another machine; call it once per command.
+    """
     environment = dict(os.environ)
     if manager is not None:
         environment[MANAGER_VARIABLE] = manager
     base = ClientConfig.from_environment(environment)
-    return ClientConfig(manager=base.manager, allow_remote=base.allow_remote, first_contact=_FIRST_CONTACT_SECONDS)
+    if not _is_loopback(base.manager):
+        print(
+            f"kvpool: the connection to {base.manager} is not encrypted; use it only on a network that you trust",
+            file=sys.stderr,
+        )
+    return ClientConfig(manager=base.manager, first_contact=_FIRST_CONTACT_SECONDS)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether host:port can only be reached on this machine. A name is not looked up: only localhost is known to be."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def stdout_console() -> Console:

@@ -201,6 +201,24 @@ async def test_a_missing_manager_is_one_helpful_line(command: list[str], capsys:
     assert "kvpool up" in captured.err
 
 
+@pytest.mark.parametrize("command", [["generate", "the", "--json"], ["chat", "the"], ["status", "--json"], ["check"]])
+async def test_a_manager_on_another_machine_is_used_with_one_warning(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is encrypted; whoever types the address is told, and served. On this machine there is nothing to tell."""
+    async with fake_cluster(FakeWorker("w")) as manager:
+        remote = manager.address.replace("127.0.0.1", "0.0.0.0")
+        assert await kvpool(*command, "--manager", remote) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert remote in captured.err
+        assert "not encrypted" in captured.err
+        assert "not encrypted" not in captured.out
+        for local in (manager.address, manager.address.replace("127.0.0.1", "localhost")):
+            assert await kvpool(*command, "--manager", local) == 0
+            assert capsys.readouterr().err == ""
+
+
 async def test_a_refusal_is_one_line_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     """Also if the service wrote several lines, and with --json nothing on stdout."""
     refused = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "needs 900 blocks,\nthere are 11")

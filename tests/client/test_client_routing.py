@@ -55,6 +55,17 @@ async def test_a_draining_worker_is_passed_over_with_a_larger_attempt() -> None:
     assert len(manager.routes) == 1
 
 
+async def test_services_on_other_machines_are_used() -> None:
+    """Neither the manager that the user names nor a worker that it names has to be on the loopback."""
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager:
+        for service in (manager, worker):
+            # This machine under an address that does not show it.
+            service.address = service.address.replace("127.0.0.1", "0.0.0.0")
+        async with quick(manager) as client:
+            assert (await client.generate("the").collect()).worker_id == "w"
+
+
 async def test_a_dead_worker_is_passed_over() -> None:
     """Nobody listens at its address any more, but its lease still runs."""
     dead, live = FakeWorker("dead"), FakeWorker("live")
