@@ -145,7 +145,10 @@ class Cluster:
         return time.monotonic()
 
     async def until_registered(self, *names: str) -> None:
-        """Until the manager knows these workers under the addresses of now."""
+        """Until these workers serve, and the manager knows them under the addresses of now."""
+        for name in names:
+            # Asked for itself: what the manager knows may be a dead process of the same name whose lease still runs.
+            await self.until_serving(name)
 
         async def registered() -> bool:
             for name in names:
