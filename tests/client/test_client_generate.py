@@ -9,7 +9,6 @@ import pytest
 from kvpool.v1 import worker_pb2
 
 from client import (
-    Client,
     Completion,
     DeadlineExceeded,
     FinishReason,
@@ -203,10 +202,3 @@ async def test_logprobs_come_with_their_tokens() -> None:
     assert completion.logprobs[0].logprob == -0.5
     assert completion.logprobs[0].top == ((THE, -0.5), (CAT, -1.5))
     assert completion.finish_reason is FinishReason.LENGTH
-
-
-async def test_an_address_off_this_machine_is_refused_unless_allowed() -> None:
-    """The channel is not encrypted."""
-    async with Client("192.0.2.1:50051") as client:
-        with pytest.raises(InvalidRequest, match="not encrypted"):
-            await client.describe()
