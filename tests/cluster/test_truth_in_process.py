@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,37 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
             uncached = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
             check_all(truths, uncached)
             assert [completion.num_cached_tokens for completion in uncached] == [0] * len(truths)
+
+
+@pytest.mark.parametrize("settings", [{}, {"report_seconds": 0.0, "reserve_seconds": 0.0}], ids=["as_is", "eager"])
+async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dict[str, float], tmp_path: Path) -> None:
+    """Hundreds of requests of all lengths, at random times, many of them cancelled: each token delivered is the right one."""
+    tiny = make_tiny_model("llama", tmp_path / "llama")
+    oracle = Oracle.of(tiny.path)
+    truths = [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    numbers = random.Random(11)
+    async with in_process_cluster(tiny.path, tmp_path, **{**TIGHT, "num_blocks": 16}, **settings) as cluster:
+
+        async def one(truth: Truth, num_tokens: int, num_wanted: int, delay: float) -> int:
+            await asyncio.sleep(delay)
+            delivered: list[int] = []
+            async with cluster.client.generate(truth.prompt, max_tokens=num_tokens, ignore_eos=True) as stream:
+                async for chunk in stream:
+                    delivered += chunk.token_ids
+                    if len(delivered) >= num_wanted:
+                        break
+            assert delivered == truth.tokens[: len(delivered)]
+            assert len(delivered) >= min(num_tokens, num_wanted)
+            return len(delivered)
+
+        def some() -> Coroutine[None, None, int]:
+            truth = numbers.choice(truths)
+            return one(truth, numbers.randint(1, 16), numbers.choice((1, 3, 9, 99)), numbers.random())
+
+        num_delivered = sum(await asyncio.gather(*(some() for _ in range(250))))
+        assert num_delivered > 1000
+        await cluster.until_idle()
+        totals = (await cluster.describe()).totals
+        assert totals.num_evicted_blocks > 100
+        assert totals.num_cached_tokens > 100
+        assert cluster.worker.engine.scheduler.num_preemptions > 0
