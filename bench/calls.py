@@ -5,10 +5,10 @@ Tokens are not recorded: they are the trace's own, by request, first position an
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.trace import Trace
 
@@ -65,12 +65,28 @@ class Recording:
         return sum(len(call.items) for call in self.calls if call.kind == kind)
 
     def save(self, path: Path) -> None:
-        """Write to a file, for `load` in a process of ours."""
-        path.write_bytes(pickle.dumps(self))
+        """Write to a JSON file, for `load` in a process of ours."""
+        path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(path: Path) -> Recording:
         """Read what `save` wrote."""
-        recording = pickle.loads(path.read_bytes())
-        assert isinstance(recording, Recording)
-        return recording
+        content = json.loads(path.read_text())
+        content["trace"] = Trace(**content["trace"])
+        content["calls"] = [_call(*fields) for fields in content["calls"]]
+        return Recording(**content)
+
+
+def _call(
+    kind: str, call_no: int, downlink_ack: int, wish: int | None, returned: list[list[int]], items: list[list[Any]]
+) -> RecordedCall:
+    """A call as JSON has it, lists for tuples."""
+    blocks = tuple((block, generation) for block, generation in returned)
+    return RecordedCall(kind, call_no, downlink_ack, wish, blocks, tuple(_item(*fields) for fields in items))
+
+
+def _item(
+    request: int, round_: int, start: int, tokens: int, computed: int, bound: list[list[int]], new: int, no_wait: bool
+) -> RecordedItem:
+    entries = tuple((index, block, generation) for index, block, generation in bound)
+    return RecordedItem(request, round_, start, tokens, computed, entries, new, no_wait)

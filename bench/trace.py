@@ -10,7 +10,7 @@ VOCAB_SIZE = 49_152
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests, and the engine that they meet. The defaults are the reference trace of DESIGN.md."""
+    """Requests, and the engine that they meet. The defaults are the reference trace."""
 
     num_requests: int = 1000
     num_at_once: int = 64
