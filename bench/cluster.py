@@ -74,7 +74,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     theirs = {name: Contestant(f"transformers ({name})") for name in arguments.peers}
     results: list[tuple[str, BatchResult]] = []
     worker_arguments = [*WORKER_ARGUMENTS, *arguments.worker_argument]
-    cluster = OurCluster(worker_arguments, arguments.threads)
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": arguments.wait_policy.upper()}
+    cluster = OurCluster(worker_arguments, environment)
     async with AsyncExitStack() as stack:
         folder = str(resolve_model("smollm2", default_cache_dir(), progress).path)
         progress("starting manager and worker")
@@ -82,7 +83,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         peers: dict[str, TransformersPeer] = {}
         for name in theirs:
             progress(f"starting transformers ({name})")
-            peers[name] = await TransformersPeer.start(folder, PEERS[name], NUM_CACHE_TOKENS, arguments.threads)
+            peers[name] = await TransformersPeer.start(folder, PEERS[name], NUM_CACHE_TOKENS, environment)
             stack.push_async_callback(peers[name].stop)
         for run in range(arguments.runs + 1):
             batch = prompts(run)
@@ -108,7 +109,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "worker": cluster.worker_totals,
         "settings": {
             "worker": worker_arguments,
-            "threads": arguments.threads,
+            "environment": environment,
             "peers": {name: asdict(PEERS[name]) for name in theirs},
         },
         "facts": facts("kvpool", "torch", "transformers", "grpcio"),
@@ -147,6 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="interleaved repetitions (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of either side (default 2)")
+    parser.add_argument(
+        "--wait-policy",
+        choices=["active", "passive"],
+        default="active",
+        help="of either side's threads between two products (OMP_WAIT_POLICY): active needs a machine that does nothing else",
+    )
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="none: our side alone")
     parser.add_argument("--worker-argument", action="append", default=[], help="a further argument for the worker")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from bench.counting_manager import PREFIX
-from bench.report import OMP, progress
+from bench.report import progress
 from client import Client
 from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
 from client.cli.supervisor import ChildSpec, Supervisor
@@ -53,20 +53,20 @@ class BatchResult:
 class _CountedSpec(ClusterSpec):
     """A cluster whose manager counts RPCs and whose worker logs JSON."""
 
-    num_threads: int = 2
+    worker_environment: Mapping[str, str] = field(default_factory=dict)
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
         manager, worker = super().children(environment)
         command = list(manager.command)
         command[command.index("-m") + 1] = "bench.counting_manager"
-        variables = {**worker.environment, "OMP_NUM_THREADS": str(self.num_threads), **OMP}
+        variables = {**worker.environment, **self.worker_environment}
         return [replace(manager, command=command), replace(worker, environment=variables)]
 
 
 class OurCluster:
     """Use it as `async with`; afterwards `worker_totals` holds what the worker logged when it stopped."""
 
-    def __init__(self, worker_arguments: Sequence[str], num_threads: int) -> None:
+    def __init__(self, worker_arguments: Sequence[str], worker_environment: Mapping[str, str]) -> None:
         self.worker_totals: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="kvpool-bench-")
         self._rpcs: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class OurCluster:
             port=free_port(),
             manager_arguments=("--state-dir", self._folder.name),
             worker_arguments=(*worker_arguments, "--log-format", "json"),
-            num_threads=num_threads,
+            worker_environment=worker_environment,
         )
         self._supervisor = Supervisor(self._on_line)
         self._client = Client(self._spec.address)

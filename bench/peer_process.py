@@ -6,11 +6,9 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
-
-from bench.report import OMP
 
 MAX_LINE_BYTES: Final = 1 << 20
 
@@ -46,17 +44,19 @@ class TransformersPeer:
         self._process = process
 
     @classmethod
-    async def start(cls, folder: str, settings: PeerSettings, num_cache_tokens: int, threads: int) -> TransformersPeer:
+    async def start(
+        cls, folder: str, settings: PeerSettings, num_cache_tokens: int, environment: Mapping[str, str]
+    ) -> TransformersPeer:
         """Start it and wait until its model is loaded."""
         arguments = ["--page-size", str(settings.page_size), "--num-tokens", str(num_cache_tokens)]
         if settings.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(settings.max_batch_tokens)]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.transformers_peer", folder, "--threads", str(threads), *arguments),
+            *(sys.executable, "-m", "bench.transformers_peer", folder, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), **OMP},
+            env={**os.environ, **environment},
             limit=MAX_LINE_BYTES,
         )
         peer = cls(process)

@@ -10,10 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
-
-OMP: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""For the processes of either side: threads that spin while they wait slow each other down as soon as anything else runs."""
+from typing import Any
 
 
 def progress(text: str) -> None:

@@ -20,10 +20,7 @@ import transformers
 class Peer:
     """One model with a continuous batching manager."""
 
-    def __init__(
-        self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None, threads: int
-    ) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None) -> None:
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
@@ -59,14 +56,12 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, required=True)
     parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
     parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
-    parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     peer = Peer(
         arguments.folder,
         page_size=arguments.page_size,
         num_tokens=arguments.num_tokens,
         max_batch_tokens=arguments.max_batch_tokens,
-        threads=arguments.threads,
     )
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
