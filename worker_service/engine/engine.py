@@ -48,7 +48,8 @@ class EngineSettings:
 
 
 class Engine:
-    """Continuous batching over one model and one cache side."""
+    """Continuous batching over one model and one cache side. `model_thread`: the one thread that runs the steps; the engine
+    shuts it down at its end."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Engine:
         cache: EngineCache,
         runner: StepRunner,
         tokenizer: Tokenizer | None = None,
+        model_thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -71,7 +73,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._wake = asyncio.Event()
-        self._model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        self._model_thread = model_thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
 
     # -- requests
 
