@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.hashing import HashFunction, xxh64
+from cache_service.core.hashing import HashFunction
 from cache_service.core.messages import (
     AllocateItem,
     Appended,
@@ -39,7 +39,7 @@ class Desk:
         *,
         worker_id: str = "w1",
         lockstep: Lockstep | None = None,
-        hash_function: HashFunction = xxh64,
+        hash_function: HashFunction | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.lockstep = lockstep or Lockstep(hash_function, limits)

@@ -199,8 +199,11 @@ class Memory:
 class Lockstep:
     """One manager and one model. Every call goes to both; the answers and then the whole states must be equal."""
 
-    def __init__(self, hash_function: HashFunction = xxh64, limits: Limits | None = None) -> None:
-        self.hash_function = hash_function
+    default_hash: HashFunction = staticmethod(xxh64)
+    """What is taken where a test names none; the fixture `every_hash` changes it."""
+
+    def __init__(self, hash_function: HashFunction | None = None, limits: Limits | None = None) -> None:
+        self.hash_function = hash_function or self.default_hash
         self.limits = limits or Limits()
         self.memory: Memory | None = None
         """Set where a simulated worker writes KV: then the content of every sealed block is checked too."""

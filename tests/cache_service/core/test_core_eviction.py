@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cache_service.core.block_pool import State
 from cache_service.core.messages import SequenceUpdate, TableEntry
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, token_bytes
 from tests.cache_service.core.model import Refused
+
+pytestmark = pytest.mark.usefixtures("every_hash")
 
 FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
 

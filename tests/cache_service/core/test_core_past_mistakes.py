@@ -37,6 +37,8 @@ from tests.cache_service.core.lockstep import (
 )
 from tests.cache_service.core.model import Refused
 
+pytestmark = pytest.mark.usefixtures("every_hash")
+
 
 @contextmanager
 def counted_lines() -> Iterator[list[int]]:

@@ -10,6 +10,8 @@ from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import HASH_FUNCTIONS, Lockstep, key
 from tests.cache_service.core.model import Refused
 
+pytestmark = pytest.mark.usefixtures("every_hash")
+
 PROMPT = list(range(40, 57))
 """Seventeen tokens: four full blocks and a tail."""
 
