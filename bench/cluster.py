@@ -151,8 +151,9 @@ def main() -> None:
     parser.add_argument(
         "--wait-policy",
         choices=["active", "passive"],
-        default="active",
-        help="of either side's threads between two products (OMP_WAIT_POLICY): active needs a machine that does nothing else",
+        default="passive",
+        help="of either side's threads between two products (OMP_WAIT_POLICY; default passive, as workers do by themselves): "
+        "active needs a machine that does nothing else",
     )
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="none: our side alone")
     parser.add_argument("--worker-argument", action="append", default=[], help="a further argument for the worker")
