@@ -34,6 +34,12 @@ LAST_TOKEN: Final = 40_000
 NUM_CACHE_TOKENS: Final = 32_768
 """KV that either side may keep."""
 
+WAIT_POLICIES: Final = {
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    # Not ACTIVE: that lets idle processes spin for minutes, on the cores that the other side is being measured on.
+    "spinning": {"GOMP_SPINCOUNT": "300000"},
+}
+
 WORKER_ARGUMENTS: Final = (
     *("--model", "smollm2", "--dtype", "bfloat16", "--device", "cpu"),
     *("--block-size", "16", "--num-blocks", str(NUM_CACHE_TOKENS // 16)),
@@ -74,7 +80,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     theirs = {name: Contestant(f"transformers ({name})") for name in arguments.peers}
     results: list[tuple[str, BatchResult]] = []
     worker_arguments = [*WORKER_ARGUMENTS, *arguments.worker_argument]
-    environment = {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": arguments.wait_policy.upper()}
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), **WAIT_POLICIES[arguments.wait_policy]}
     cluster = OurCluster(worker_arguments, environment)
     async with AsyncExitStack() as stack:
         folder = str(resolve_model("smollm2", default_cache_dir(), progress).path)
@@ -150,10 +156,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of either side (default 2)")
     parser.add_argument(
         "--wait-policy",
-        choices=["active", "passive"],
+        choices=list(WAIT_POLICIES),
         default="passive",
-        help="of either side's threads between two products (OMP_WAIT_POLICY; default passive, as workers do by themselves): "
-        "active needs a machine that does nothing else",
+        help="how the threads of either side wait between two products: passive, as workers do by themselves (default), or "
+        "spinning for some 3 ms, as OpenMP does by itself, which needs a machine that does nothing else",
     )
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="none: our side alone")
     parser.add_argument("--worker-argument", action="append", default=[], help="a further argument for the worker")
