@@ -29,6 +29,7 @@ from .core.messages import (
     Root,
     SequenceKey,
     SequenceUpdate,
+    Stop,
     TableEntry,
     Uplink,
     Wait,
@@ -205,7 +206,11 @@ def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
     if isinstance(content, Grant):
         run = _encode_run(0, content.blocks, (content.generation,) * len(content.blocks))
         return cache_pb2.DownlinkEntry(number=number, grant=run)
-    return cache_pb2.DownlinkEntry(number=number, stop=encode_key(content.key))
+    if isinstance(content, Stop):
+        return cache_pb2.DownlinkEntry(number=number, stop=encode_key(content.key))
+    grace = content.grace_seconds
+    order = cache_pb2.DrainOrder(grace_ms=None if grace is None else round(grace * 1000))
+    return cache_pb2.DownlinkEntry(number=number, drain=order)
 
 
 def encode_downlink(reply: Reply) -> cache_pb2.Downlink:

@@ -142,7 +142,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.KeepAliveRequest, context: Context[Any, Any]
     ) -> cache_pb2.KeepAliveResponse:
         load = codec.decode_load(request.load)
-        reply = self._manager.keep_alive(request.session, request.downlink_ack, load, self._clock())
+        reply = self._manager.keep_alive(
+            request.session, request.downlink_ack, load, self._clock(), draining=request.draining
+        )
         return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=codec.encode_downlink(reply))
 
     @answering
@@ -154,6 +156,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 log.info("worker deregistered", worker_id=session.worker_id, session=f"{session.number:#x}")
         self._manager.deregister(request.session)
         return cache_pb2.DeregisterResponse()
+
+    @answering
+    async def Drain(self, request: cache_pb2.DrainRequest, context: Context[Any, Any]) -> cache_pb2.DrainResponse:
+        grace = request.grace_ms / 1000 if request.HasField("grace_ms") else None
+        session = self._manager.drain(request.worker_id, grace)
+        log.info("worker is asked to leave", worker_id=session.worker_id, session=f"{session.number:#x}")
+        return cache_pb2.DrainResponse(session=session.number)
 
     def _live(self, worker_id: str) -> Session | None:
         return next((session for session in self._manager.sessions if session.worker_id == worker_id), None)

@@ -46,6 +46,10 @@ def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2
 
 def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
     """Why Route found nobody, in words."""
+    sessions = tuple(sessions)
+    leaving = sorted(s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.draining)
+    if leaving:
+        return f"every worker that serves this model is about to leave: {', '.join(leaving)}; start another one"
     models = sorted({f"{s.registration.model_name!r} ({s.registration.model_fingerprint})" for s in sessions})
     if not models:
         return "no worker is registered: start one, or look into its log if it runs"
@@ -89,6 +93,7 @@ def encode_worker(session: Session, blocks: Iterable[BlockDescription], now: flo
             num_evicted_blocks=session.pool.num_evicted,
             num_calls=session.num_calls,
         ),
+        draining=session.draining,
     )
 
 

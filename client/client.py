@@ -107,6 +107,12 @@ class Client:
         root = common_pb2.Root(model_fingerprint=model_fingerprint, adapter=adapter, tenant_salt=tenant_salt)
         return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), root, token_ids)
 
+    async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
+        """Ask a worker to take no further requests, end the running ones within `grace` seconds (None: its own setting)
+        and leave. Returns its session at once; it has left when `describe` no longer lists that. May be repeated."""
+        response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
+        return response.session
+
     def _stream(self, encode: Callable[[Model], list[int]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
             encode=encode,

@@ -1,4 +1,4 @@
-"""The client's side of the cache manager: three read-only calls, repeated while the manager restarts."""
+"""The client's side of the cache manager: calls that are harmless to repeat, repeated while the manager restarts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, from_rpc_error
 
+MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
 
@@ -25,7 +26,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class Manager:
-    """Describe, Check and Route. All of them change nothing, so all of them may be repeated."""
+    """Describe, Check, Route and Drain. None of them does more the second time, so all of them may be repeated."""
 
     def __init__(self, channels: Channels, config: ClientConfig) -> None:
         self._channels = channels
@@ -61,6 +62,16 @@ class Manager:
                 reason="NEVER_FITS",
             )
         return await self._call(self._stub().Route, request, deadline)
+
+    async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:
+        """Ask a worker to end its requests within `grace` seconds, and leave."""
+        if grace is not None and not 0 <= grace <= MAX_GRACE_SECONDS:
+            raise InvalidRequest(
+                f"the grace of a drain must be 0 to {MAX_GRACE_SECONDS} seconds, got {grace:g}", reason="BAD_FIELD"
+            )
+        grace_ms = None if grace is None else round(grace * 1000)
+        request = cache_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
+        return await self._call(self._stub().Drain, request, deadline)
 
     def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
         return cache_pb2_grpc.CacheServiceStub(self._channels.get(self._config.manager))

@@ -197,3 +197,7 @@ class SyncClient:
                 timeout=timeout,
             )
         )
+
+    def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
+        """Ask a worker to leave; see Client.drain."""
+        return self._loop.run(self._client.drain(worker_id, grace=grace, timeout=timeout))

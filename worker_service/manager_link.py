@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -65,6 +66,11 @@ class ManagerLink:
         self._session = 0
         self._keep_alive_seconds = 1.0
         self._complained = False
+        self._heartbeat_due = asyncio.Event()
+
+    def send_heartbeat(self) -> None:
+        """Send the next heartbeat at once: there is something in it that the manager should know."""
+        self._heartbeat_due.set()
 
     async def run(self) -> None:
         """Connect and `talk_to` the manager; for ever. Raises RegistrationRefused."""
@@ -149,8 +155,9 @@ class ManagerLink:
     async def _keep_alive(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         session = self._session
         while True:
-            await asyncio.sleep(self._keep_alive_seconds)
-            request = self._cache.keep_alive(self._engine.load())
+            await _wait_at_most(self._heartbeat_due, self._keep_alive_seconds)
+            self._heartbeat_due.clear()
+            request = self._cache.keep_alive(self._engine.load(), draining=self._engine.is_draining)
             if request is None:
                 continue
             try:
@@ -180,11 +187,7 @@ class ManagerLink:
                 engine.on_cache_changed()
                 continue
             at = cache.next_call_at(now)
-            try:
-                async with asyncio.timeout(None if at is None else max(0.001, at - now)):
-                    await engine.changed_for_link.wait()
-            except TimeoutError:
-                pass
+            await _wait_at_most(engine.changed_for_link, None if at is None else max(0.001, at - now))
 
     async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
         request = call.request
@@ -214,3 +217,9 @@ class ManagerLink:
         else:
             # The same state would be refused again; a new session starts from what both sides know: nothing.
             self._cache.lose(f"the manager refused a call: {error.details()}")
+
+
+async def _wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

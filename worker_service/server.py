@@ -21,6 +21,7 @@ from . import codec
 from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
+from .engine.errors import EngineError, ErrorKind
 from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
 from .model.facts import ModelFacts
 from .model.kv_cache import KVCachePlan
@@ -43,6 +44,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
+LAST_WORDS_SECONDS = 1.0
+"""For the calls that have ended to be read to their end, and for transfers of a model's files."""
+
 NOTICE_SECONDS = 0.1
 """Between NOT_SERVING and the end, so that those who watch the health hear of it."""
 
@@ -52,12 +56,19 @@ class PortInUse(Exception):
 
 
 async def run_worker(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PortInUse, ModelError, RegistrationRefused."""
+    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortInUse, ModelError,
+    RegistrationRefused."""
     server = await Server.load(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set() or server.engine.is_draining:
+            server.cut_grace()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
     async with server:
         await server.serve_until(stop)
 
@@ -97,6 +108,7 @@ class Server:
             self._set_health,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._grace_cut = asyncio.Event()
 
     @classmethod
     async def load(cls, settings: WorkerSettings) -> Self:
@@ -134,21 +146,27 @@ class Server:
         return self
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, or for the engine or the link to fail: raises what they raised."""
-        stopping = asyncio.create_task(_wait(stop), name="stop")
-        done, _ = await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        """Wait for `stop`, for an order to drain, or for the engine or the link to fail: raises what they raised."""
+        reasons = [asyncio.create_task(_wait(event)) for event in (stop, self.engine.drain_asked)]
+        done, _ = await asyncio.wait({*self._tasks, *reasons}, return_when=asyncio.FIRST_COMPLETED)
+        for reason in reasons:
+            reason.cancel()
         for task in done & set(self._tasks):
             task.result()
+
+    def cut_grace(self) -> None:
+        """End the streams that still run at once, if the worker is about to leave."""
+        self._grace_cut.set()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let streams end within the grace period, free everything, and take leave of the manager."""
-        log.info("stopping", grace_seconds=self._settings.grace_seconds)
+        """Take no further requests, let the running ones end within the grace, free everything, and take leave of the
+        manager."""
         self._set_health(False)
-        await asyncio.sleep(NOTICE_SECONDS)
-        await self._grpc.stop(self._settings.grace_seconds)
+        await self._drain()
+        # The last statuses are on their way; a reader that takes none must not keep us.
+        await self._grpc.stop(LAST_WORDS_SECONDS)
         # The streams have ended; let the link say Free before it says good-bye.
         await _settle(self.engine)
         for task in self._tasks:
@@ -164,8 +182,31 @@ class Server:
             decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
         )
 
+    async def _drain(self) -> None:
+        """Until no request is left; those that are not done within the grace are ended."""
+        engine = self.engine
+        grace_seconds = self._settings.grace_seconds
+        if engine.drain_grace_seconds is not None:
+            grace_seconds = engine.drain_grace_seconds
+        log.info("draining", grace_seconds=grace_seconds, num_running=engine.scheduler.num_running)
+        engine.begin_drain()
+        self._link.send_heartbeat()
+        # Those who watch the health hear of it before the connections close.
+        await asyncio.sleep(NOTICE_SECONDS)
+        if not any(task.done() for task in self._tasks):
+            ends = [asyncio.create_task(wait) for wait in (engine.wait_until_empty(), self._grace_cut.wait())]
+            await asyncio.wait({*ends, *self._tasks}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+        num_left = engine.scheduler.num_running + engine.scheduler.num_waiting
+        if num_left:
+            log.warning("streams ended unfinished", num_requests=num_left, grace_seconds=grace_seconds)
+            why = f"this worker has left: the {grace_seconds:g} s it gives running requests to end were over"
+            engine.fail_all(EngineError(ErrorKind.DRAINING, why))
+
     def _set_health(self, serving: bool) -> None:
-        """Tell the health service whether this worker has a session."""
+        """Tell the health service whether this worker takes requests: it has a session and is not about to leave."""
+        serving = serving and not self.engine.is_draining
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             task = asyncio.ensure_future(self._health.set(service, state))

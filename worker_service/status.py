@@ -30,6 +30,7 @@ _TABLE = {
     ErrorKind.OTHER_MODEL: _Row(code_pb2.FAILED_PRECONDITION),
     ErrorKind.SUPERSEDED: _Row(code_pb2.FAILED_PRECONDITION),
     ErrorKind.UNAVAILABLE: _Row(code_pb2.UNAVAILABLE, retry_seconds=0.5),
+    ErrorKind.DRAINING: _Row(code_pb2.UNAVAILABLE, retry_seconds=0.5),
     ErrorKind.INTERNAL: _Row(code_pb2.INTERNAL),
 }
 

@@ -22,6 +22,7 @@ from .messages import (
     AllocateOutcome,
     AppendItem,
     AppendOutcome,
+    Drain,
     Grant,
     Limits,
     Registered,
@@ -174,11 +175,17 @@ class CacheManager:
             oldest = next(worker_id for worker_id in known if worker_id not in self._workers)
             del known[oldest]
 
-    def keep_alive(self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float) -> Reply:
-        """Renew the lease, take the load, answer with what waits on the downlink. Raises Refusal: STALE_SESSION."""
+    def keep_alive(
+        self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float, *, draining: bool = False
+    ) -> Reply:
+        """Renew the lease, take the load, answer with what waits on the downlink. Raises Refusal: STALE_SESSION.
+
+        A heartbeat that was overtaken may be from before the draining began, so nothing ends that but the session.
+        """
         session = self._session(session_number)
         session.lease_end = now + self.lease_seconds
         session.load = load
+        session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         return self._reply(session)
 
@@ -187,6 +194,20 @@ class CacheManager:
         session = self._sessions.get(session_number)
         if session is not None:
             self._retire(session)
+
+    def drain(self, worker_id: str, grace_seconds: float | None = None) -> Session:
+        """Name the worker in no route any more and tell it to leave; nothing more happens if it is draining already.
+
+        Raises Refusal: UNKNOWN_WORKER, BAD_FIELD.
+        """
+        longest = self.limits.max_grace_seconds
+        if grace_seconds is not None and not 0 <= grace_seconds <= longest:
+            raise bad_field("grace_ms", f"at most {longest:g} s, got {grace_seconds:g} s")
+        session = self.worker(worker_id)
+        if not session.draining:
+            session.draining = True
+            session.downlink.push(Drain(grace_seconds))
+        return session
 
     def tick(self, now: float) -> list[Session]:
         """Fence the sessions whose lease has run out and return them. Call it every `tick_seconds`.
@@ -334,7 +355,8 @@ class CacheManager:
     # -- looking
 
     def route(self, root: Root, tokens: bytes, max_workers: int = 0) -> list[RoutedWorker]:
-        """Workers that serve the root, best first. An empty fingerprint means "the model" while there is only one.
+        """Workers that serve the root and are not about to leave, best first. An empty fingerprint means "the model" while
+        there is only one.
 
         Raises Refusal: BAD_FIELD.
         """
@@ -356,7 +378,7 @@ class CacheManager:
         candidates = [
             session
             for session in self._sessions.values()
-            if session.registration.model_fingerprint == root.model_fingerprint
+            if session.registration.model_fingerprint == root.model_fingerprint and not session.draining
         ]
         ranked = route(self._tree, candidates, root, tokens, self._hash_function)
         return ranked[:max_workers] if max_workers else ranked

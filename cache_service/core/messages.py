@@ -27,6 +27,8 @@ class Limits(NamedTuple):
     max_name_bytes: int = 256
     max_known_incarnations: int = 4096
     max_downlink_entries: int = 8192
+    """Beside these a session may have one Drain."""
+    max_grace_seconds: float = 3600.0
 
 
 class Root(NamedTuple):
@@ -122,11 +124,18 @@ class Stop(NamedTuple):
     key: SequenceKey
 
 
+class Drain(NamedTuple):
+    """Downlink entry: take no further requests, end the running ones within the grace, and deregister."""
+
+    grace_seconds: float | None
+    """None: as long as the worker's own settings say."""
+
+
 class DownlinkEntry(NamedTuple):
     """One numbered entry of the list that every reply carries until the worker acknowledges it."""
 
     number: int
-    entry: Grant | Stop
+    entry: Grant | Stop | Drain
 
 
 class BlockCounts(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .block_pool import BlockPool
-from .messages import DownlinkEntry, Grant, Registration, Stop, WorkerLoad
+from .messages import DownlinkEntry, Drain, Grant, Registration, Stop, WorkerLoad
 from .sequence import Sequence
 
 
@@ -20,9 +20,9 @@ class Downlink:
         """Whether the worker must acknowledge something before more can be pushed."""
         return len(self._entries) >= self._max_entries
 
-    def push(self, entry: Grant | Stop) -> None:
-        """Append an entry under the next number. The list must not be full."""
-        assert not self.is_full
+    def push(self, entry: Grant | Stop | Drain) -> None:
+        """Append an entry under the next number. The list must not be full, except for the session's one Drain."""
+        assert not self.is_full or isinstance(entry, Drain)
         self._last_number += 1
         self._entries.append(DownlinkEntry(self._last_number, entry))
 
@@ -61,6 +61,8 @@ class Session:
         self.reserve_wish = 0
         """Blocks that the worker wants in its reserve."""
         self.load = WorkerLoad()
+        self.draining = False
+        """The worker takes no further requests: it was told so, or has said so."""
         self.num_calls = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0

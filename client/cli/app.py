@@ -12,6 +12,7 @@ from ..errors import KvpoolError
 from .blocks import blocks
 from .chat import chat
 from .check import check
+from .drain import drain
 from .generate import generate
 from .services import manager, worker
 from .status import status
@@ -34,6 +35,7 @@ app.command("chat")(chat)
 app.command("status")(status)
 app.command("blocks")(blocks)
 app.command("check")(check)
+app.command("drain")(drain)
 app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
 app.command("worker", context_settings=_PASS_THROUGH, add_help_option=False)(worker)
 

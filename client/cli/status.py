@@ -42,6 +42,7 @@ def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
     return {
         "worker_id": worker.worker_id,
         "address": worker.address,
+        "draining": worker.draining,
         "model": worker.model_name,
         "block_size": worker.kv_cache_config.block_size,
         "num_blocks": num_device_blocks(worker),
@@ -78,7 +79,7 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
         totals = worker.totals
         hit_rate = totals.num_cached_tokens / totals.num_prompt_tokens if totals.num_prompt_tokens else 0.0
         table.add_row(
-            worker.worker_id,
+            f"{worker.worker_id} (leaving)" if worker.draining else worker.worker_id,
             worker.address,
             worker.model_name,
             f"{num_device_blocks(worker):,} × {worker.kv_cache_config.block_size}",

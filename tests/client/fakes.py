@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 WORDS = ("<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", "the", "cat", "sat", "on", "mat", "dog")
+SESSION = 7 << 40 | 1
 BOS, USER, ASSISTANT, THE, CAT, SAT = 1, 3, 4, 5, 6, 7
 CHAT_TEMPLATE = (
     "{{ bos_token }} {% for message in messages %}<|{{ message.role }}|> {{ message.content }} {% endfor %}"
@@ -194,6 +195,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         description = cache_pb2.WorkerDescription(
             worker_id=self.worker_id,
             address=self.address,
+            session=SESSION,
             model_name=self.model.name,
             model_fingerprint=self.model.fingerprint,
             kv_cache_config=config,
@@ -212,6 +214,9 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.describes: list[cache_pb2.DescribeRequest] = []
         self.blocks: list[cache_pb2.BlockDescription] = []
         self.violations: list[cache_pb2.Violation] = []
+        self.drains: list[cache_pb2.DrainRequest] = []
+        self.num_describes_until_left = 2
+        """After a Drain: the worker is gone from the answers behind that many."""
         self.num_blocks: int | None = None
         self.address = ""
 
@@ -242,6 +247,10 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
         response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
+        if self.drains:
+            if self.num_describes_until_left == 0:
+                return response
+            self.num_describes_until_left -= 1
         for worker in self.workers:
             if request.worker_id in ("", worker.worker_id):
                 description = worker.description()
@@ -254,6 +263,17 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
                     )
                 response.workers.append(description)
         return response
+
+    async def Drain(
+        self,
+        request: cache_pb2.DrainRequest,
+        context: Context[cache_pb2.DrainRequest, Awaitable[cache_pb2.DrainResponse]],
+    ) -> cache_pb2.DrainResponse:
+        self.drains.append(request)
+        if request.worker_id not in {worker.worker_id for worker in self.workers}:
+            status = error_status(code_pb2.NOT_FOUND, "UNKNOWN_WORKER", f"no live worker {request.worker_id!r}")
+            await context.abort_with_status(rpc_status.to_status(status))
+        return cache_pb2.DrainResponse(session=SESSION)
 
     async def Check(
         self,

@@ -129,6 +129,7 @@ async def test_status_json_prints_one_object(capsys: pytest.CaptureFixture[str])
         expected = {
             "worker_id": "w",
             "address": manager.workers[0].address,
+            "draining": False,
             "model": "tiny",
             "block_size": 4,
             "num_blocks": 12,

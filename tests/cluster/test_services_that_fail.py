@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from uuid import uuid4
 
+import grpc
 import pytest
 import pytest_asyncio
 from kvpool.v1 import worker_pb2
@@ -264,6 +265,59 @@ async def test_of_two_workers_with_one_name_the_newer_stays(subject: Subject) ->
         assert "STALE_INCARNATION" in older.log
         for stream in streams:
             await stream.aclose()
+
+
+async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subject: Subject) -> None:
+    """Within the grace that the order gives, not its own half second: the streams on it come to their end, meanwhile new
+    requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        streams = [client.generate([200 + index, *range(10)], max_tokens=400) for index in range(6)]
+        for stream in streams:
+            while not (await anext(stream)).token_ids:
+                pass
+        leaving = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert leaving
+        worker = cluster.processes["a"]
+        await client.drain("a", grace=60.0)
+        assert await subject.is_served(client) == "b"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await subject.is_served_by("a")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        for stream in leaving:
+            assert (await stream.collect()).finish_reason == "length"
+        assert await worker.ended() == 0
+        assert "num_requests" not in worker.log.rpartition("draining")[2]
+        assert [description.worker_id for description in await cluster.describe()] == ["b"]
+        for stream in streams:
+            await stream.aclose()
+    cluster.start_worker("a")
+
+
+async def test_a_second_signal_cuts_the_grace_short(subject: Subject) -> None:
+    """Whoever presses Ctrl-C twice does not want to wait; blocks are freed and the manager is told all the same."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        streams = await start_streams(client, 6)
+        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert victims
+        worker = cluster.processes["a"]
+        await client.drain("a", grace=3600.0)
+
+        async def is_draining() -> bool:
+            return "draining" in worker.log
+
+        await eventually(is_draining, "it has heard of the order", 10.0)
+        assert worker.status is None
+        worker.send(signal.SIGTERM)
+        for error in await ends_of(victims):
+            assert isinstance(error, Unavailable)
+            assert error.reason == "DRAINING"
+        assert await worker.ended() == 0
+        assert [description.worker_id for description in await cluster.describe()] == ["b"]
+        for stream in streams:
+            await stream.aclose()
+    cluster.start_worker("a")
 
 
 async def test_a_worker_that_is_told_to_stop_takes_leave_at_once(subject: Subject) -> None:

@@ -85,7 +85,9 @@ class Wire:
             return cache_pb2.RegisterResponse(epoch=epoch, session=session, lease_ms=6000, keep_alive_interval_ms=50)
         if name == "KeepAlive":
             load = codec.decode_load(request.load)
-            reply = manager.keep_alive(request.session, request.downlink_ack, load, self.now())
+            reply = manager.keep_alive(
+                request.session, request.downlink_ack, load, self.now(), draining=request.draining
+            )
             return cache_pb2.KeepAliveResponse(lease_ms=6000, downlink=codec.encode_downlink(reply))
         if name == "Deregister":
             manager.deregister(request.session)

@@ -49,6 +49,9 @@ def take_entries(state: SessionState, link: Link, downlink: cache_pb2.Downlink) 
             sequence = state.sequences.get(SequenceId(entry.stop.sequence_id, entry.stop.attempt))
             if sequence is not None and sequence.state is not SequenceState.ENDING:
                 state.events.append(events.Stopped(sequence))
+        elif entry.HasField("drain"):
+            grace = entry.drain.grace_ms / 1000 if entry.drain.HasField("grace_ms") else None
+            state.events.append(events.DrainAsked(grace))
 
 
 def _on_allocated(state: SessionState, sequence: CacheSequence, result: cache_pb2.AllocateResult, now: float) -> None:

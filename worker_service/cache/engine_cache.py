@@ -178,12 +178,14 @@ class EngineCache:
         """A session is open; whatever was unanswered before belongs to the past."""
         self._state.link = Link(response.session)
 
-    def keep_alive(self, load: common_pb2.WorkerLoad) -> cache_pb2.KeepAliveRequest | None:
-        """The next heartbeat; None without a session."""
+    def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
+        """The next heartbeat; None without a session. `draining`: no further requests are taken."""
         link = self._state.open_link()
         if link is None:
             return None
-        request = cache_pb2.KeepAliveRequest(session=link.session, downlink_ack=link.applied_number, load=load)
+        request = cache_pb2.KeepAliveRequest(
+            session=link.session, downlink_ack=link.applied_number, load=load, draining=draining
+        )
         request.counts.add(
             group=0,
             tier=common_pb2.TIER_DEVICE,

@@ -28,10 +28,17 @@ class Stopped(NamedTuple):
     sequence: CacheSequence
 
 
+class DrainAsked(NamedTuple):
+    """Take no further requests, end the running ones within the grace, free everything and leave."""
+
+    grace_seconds: float | None
+    """None: as long as the worker's own settings say."""
+
+
 class SessionLost(NamedTuple):
     """The manager no longer knows this session, or disagrees with this worker: end all streams, then `reset` and register."""
 
     why: str
 
 
-Event = Granted | Refused | Stopped | SessionLost
+Event = Granted | Refused | Stopped | DrainAsked | SessionLost

@@ -70,6 +70,13 @@ class Engine:
         self.num_forwarded_tokens = 0
         self.changed_for_link = asyncio.Event()
         """Set when there may be something to tell the manager."""
+        self.drain_asked = asyncio.Event()
+        """Set when the manager wants this worker to leave."""
+        self.drain_grace_seconds: float | None = None
+        """What it gives the running requests to end; None: as much as the worker's own settings do."""
+        self.is_draining = False
+        """No further requests are taken."""
+        self._emptied = asyncio.Event()
         self._runner = runner
         self._clock = clock
         self._wake = asyncio.Event()
@@ -107,6 +114,10 @@ class Engine:
     def _check(self, params: GenerationParams) -> int:
         """Refuse what cannot be served; returns how many tokens may be generated."""
         settings = self.settings
+        if self.is_draining:
+            raise EngineError(
+                ErrorKind.DRAINING, "this worker is about to leave and takes no further requests; ask another one"
+            )
         if not self.cache.is_ready():
             raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
         num_prompt = len(params.token_ids)
@@ -161,7 +172,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """The reader has gone: end the request and free its blocks. Nothing happens if it has ended."""
-        self.scheduler.remove(request)
+        self._remove(request)
         self.changed_for_link.set()
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -172,6 +183,38 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_uncomputed_tokens=scheduler.num_uncomputed_tokens,
         )
+
+    # -- leaving
+
+    def begin_drain(self) -> None:
+        """Take no further requests, and send those away that have nothing yet: another worker serves them sooner."""
+        self.is_draining = True
+        for request in self.scheduler:
+            if not request.has_begun:
+                self._fail(
+                    request,
+                    EngineError(ErrorKind.DRAINING, "this worker is about to leave and has not begun with the request"),
+                )
+        self._note_if_empty()
+        self.changed_for_link.set()
+
+    async def wait_until_empty(self) -> None:
+        """After `begin_drain`: until no request is left."""
+        await self._emptied.wait()
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request now."""
+        for request in self.scheduler:
+            self._fail(request, error)
+        self.changed_for_link.set()
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self._note_if_empty()
+
+    def _note_if_empty(self) -> None:
+        if self.is_draining and not (self.scheduler.num_running or self.scheduler.num_waiting):
+            self._emptied.set()
 
     # -- running
 
@@ -233,7 +276,7 @@ class Engine:
         """Give the request its token. What goes wrong with one text ends that request, never the engine."""
         try:
             if request.on_token(token):
-                self.scheduler.remove(request)
+                self._remove(request)
         except Exception as error:
             log.exception("token could not be passed on", sequence_id=request.params.sequence_id)
             self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be made: {type(error).__name__}"))
@@ -251,16 +294,16 @@ class Engine:
                     event.sequence,
                     EngineError(ErrorKind.SUPERSEDED, "this sequence goes on elsewhere under a larger attempt"),
                 )
+            elif isinstance(event, events.DrainAsked):
+                self.drain_grace_seconds = event.grace_seconds
+                self.drain_asked.set()
             else:
                 self._give_up_session(event.why)
 
     def _give_up_session(self, why: str) -> None:
         """No step is running here: end all streams, forget all blocks; the edge then registers again."""
         log.warning("session lost", why=why, num_requests=self.scheduler.num_running + self.scheduler.num_waiting)
-        for request in self.scheduler:
-            self._fail(
-                request, EngineError(ErrorKind.UNAVAILABLE, f"this worker lost its session with the manager: {why}")
-            )
+        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker lost its session with the manager: {why}"))
         self.cache.reset()
         self.changed_for_link.set()
 
@@ -272,4 +315,4 @@ class Engine:
 
     def _fail(self, request: Request, error: EngineError) -> None:
         request.stream.fail(error)
-        self.scheduler.remove(request)
+        self._remove(request)

@@ -58,6 +58,11 @@ class Request:
     def __repr__(self) -> str:
         return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was ever granted a block table; a preempted request has begun too."""
+        return self._was_granted
+
     def usage(self) -> Usage:
         """What it has cost so far."""
         return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated, self.num_preemptions)

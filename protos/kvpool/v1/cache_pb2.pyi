@@ -186,6 +186,7 @@ class DownlinkEntry(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, … within the session."""
     @_builtins.property
@@ -196,22 +197,49 @@ class DownlinkEntry(_message.Message):
     def stop(self) -> _common_pb2.SequenceKey:
         """The sequence lives elsewhere under a larger attempt: end the stream, complete its steps, then Free it."""
 
+    @_builtins.property
+    def drain(self) -> Global___DrainOrder:
+        """Take no further requests, end the running ones, Free everything and Deregister."""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         grant: _common_pb2.BlockRun | None = ...,
         stop: _common_pb2.SequenceKey | None = ...,
+        drain: Global___DrainOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "entry", b"entry", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "grant", b"grant", "number", b"number", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "entry", b"entry", "grant", b"grant", "number", b"number", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["grant", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["grant", "stop", "drain"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
 Global___DownlinkEntry: _TypeAlias = DownlinkEntry  # noqa: Y015
+
+@_typing.final
+class DrainOrder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    grace_ms: _builtins.int
+    """How long running requests may take to end. Unset: as long as the worker's own settings say."""
+    def __init__(
+        self,
+        *,
+        grace_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_ms: _TypeAlias = _typing.Literal["grace_ms"]  # noqa: Y015
+    _WhichOneofArgType__grace_ms: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_ms) -> _WhichOneofReturnType__grace_ms | None: ...
+
+Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
@@ -359,8 +387,11 @@ class KeepAliveRequest(_message.Message):
     DOWNLINK_ACK_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     downlink_ack: _builtins.int
+    draining: _builtins.bool
+    """The worker takes no further requests: Route names it no more in this session."""
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
@@ -374,10 +405,11 @@ class KeepAliveRequest(_message.Message):
         downlink_ack: _builtins.int = ...,
         load: _common_pb2.WorkerLoad | None = ...,
         counts: _abc.Iterable[_common_pb2.BlockCounts] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "downlink_ack", b"downlink_ack", "load", b"load", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "downlink_ack", b"downlink_ack", "draining", b"draining", "load", b"load", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +471,51 @@ class DeregisterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeregisterResponse: _TypeAlias = DeregisterResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    grace_ms: _builtins.int
+    """How long running requests may take to end, at most an hour. Unset: as long as the worker's own settings say."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        grace_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_ms: _TypeAlias = _typing.Literal["grace_ms"]  # noqa: Y015
+    _WhichOneofArgType__grace_ms: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_ms) -> _WhichOneofReturnType__grace_ms | None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    """The session that is being drained."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class AllocateRequest(_message.Message):
@@ -1052,6 +1129,7 @@ class WorkerDescription(_message.Message):
     LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     session: _builtins.int
@@ -1062,6 +1140,8 @@ class WorkerDescription(_message.Message):
     num_sequences: _builtins.int
     lease_remaining_ms: _builtins.int
     """Until the lease ends unless it is renewed."""
+    draining: _builtins.bool
+    """It takes no further requests and is about to leave."""
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     @_builtins.property
@@ -1091,10 +1171,11 @@ class WorkerDescription(_message.Message):
         lease_remaining_ms: _builtins.int = ...,
         blocks: _abc.Iterable[Global___BlockDescription] | None = ...,
         totals: Global___WorkerTotals | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config", "load", b"load", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

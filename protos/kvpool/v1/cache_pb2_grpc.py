@@ -74,6 +74,11 @@ class CacheServiceStub:
                 request_serializer=kvpool_dot_v1_dot_cache__pb2.DeregisterRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_cache__pb2.DeregisterResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvpool.v1.CacheService/Drain',
+                request_serializer=kvpool_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_cache__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.Route = channel.unary_unary(
                 '/kvpool.v1.CacheService/Route',
                 request_serializer=kvpool_dot_v1_dot_cache__pb2.RouteRequest.SerializeToString,
@@ -154,6 +159,14 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+        carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Route(self, request, context):
         """Which workers hold the longest prefix of a prompt. Advisory: changes nothing, not even the eviction order.
         """
@@ -217,6 +230,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=kvpool_dot_v1_dot_cache__pb2.DeregisterRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_cache__pb2.DeregisterResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvpool_dot_v1_dot_cache__pb2.DrainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_cache__pb2.DrainResponse.SerializeToString,
             ),
             'Route': grpc.unary_unary_rpc_method_handler(
                     servicer.Route,
@@ -450,6 +468,33 @@ class CacheService:
             '/kvpool.v1.CacheService/Deregister',
             kvpool_dot_v1_dot_cache__pb2.DeregisterRequest.SerializeToString,
             kvpool_dot_v1_dot_cache__pb2.DeregisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.CacheService/Drain',
+            kvpool_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
+            kvpool_dot_v1_dot_cache__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,10 @@ class CacheServiceStub:
     """Children of a live sequence. UNIMPLEMENTED in this version."""
     Deregister: _aio.UnaryUnaryMultiCallable[_cache_pb2.DeregisterRequest, _cache_pb2.DeregisterResponse]
     """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent."""
+    Drain: _aio.UnaryUnaryMultiCallable[_cache_pb2.DrainRequest, _cache_pb2.DrainResponse]
+    """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+    carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+    """
     Route: _aio.UnaryUnaryMultiCallable[_cache_pb2.RouteRequest, _cache_pb2.RouteResponse]
     """Which workers hold the longest prefix of a prompt. Advisory: changes nothing, not even the eviction order."""
     Describe: _aio.UnaryUnaryMultiCallable[_cache_pb2.DescribeRequest, _cache_pb2.DescribeResponse]
@@ -145,6 +149,16 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.DeregisterRequest, _abc.Awaitable[_cache_pb2.DeregisterResponse]],
     ) -> _abc.Awaitable[_cache_pb2.DeregisterResponse]:
         """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cache_pb2.DrainRequest,
+        context: _aio.ServicerContext[_cache_pb2.DrainRequest, _abc.Awaitable[_cache_pb2.DrainResponse]],
+    ) -> _abc.Awaitable[_cache_pb2.DrainResponse]:
+        """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+        carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Route(

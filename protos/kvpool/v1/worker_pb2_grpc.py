@@ -58,7 +58,8 @@ class WorkerServiceServicer:
 
     def Generate(self, request, context):
         """Generates tokens for one sequence. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC.
+        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
+        RECOVERING (no session with the manager) or DRAINING (about to leave) says that another worker may serve it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

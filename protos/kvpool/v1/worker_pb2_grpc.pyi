@@ -18,7 +18,8 @@ class WorkerServiceStub:
     """Facts about the model, then its tokenizer and chat template in parts. Idempotent."""
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
     """Generates tokens for one sequence. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-    call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC.
+    call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
+    RECOVERING (no session with the manager) or DRAINING (about to leave) says that another worker may serve it.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -37,7 +38,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.GenerateRequest, _abc.AsyncIterator[_worker_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_worker_pb2.GenerateResponse]:
         """Generates tokens for one sequence. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC.
+        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
+        RECOVERING (no session with the manager) or DRAINING (about to leave) says that another worker may serve it.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _aio.Server) -> None: ...

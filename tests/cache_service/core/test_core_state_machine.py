@@ -127,7 +127,7 @@ class SimWorker:
             self.downlink_ack = number
             if isinstance(entry, Grant):
                 self._take_grant(entry)
-            else:
+            elif isinstance(entry, Stop):
                 self._stop(entry)
 
     def _take_grant(self, grant: Grant) -> None:

@@ -121,10 +121,13 @@ class Worker:
         items = [pb.FreeItem(update=update) for update in updates]
         return await self.stub.Free(pb.FreeRequest(uplink=self.uplink(), items=items))
 
-    async def keep_alive(self) -> pb.KeepAliveResponse:
+    async def keep_alive(self, *, draining: bool = False) -> pb.KeepAliveResponse:
         return await self.stub.KeepAlive(
             pb.KeepAliveRequest(
-                session=self.session, downlink_ack=self.downlink_ack, load=common_pb2.WorkerLoad(num_running=1)
+                session=self.session,
+                downlink_ack=self.downlink_ack,
+                load=common_pb2.WorkerLoad(num_running=1),
+                draining=draining,
             )
         )
 

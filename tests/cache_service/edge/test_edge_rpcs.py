@@ -181,6 +181,50 @@ async def test_deregister_forgets_the_worker_and_is_idempotent(stub: Stub, worke
     await refused(worker.keep_alive(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
 
 
+async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, worker: Worker) -> None:
+    """Also while it says nothing of its own; a second order changes nothing; the order is repeated until acknowledged."""
+    other = Worker(stub, registration("v"))
+    await other.register()
+    for grace_ms in (1500, 9000):
+        assert (await stub.Drain(pb.DrainRequest(worker_id="w", grace_ms=grace_ms))).session == worker.session
+    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    assert [routed.worker_id for routed in (await stub.Route(request)).workers] == ["v"]
+    for reply in (await worker.keep_alive(), await worker.allocate()):
+        (entry,) = reply.downlink.entries
+        assert (entry.number, entry.drain.grace_ms) == (1, 1500)
+    worker.downlink_ack = 1
+    assert not (await worker.keep_alive()).downlink.entries
+    described = {w.worker_id: w.draining for w in (await stub.Describe(pb.DescribeRequest())).workers}
+    assert described == {"w": True, "v": False}
+    # What it has taken on it may finish.
+    assert (await worker.allocate(item("a", prompt(4)))).results[0].status.code == 0
+    await stub.Drain(pb.DrainRequest(worker_id="v"))
+    (entry,) = (await other.keep_alive()).downlink.entries
+    assert not entry.drain.HasField("grace_ms")
+    answer = await stub.Route(request)
+    assert not answer.workers
+    assert "about to leave: v, w" in answer.explanation
+
+
+async def test_a_worker_that_says_it_drains_is_routed_to_no_more(stub: Stub, worker: Worker) -> None:
+    """By its heartbeat; an older heartbeat that arrives late does not take that back, a new session does."""
+    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    assert (await stub.Route(request)).workers
+    for draining in (True, False):
+        assert not (await worker.keep_alive(draining=draining)).downlink.entries
+        assert not (await stub.Route(request)).workers
+    await worker.register()
+    assert (await stub.Route(request)).workers
+
+
+async def test_drain_refuses_what_makes_no_sense(stub: Stub, worker: Worker) -> None:
+    unknown = await refused(stub.Drain(pb.DrainRequest(worker_id="x")), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER")
+    assert "live are: w" in unknown.message
+    too_long = pb.DrainRequest(worker_id="w", grace_ms=3_600_001)
+    await refused(stub.Drain(too_long), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
+    assert not (await worker.keep_alive()).downlink.entries
+
+
 async def test_report_and_fork_say_what_to_do_instead(stub: Stub) -> None:
     report = await refused(stub.Report(pb.ReportRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
     assert "holds_state = false" in report.message

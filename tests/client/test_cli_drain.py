@@ -1,0 +1,59 @@
+"""`kvpool drain`: asks, waits until the worker has left, and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from client import Client, ClientConfig, InvalidRequest, NotFound, SyncClient
+from client.cli import drain as drain_module
+from tests.client.fakes import SESSION, FakeWorker, fake_cluster
+from tests.client.test_cli_commands import kvpool
+
+
+async def test_it_waits_until_the_worker_has_left(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        assert await kvpool("drain", "w", "--grace", "2.5", "--manager", manager.address) == 0
+        assert [(request.worker_id, request.grace_ms) for request in manager.drains] == [("w", 2500)]
+        assert manager.num_describes_until_left == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("w has left\n", "")
+
+
+async def test_no_wait_asks_and_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        assert await kvpool("drain", "w", "--no-wait", "--manager", manager.address) == 0
+        assert not manager.drains[0].HasField("grace_ms")
+        assert not manager.describes
+    assert capsys.readouterr().out == "w is leaving\n"
+
+
+async def test_an_unknown_worker_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        assert await kvpool("drain", "x", "--manager", manager.address) == 1
+    assert "no live worker 'x'" in capsys.readouterr().err
+
+
+async def test_a_worker_that_stays_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_module, "_BEYOND_GRACE_SECONDS", 0.3)
+    async with fake_cluster(FakeWorker("w")) as manager:
+        manager.num_describes_until_left = 1_000_000
+        assert await kvpool("drain", "w", "--grace", "0", "--manager", manager.address) == 1
+    assert "w is still there after 0.3 s" in capsys.readouterr().err
+
+
+async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:
+    async with fake_cluster(FakeWorker("w")) as manager, Client(manager.address) as client:
+        assert await client.drain("w") == SESSION
+        for grace in (-1, 3601, float("nan")):
+            with pytest.raises(InvalidRequest, match="0 to 3600 seconds"):
+                await client.drain("w", grace=grace)
+        with pytest.raises(NotFound):
+            await client.drain("x", grace=0)
+        assert len(manager.drains) == 2
+
+
+def test_the_blocking_client_has_it_too() -> None:
+    with SyncClient(config=ClientConfig(manager="127.0.0.1:1", first_contact=0.1)) as client, pytest.raises(InvalidRequest):
+        client.drain("w", grace=-1)
