@@ -14,6 +14,7 @@ from .chat import chat
 from .check import check
 from .drain import drain
 from .generate import generate
+from .health import health
 from .services import manager, worker
 from .status import status
 from .terminal import error_line
@@ -35,6 +36,7 @@ app.command("chat")(chat)
 app.command("status")(status)
 app.command("blocks")(blocks)
 app.command("check")(check)
+app.command("health")(health)
 app.command("drain")(drain)
 app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
 app.command("worker", context_settings=_PASS_THROUGH, add_help_option=False)(worker)
