@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -14,7 +15,6 @@ import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from client.cli.cluster import free_port
-from tests.client.fakes import Context
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"
@@ -29,7 +29,7 @@ COMMANDS = {
 class Silent(health_pb2_grpc.HealthServicer):
     """Takes the question and never answers."""
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
