@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CODE := cache_service worker_service client tests bench examples scripts
+CODE := cache_service worker_service client common tests bench examples scripts
 
 .PHONY: help demo test check proto format bench bench-peers clean
 
@@ -36,7 +36,7 @@ check: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	PYTHONPATH=.:protos $(BIN)/lint-imports
+	PYTHONPATH=.:protos:common $(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
 

@@ -7,11 +7,10 @@ import gc
 import signal
 import sys
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
+from kvpool.process.logs import configure_logging
+from kvpool.process.settings import SettingsProblem, load_settings
 
 from .epoch import EpochStore, StateError
-from .logs import configure_logging
 from .server import PortError, Server
 from .settings import ManagerSettings
 
@@ -22,20 +21,14 @@ EXIT_USAGE = 2
 def main() -> int:
     """Run the manager; returns the exit status: 0 after a signal, 1 if it could not start, 2 for wrong settings."""
     try:
-        settings = CliApp.run(ManagerSettings)
-    except ValidationError as error:
-        for problem in error.errors():
-            if problem["type"] == "default_factory_not_called":
-                continue  # a default that depends on a setting that is wrong itself
-            where = ".".join(map(str, problem["loc"])) or "settings"
-            _complain(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-        return EXIT_USAGE
-    except SettingsError as error:
-        _complain(str(error))
+        settings = load_settings(ManagerSettings)
+    except SettingsProblem as problem:
+        for line in str(problem).splitlines():
+            _complain(line)
         return EXIT_USAGE
     configure_logging(settings.log_format, settings.log_level)
     try:
-        epochs = EpochStore.open(settings.state_dir)
+        epochs = EpochStore.open(settings.state_folder)
     except StateError as error:
         _complain(str(error))
         return EXIT_FAILED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from kvpool.process.address import is_loopback
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
@@ -101,8 +101,8 @@ class Server:
         await self._grpc.start()
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
         address = self._settings.model_copy(update={"port": self.port}).address
-        log.info("listening", address=address, epoch=self.manager.epoch, state_dir=str(self._settings.state_dir))
-        if not _is_loopback(self._settings.host):
+        log.info("listening", address=address, epoch=self.manager.epoch, state_dir=str(self._settings.state_folder))
+        if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
 
     async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
@@ -169,10 +169,3 @@ def collect_young() -> None:
     """
     if not gc.isenabled():
         gc.collect(0)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,52 +1,27 @@
-"""What the manager's process can be told: flags (`--state-dir`), `KVPOOL_MANAGER_*` variables, defaults. In that order."""
+"""What the manager's process can be told: flags (`--state-dir`), `KVPOOL_MANAGER_*` variables, [manager] of a TOML file."""
 
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, ClassVar, Self
 
+from kvpool.process.address import join_host_port
+from kvpool.process.logs import LogFormat, LogLevel
+from kvpool.process.settings import ProcessSettings
 from pydantic import Field, StringConstraints, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
-ENV_PREFIX = "KVPOOL_MANAGER_"
-"""`KVPOOL_MANAGER` alone, without a further word, is the clients' variable for the manager's address."""
+from pydantic_settings import SettingsConfigDict
 
 
-class LogFormat(StrEnum):
-    """How a log line looks."""
+class ManagerSettings(ProcessSettings):
+    """The cache manager of kvpool: owns every decision about KV blocks, for all workers that register with it.
 
-    console = "console"
-    json = "json"
+    Each setting is also a variable, e.g. KVPOOL_MANAGER_LEASE_SECONDS=6, and a line below [manager] of the file that --config
+    names, e.g. lease_seconds = 6. Flags go before variables, variables before the file.
+    """
 
-
-class LogLevel(StrEnum):
-    """The least severe lines that are logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-def _default_state_dir(validated: dict[str, Any]) -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "kvpool" / f"manager-{validated['port']}"
-
-
-class ManagerSettings(BaseSettings):
-    """The cache manager of kvpool: owns every decision about KV blocks, for all workers that register with it."""
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="ignore",
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
-        cli_kebab_case=True,
-        cli_prog_name="python -m kvpool.cache_service",
-        cli_hide_none_type=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="KVPOOL_MANAGER_", cli_prog_name="kvpool manager")
+    table: ClassVar[str] = "manager"
 
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default="127.0.0.1",
@@ -54,8 +29,8 @@ class ManagerSettings(BaseSettings):
         "anything but loopback needs a network you trust.",
     )
     port: int = Field(default=50051, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
-    state_dir: Path = Field(
-        default_factory=_default_state_dir,
+    state_dir: Path | None = Field(
+        default=None,
         description="Folder for what must outlive the process (the epoch); one manager at a time. "
         "Default: kvpool/manager-PORT below $XDG_STATE_HOME or ~/.local/state.",
     )
@@ -83,7 +58,14 @@ class ManagerSettings(BaseSettings):
         return min(0.5, self.keep_alive_seconds / 2)
 
     @property
+    def state_folder(self) -> Path:
+        """--state-dir, or the default that goes with the port."""
+        if self.state_dir is not None:
+            return self.state_dir
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(base) / "kvpool" / f"manager-{self.port}"
+
+    @property
     def address(self) -> str:
-        """host:port as gRPC writes it, IPv6 hosts in brackets."""
-        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
-        return f"{host}:{self.port}"
+        """host:port to listen on."""
+        return join_host_port(self.host, self.port)

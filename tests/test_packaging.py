@@ -16,15 +16,16 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("cache_service", "client", "protos", "worker_service")
+SOURCES = ("cache_service", "client", "common", "protos", "worker_service")
 PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
+    "kvpool/process": "common/kvpool/process",
     "kvpool/cache_service": "cache_service",
     "kvpool/worker_service": "worker_service",
     "kvpool/client": "client",
 }
 # Nothing of these may be needed before a model is loaded.
-TENSOR_SIDE = ("accelerate", "gguf", "safetensors", "torch", "transformers")
+TENSOR_SIDE = ("accelerate", "gguf", "huggingface_hub", "safetensors", "torch", "transformers")
 FORBID = f"""
 import sys
 

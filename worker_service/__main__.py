@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp
+from kvpool.process.logs import configure_logging
+from kvpool.process.settings import SettingsProblem, load_settings
 
-from .logs import configure_logging
 from .settings import WorkerSettings
 
 
 def _settings() -> WorkerSettings:
     try:
-        return CliApp.run(WorkerSettings)
-    except ValidationError as error:
-        for problem in error.errors():
-            flag = "".join(f"--{part}: ".replace("_", "-") for part in problem["loc"])
-            print(f"kvpool worker: {flag}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        return load_settings(WorkerSettings)
+    except SettingsProblem as problem:
+        for line in str(problem).splitlines():
+            print(f"kvpool worker: {line}", file=sys.stderr)
         sys.exit(2)
 
 

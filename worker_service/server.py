@@ -14,6 +14,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from kvpool.process.address import is_loopback
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
@@ -103,7 +104,7 @@ class Server:
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._link = ManagerLink(
             settings.manager,
-            _introduction(settings, loaded, plan, self.worker_id, settings.advertise or self.address),
+            _introduction(settings, loaded, plan, self.worker_id, settings.advertised(port)),
             self.engine,
             self._set_health,
         )
@@ -137,7 +138,7 @@ class Server:
         self._set_health(False)
         await self._grpc.start()
         log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.name)
-        if not self._settings.is_loopback:
+        if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
         self._tasks = [
             asyncio.create_task(self.engine.run(), name="engine"),

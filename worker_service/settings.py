@@ -1,43 +1,34 @@
-"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, defaults. In that order."""
+"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file."""
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field, StringConstraints, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
-ENV_PREFIX = "KVPOOL_WORKER_"
+from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
+from kvpool.process.logs import LogFormat, LogLevel
+from kvpool.process.settings import ProcessSettings
+from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
-def _default_manager() -> str:
-    return os.environ.get("KVPOOL_MANAGER") or "127.0.0.1:50051"
+class WorkerSettings(ProcessSettings):
+    """A worker of kvpool: holds a model and its KV tensors, and generates text out of blocks that the cache manager grants.
 
+    Each setting is also a variable, e.g. KVPOOL_WORKER_NUM_BLOCKS=4096, and a line below [worker] of the file that --config
+    names, e.g. num_blocks = 4096. Flags go before variables, variables before the file.
+    """
 
-class WorkerSettings(BaseSettings):
-    """A worker of kvpool: holds a model and its KV tensors, and generates text out of blocks that the cache manager grants."""
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="ignore",
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_prog_name="python -m kvpool.worker_service",
-        cli_hide_none_type=True,
-        protected_namespaces=(),
-    )
+    model_config = SettingsConfigDict(env_prefix="KVPOOL_WORKER_", cli_prog_name="kvpool worker")
+    table: ClassVar[str] = "worker"
+    shared_variables: ClassVar[Mapping[str, str]] = {"manager": "KVPOOL_MANAGER", "cache_dir": "KVPOOL_CACHE_DIR"}
 
     manager: Name = Field(
-        default_factory=_default_manager,
-        description="host:port of the cache manager. Default: $KVPOOL_MANAGER, else 127.0.0.1:50051.",
+        "127.0.0.1:50051", description="host:port of the cache manager. $KVPOOL_MANAGER names it too."
     )
     worker_id: Name | None = Field(
         None,
@@ -50,23 +41,33 @@ class WorkerSettings(BaseSettings):
     )
     port: int = Field(0, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
     advertise: Name | None = Field(
-        None, description="host:port under which clients reach this worker. Default: the address it listens on."
+        None,
+        description="host or host:port under which clients reach this worker; without a port, the one it listens on. "
+        "Default: the address it listens on.",
     )
     model: str = Field(
-        "smollm2", min_length=1, description="A model folder (config.json and safetensors, or a GGUF file), or smollm2."
+        "smollm2",
+        min_length=1,
+        description="A model folder (config.json and safetensors, or a GGUF file), smollm2, or a model's name on the hub, "
+        "e.g. Qwen/Qwen3-0.6B, which is downloaded once.",
     )
     device: str = Field(
-        "auto", description="auto (the first CUDA device if there is one, else the CPU), cpu, or cuda:N."
+        "auto",
+        description="auto (the first CUDA device if there is one, else the CPU), cpu, cuda (the first) or cuda:N.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Of weights and KV. auto: on a CPU bfloat16 where it computes it natively, else float32; on CUDA the model's.",
     )
     block_size: int = Field(16, ge=1, le=65536, description="Token slots of one block: a power of two.")
-    num_blocks: int | None = Field(None, ge=2, description="Blocks of the KV cache, with the null block 0.")
+    num_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="Blocks of the KV cache, with the null block 0. Default: as many as --kv-cache-memory holds.",
+    )
     kv_cache_memory: ByteSize | None = Field(
         None,
-        description="Size of the KV cache, e.g. 2GiB. Default, without --num-blocks too: a share of the free memory.",
+        description="Size of the KV cache, e.g. 2GiB. Default: a share of the free memory, if --num-blocks is not given.",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Largest sequence in tokens, prompt and generated together. Default: the model's own."
@@ -86,13 +87,25 @@ class WorkerSettings(BaseSettings):
         le=3600,
         description="Seconds of decoding that the reserve of blocks should last without the manager.",
     )
-    grace_seconds: float = Field(5.0, ge=0, le=3600, description="Seconds that running streams get to end on SIGTERM.")
+    grace_seconds: float = Field(
+        5.0,
+        ge=0,
+        le=3600,
+        description="Seconds that running requests get to end on SIGTERM, or when the worker is drained.",
+    )
     cache_dir: Path | None = Field(
         None,
-        description="Where converted models are kept. Default: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool.",
+        description="Folder for converted models. Default: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool.",
     )
-    log_format: Literal["console", "json"] = Field("console", description="Format of the log lines on stderr.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines to log.")
+    log_format: LogFormat = Field(LogFormat.console, description="Format of the log lines on stderr.")
+    log_level: LogLevel = Field(LogLevel.info, description="Least severe lines to log.")
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertise_is_an_address(cls, advertise: str | None) -> str | None:
+        if advertise is not None:
+            with_default_port(advertise, 1)
+        return advertise
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -104,25 +117,19 @@ class WorkerSettings(BaseSettings):
         if self.block_size & (self.block_size - 1):
             below = 1 << self.block_size.bit_length() - 1
             raise ValueError(f"--block-size must be a power of two, got {self.block_size}: take {below} or {2 * below}")
-        if self.host in ("0.0.0.0", "::", "[::]") and self.advertise is None:
+        if self.host in EVERY_ADDRESS and self.advertise is None:
             raise ValueError(
-                f"listening on {self.host} needs --advertise: host:port under which clients reach this worker"
+                f"listening on {self.host} needs --advertise: the host, or host:port, under which clients reach this worker"
             )
         return self
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach the worker."""
-        host = self.host.strip("[]")
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
-
     def address(self, port: int) -> str:
-        """host:port as gRPC writes it, IPv6 hosts in brackets."""
-        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
-        return f"{host}:{port}"
+        """host:port to listen on."""
+        return join_host_port(self.host, port)
+
+    def advertised(self, port: int) -> str:
+        """host:port that clients are told."""
+        return with_default_port(self.advertise, port) if self.advertise else self.address(port)
 
     def name(self, port: int) -> str:
         """The worker's name, made up from host and port if none was given."""

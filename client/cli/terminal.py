@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 from typing import Annotated, Final
 
 import typer
+from kvpool.process.address import is_loopback
 from rich.console import Console
 
 from ..config import MANAGER_VARIABLE, ClientConfig
@@ -34,21 +34,12 @@ def client_config(manager: str | None) -> ClientConfig:
     if manager is not None:
         environment[MANAGER_VARIABLE] = manager
     base = ClientConfig.from_environment(environment)
-    if not _is_loopback(base.manager):
+    if not is_loopback(base.manager.rpartition(":")[0]):
         print(
             f"kvpool: the connection to {base.manager} is not encrypted; use it only on a network that you trust",
             file=sys.stderr,
         )
     return ClientConfig(manager=base.manager, first_contact=_FIRST_CONTACT_SECONDS)
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether host:port can only be reached on this machine. A name is not looked up: only localhost is known to be."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def stdout_console() -> Console:

@@ -154,7 +154,7 @@ async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
         "        await supervisor.wait_for_exit()\n"
         "asyncio.run(run())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos"])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos", "common"])}
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, env=environment
     )

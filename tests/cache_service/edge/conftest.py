@@ -25,7 +25,7 @@ def settings(tmp_path: Path) -> ManagerSettings:
 @pytest.fixture
 async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
     """A started manager; its laws hold at the end of every test."""
-    epochs = EpochStore.open(settings.state_dir)
+    epochs = EpochStore.open(settings.state_folder)
     server = Server(settings, epochs)
     await server.start()
     yield server

@@ -123,7 +123,7 @@ async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_an
     request.highest_epoch_seen = 41
     registered = await stub.Register(request)
     assert (registered.epoch, registered.session >> 40) == (42, 42)
-    assert (settings.state_dir / "epoch").read_bytes().startswith(b"kvpool epoch 42 ")
+    assert (settings.state_folder / "epoch").read_bytes().startswith(b"kvpool epoch 42 ")
     late = Worker(stub, registration("v"))
     assert (await late.register()).epoch == 42
 
@@ -154,12 +154,12 @@ async def test_a_corrupt_epoch_is_refused_and_uses_none_up(server: Server, stub:
 async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothing(
     settings: ManagerSettings, server: Server, stub: Stub
 ) -> None:
-    (settings.state_dir / "epoch.tmp").mkdir()
+    (settings.state_folder / "epoch.tmp").mkdir()
     request = registration()
     request.highest_epoch_seen = 7
     await refused(stub.Register(request), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
     assert server.manager.epoch == 1
-    (settings.state_dir / "epoch.tmp").rmdir()
+    (settings.state_folder / "epoch.tmp").rmdir()
     assert (await stub.Register(request)).epoch == 8
 
 
@@ -195,7 +195,7 @@ async def short_leases(tmp_path: Path) -> ManagerSettings:
 
 async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leases: ManagerSettings) -> None:
     """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
-    epochs = EpochStore.open(short_leases.state_dir)
+    epochs = EpochStore.open(short_leases.state_folder)
     async with (
         Server(short_leases, epochs) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,

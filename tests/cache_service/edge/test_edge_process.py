@@ -106,9 +106,9 @@ def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Pa
         (["--host", "192.0.2.1", "--port", "0"], {}, 1, "Cannot assign requested address"),
         (["--port", "65536"], {}, 2, "port: Input should be less than or equal to 65535"),
         (["--port", "many"], {}, 2, "port: Input should be a valid integer"),
-        ([], {"KVPOOL_MANAGER_PORT": "many"}, 2, "port: Input should be a valid integer"),
+        ([], {"KVPOOL_MANAGER_PORT": "many"}, 2, "KVPOOL_MANAGER_PORT: Input should be a valid integer"),
         (["--lease-seconds", "1"], {}, 2, "must be at most half of lease_seconds (1)"),
-        (["--log-format", "xml"], {}, 2, "log_format: Input should be 'console' or 'json'"),
+        (["--log-format", "xml"], {}, 2, "--log-format: Input should be 'console' or 'json'"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(

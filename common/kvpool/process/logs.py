@@ -1,19 +1,33 @@
-"""Log lines of the manager's process, ours and those of libraries, in one format on stderr."""
+"""Log lines of a process, ours and those of libraries, in one format on stderr."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from enum import StrEnum
 
 import structlog
 
-from .settings import LogFormat, LogLevel
+
+class LogFormat(StrEnum):
+    """How a log line looks."""
+
+    console = "console"
+    json = "json"
+
+
+class LogLevel(StrEnum):
+    """The least severe lines that are logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
 
 
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     """Send structlog and the standard library's logging to stderr. Call it once, at the start of the process."""
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -23,11 +37,7 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,

@@ -1,0 +1,1 @@
+"""What every process of kvpool needs and none is about: settings, log lines, addresses. Knows none of the components."""

@@ -1,0 +1,31 @@
+"""host:port, as gRPC writes it and as people do."""
+
+from __future__ import annotations
+
+import ipaddress
+
+EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
+"""Hosts to listen on that mean every address of the machine; nobody can connect to them by that name."""
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, IPv6 hosts in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def with_default_port(address: str, port: int) -> str:
+    """`address` as host:port: `port` is added where it names a host alone. Raises ValueError, which says what is wrong."""
+    host, colon, given = address.rpartition(":")
+    if not colon or address.endswith("]") or (":" in host and not host.startswith("[")):
+        return join_host_port(address, port)
+    if not host or not given.isdigit() or not 0 < int(given) < 65536:
+        raise ValueError(f"needed host or host:port, got {address!r}")
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can be reached under `host`. A name is not looked up: only localhost is known to be."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,174 @@
+"""What a process can be told: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, or not at
+all. The first that says something wins."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
+
+S = TypeVar("S", bound="ProcessSettings")
+
+_file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={})  # noqa: B039 (nobody writes to it)
+
+
+class SettingsProblem(Exception):
+    """Settings that cannot be used; one line for each thing that is wrong."""
+
+
+class ProcessSettings(BaseSettings):
+    """Base of a process's settings. A subclass sets `env_prefix` and `cli_prog_name`, and names its table of the file."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_ignore_empty=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    table: ClassVar[str]
+    """Name of the table of the TOML file that these settings are in."""
+    shared_variables: ClassVar[Mapping[str, str]] = {}
+    """Fields that a variable without the prefix sets too, for all processes at once. It gives way to the one with the prefix."""
+
+    config: Path | None = Field(
+        default=None,
+        description=f"TOML file with settings, each process in its own table. Flags and variables go before it. "
+        f"Default: ${CONFIG_VARIABLE}, else none.",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come before all of these."""
+        shared = {field: os.environ[name] for field, name in cls.shared_variables.items() if os.environ.get(name)}
+        return (
+            init_settings,
+            env_settings,
+            InitSettingsSource(settings_cls, shared),
+            InitSettingsSource(settings_cls, dict(_file_table.get())),
+        )
+
+
+def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
+    """The settings of this process; `arguments` are sys.argv's without one.
+
+    Raises SettingsProblem. `--help` and unknown flags end the process, as argparse does it.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    path = _config_path(arguments)
+    table = {} if path is None else _read_table(path, kind.table)
+    if unknown := table.keys() - (kind.model_fields.keys() - {"config"}):
+        raise SettingsProblem("\n".join(_unknown(kind, path, name) for name in sorted(unknown)))
+    token = _file_table.set(table)
+    try:
+        source = CliSettingsSource[Any](kind, formatter_class=_HelpFormatter)
+        return CliApp.run(kind, arguments, cli_settings_source=source)
+    except ValidationError as error:
+        problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+        raise SettingsProblem("\n".join(_say(kind, arguments, path, table, problem) for problem in problems)) from None
+    except SettingsError as error:
+        raise SettingsProblem(str(error)) from None
+    finally:
+        _file_table.reset(token)
+
+
+def read_tables(path: Path) -> dict[str, dict[str, Any]]:
+    """The tables of a settings file. Raises SettingsProblem."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsProblem(f"the settings file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsProblem(f"the settings file {path} is not TOML: {error}") from None
+    if loose := [name for name, value in found.items() if not isinstance(value, dict)]:
+        raise SettingsProblem(
+            f"{loose[0]!r} in {path} stands in no table: put it below [manager], [worker], [up] or [client]"
+        )
+    return found
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        given = parser.parse_known_args(arguments)[0].config
+    except argparse.ArgumentError:
+        return None  # `--config` without a file: the real parser says so
+    given = given or os.environ.get(CONFIG_VARIABLE)
+    return Path(given).expanduser() if given else None
+
+
+def _read_table(path: Path, name: str) -> dict[str, Any]:
+    return read_tables(path).get(name, {})
+
+
+def _unknown(kind: type[ProcessSettings], path: Path | None, name: str) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), kind.model_fields, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{name!r} in [{kind.table}] of {path} is no setting{hint}"
+
+
+def _say(
+    kind: type[ProcessSettings],
+    arguments: Sequence[str],
+    path: Path | None,
+    table: Mapping[str, Any],
+    problem: Any,
+) -> str:
+    """What is wrong, led by the place where whoever reads it can mend it."""
+    message: str = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    field = str(problem["loc"][0])
+    flag = "--" + field.replace("_", "-")
+    negative = "--no-" + field.replace("_", "-")
+    variable = f"{kind.model_config.get('env_prefix', '')}{field}".upper()
+    shared = kind.shared_variables.get(field, "")
+    if any(argument.split("=")[0] in (flag, negative) for argument in arguments):
+        place = flag
+    elif os.environ.get(variable):
+        place = variable
+    elif os.environ.get(shared):
+        place = shared
+    elif field in table:
+        place = f"{field} in [{kind.table}] of {path}"
+    else:
+        place = flag
+    return f"{place}: {message}, got {problem['input']!r}"
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Without the defaults that say nothing: where None or a function stands for one, the description tells it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return re.sub(r"\s*\((default: null|default factory: .*)\)", "", action.help or "") or None

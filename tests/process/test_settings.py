@@ -1,0 +1,189 @@
+"""Settings of a process: flag before variable before file before default, and errors that name the place to mend."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from cache_service.settings import ManagerSettings
+from worker_service.settings import WorkerSettings
+
+
+class Oven(ProcessSettings):
+    """An oven."""
+
+    model_config = SettingsConfigDict(env_prefix="OVEN_", cli_prog_name="oven")
+    table: ClassVar[str] = "oven"
+    shared_variables: ClassVar[Mapping[str, str]] = {"place": "KITCHEN"}
+
+    max_degrees: int = Field(default=200, ge=0, le=300, description="In °C.")
+    place: str = Field(default="kitchen", description="Where it stands.")
+    fan: bool = Field(default=True, description="Whether the air moves.")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CONFIG_VARIABLE, "OVEN_MAX_DEGREES", "OVEN_PLACE", "KITCHEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text('[oven]\nmax_degrees = 100\nplace = "yard"\nfan = false\n\n[fridge]\nice = true\n')
+    return path
+
+
+def problem(*arguments: str) -> str:
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings(Oven, arguments)
+    return str(caught.value)
+
+
+def test_the_first_of_flag_variable_shared_variable_and_file_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is put on top of the last one, and covers it."""
+
+    def loaded(*arguments: str) -> tuple[int, str]:
+        oven = load_settings(Oven, arguments)
+        return oven.max_degrees, oven.place
+
+    assert loaded() == (200, "kitchen")
+    assert loaded("--config", str(file)) == (100, "yard")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    assert loaded() == (100, "yard")
+    assert load_settings(Oven, []).fan is False
+    monkeypatch.setenv("KITCHEN", "cellar")
+    assert loaded() == (100, "cellar")
+    monkeypatch.setenv("OVEN_PLACE", "attic")
+    monkeypatch.setenv("OVEN_MAX_DEGREES", "150")
+    assert loaded() == (150, "attic")
+    assert loaded("--max-degrees", "250", "--place=roof") == (250, "roof")
+    monkeypatch.setenv("OVEN_PLACE", "")
+    assert loaded() == (150, "cellar"), "an empty variable says nothing"
+
+
+def test_a_file_named_by_a_flag_goes_before_that_of_the_variable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = file.with_name("other.toml")
+    other.write_text("[oven]\nmax_degrees = 1\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    assert load_settings(Oven, [f"--config={other}"]).max_degrees == 1
+
+
+def test_the_file_of_one_process_does_not_reach_the_next(file: Path) -> None:
+    assert load_settings(Oven, ["--config", str(file)]).max_degrees == 100
+    assert load_settings(Oven, []).max_degrees == 200
+    assert Oven().max_degrees == 200
+
+
+@pytest.mark.parametrize("place", ["flag", "variable", "file"])
+def test_an_error_names_the_place_where_the_value_stands(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "o.toml"
+    path.write_text("[oven]\nmax_degrees = 301\n")
+    arguments: Sequence[str] = ()
+    if place == "flag":
+        arguments, named = ["--max-degrees", "301"], "--max-degrees: "
+    elif place == "variable":
+        monkeypatch.setenv("OVEN_MAX_DEGREES", "301")
+        named = "OVEN_MAX_DEGREES: "
+    else:
+        arguments, named = ["--config", str(path)], f"max_degrees in [oven] of {path}: "
+    message = problem(*arguments)
+    assert message.startswith(named)
+    assert "less than or equal to 300" in message
+    assert "301" in message.removeprefix(named)
+
+
+def test_every_wrong_setting_is_named_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVEN_MAX_DEGREES", "hot")
+    file.write_text('[oven]\nfan = "perhaps"\n')
+    lines = problem("--config", str(file)).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["OVEN_MAX_DEGREES", f"fan in [oven] of {file}"]
+
+
+def test_an_unknown_name_in_the_file_is_an_error_with_a_guess(file: Path) -> None:
+    file.write_text("[oven]\nmax-degree = 3\nx = 1\n")
+    first, second = problem("--config", str(file)).splitlines()
+    assert first == f"'max-degree' in [oven] of {file} is no setting; did you mean 'max_degrees'?"
+    assert second == f"'x' in [oven] of {file} is no setting"
+
+
+def test_a_file_cannot_name_another_file(file: Path) -> None:
+    file.write_text('[oven]\nconfig = "other.toml"\n')
+    assert "'config' in [oven]" in problem("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read: No such file"),
+        ("[oven\n", "is not TOML: "),
+        ("max_degrees = 3\n", "'max_degrees' in .* stands in no table"),
+        ("\xff", "is not TOML|no table"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "bad.toml"
+    if content is not None:
+        path.write_bytes(content.encode("latin-1"))
+    message = problem("--config", str(path))
+    assert str(path) in message
+    assert re.search(says, message)
+
+
+@pytest.mark.parametrize("kind", [ManagerSettings, WorkerSettings])
+def test_help_tells_every_setting_its_default_and_where_else_it_may_stand(kind: type[ProcessSettings]) -> None:
+    module = f"kvpool.{'cache' if kind is ManagerSettings else 'worker'}_service"
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    text = " ".join(done.stdout.split())
+    assert "default: null" not in text
+    assert "factory" not in text
+    assert f"[{kind.table}]" in text
+    for name, field in kind.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert flag in text
+        assert field.description
+        if field.default is None:
+            assert "Default: " in field.description, f"{flag} does not tell its default"
+        else:
+            assert f"(default: {field.default})" in text
+
+
+def test_the_services_read_their_tables(tmp_path: Path) -> None:
+    path = tmp_path / "kvpool.toml"
+    path.write_text('[manager]\nport = 7000\n\n[worker]\nkv_cache_memory = "2GiB"\nmanager = "10.0.0.1:7000"\n')
+    assert load_settings(ManagerSettings, ["--config", str(path)]).port == 7000
+    worker = load_settings(WorkerSettings, ["--config", str(path)])
+    assert (worker.kv_cache_memory, worker.manager) == (2 << 30, "10.0.0.1:7000")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "told"),
+    [("box", "box:7"), ("box:9", "box:9"), ("10.0.0.1", "10.0.0.1:7"), ("::1", "[::1]:7"), ("[::1]:9", "[::1]:9")],
+)
+def test_a_worker_adds_its_port_to_a_host_that_it_advertises(advertise: str, told: str) -> None:
+    settings = load_settings(WorkerSettings, ["--host", "0.0.0.0", "--advertise", advertise])
+    assert settings.advertised(7) == told
+
+
+@pytest.mark.parametrize("advertise", ["box:", "box:x", "box:70000", ":7"])
+def test_an_address_that_nobody_can_dial_is_refused(advertise: str) -> None:
+    with pytest.raises(SettingsProblem, match="--advertise: needed host or host:port"):
+        load_settings(WorkerSettings, ["--advertise", advertise])
+
+
+def test_listening_everywhere_needs_a_name_to_be_called_by() -> None:
+    with pytest.raises(SettingsProblem, match="needs --advertise"):
+        load_settings(WorkerSettings, ["--host", "0.0.0.0"])
