@@ -16,10 +16,12 @@ from tokenizers import Tokenizer
 
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, make_tiny_model
+from worker_service.model import resolve
 from worker_service.model.cache_dir import default_cache_dir, locked
 from worker_service.model.digest import file_digest
 from worker_service.model.errors import ModelError
 from worker_service.model.fingerprint import fingerprint
+from worker_service.model.hub import parse_hub_id
 from worker_service.model.load import load_model
 from worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
 from worker_service.model.progress import heartbeat
@@ -57,9 +59,27 @@ def test_folders_that_cannot_be_loaded(files: list[str], message: str, tmp_path:
         resolve_model(str(touch(tmp_path / "model", *files)), tmp_path, quiet)
 
 
-def test_a_name_that_is_no_folder_is_not_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="models are not downloaded"):
-        resolve_model("meta-llama/Llama-3.2-1B", tmp_path, quiet)
+@pytest.mark.parametrize("name", ["llama", "./org/llama", "org/llama/", "org/model.gguf", "a/b/c"])
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model folder .*or a hub id: org/name or org/name@revision"):
+        resolve_model(name, tmp_path, quiet)
+
+
+def test_a_folder_comes_before_a_hub_id_of_its_name(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of a hub: the folder is there."""
+    monkeypatch.chdir(tmp_path.parent)
+    name = f"{tmp_path.name}/{tiny.name}"
+    assert parse_hub_id(name) is not None
+    lines: list[str] = []
+    assert resolve_model(name, tmp_path, lines.append) == ("llama", Path(name))
+    assert lines == []
+
+
+def test_a_hub_id_is_asked_for_and_names_the_model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "fetch_model", lambda hub_id, _: tiny if hub_id == ("org/llama", "v1") else None)
+    assert resolve_model("org/llama@v1", tmp_path, quiet) == ("org/llama@v1", tiny)
 
 
 def test_smollm2_without_its_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .digest import file_digest
-from .errors import ModelError
 from .progress import Progress
+from .weights import safetensors_names
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Fields of config.json that say how it was saved or how text is generated, not what the model computes.
 _NO_PART_IN_KV = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -37,12 +35,8 @@ def fingerprint(folder: Path, dtype: str, cache_dir: Path, progress: Progress) -
 
 def weights_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers loads, in the order of their names."""
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if (folder / _INDEX).is_file():
-        names = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; save the model again with save_pretrained.")
+    names = {file.name for file in folder.iterdir()}
+    return [folder / name for name in safetensors_names(str(folder), folder, names)]
 
 
 def _shaping(config: dict[str, Any]) -> dict[str, Any]:

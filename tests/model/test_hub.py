@@ -1,0 +1,366 @@
+"""Models by hub id: fetched over HTTP from a hub on loopback, found in the cache afterwards, refused with the reason.
+
+The hub's client reads its settings when it is imported, so every case is a process of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
+from tests.model.paged import load, quiet
+from tests.tiny_models import EOS_TOKEN_ID, Oracle, make_tiny_model
+from worker_service.model import hub
+from worker_service.model.errors import ModelError
+from worker_service.model.hub import HubId, parse_hub_id
+
+REPOSITORY = Path(__file__).parents[2]
+TOKEN = "hf_thetokenthatnobodymaysee"
+CONFIG = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"{}"}
+WEIGHTS = {"model.safetensors": bytes(range(256)) * 400}
+SHARDS = {
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+    "model-1.safetensors": b"1" * 1000,
+    "model-2.safetensors": b"2" * 1000,
+}
+
+FETCH = """
+import logging, sys
+from worker_service.model.errors import ModelError
+from worker_service.model.hub import fetch_model, parse_hub_id
+if "debug" in sys.argv:
+    logging.basicConfig(level=logging.DEBUG)
+try:
+    print("path:", fetch_model(parse_hub_id(sys.argv[1]), print))
+except ModelError as error:
+    print("error:", error)
+"""
+
+LOAD = """
+import json, sys
+from pathlib import Path
+from tests.model.paged import PagedModel
+from tests.tiny_models import prompts
+from worker_service.model.load import load_model
+from worker_service.model.settings import ModelSettings
+settings = ModelSettings(sys.argv[1], dtype="float32", device="cpu", cache_dir=Path(sys.argv[2]), num_threads=1)
+loaded = load_model(settings, print)
+paged = PagedModel(loaded)
+request = paged.request(prompts()[2], num_new=8)
+paged.run([request])
+facts = loaded.facts
+print(json.dumps({"name": facts.name, "fingerprint": facts.fingerprint, "tokens": request.token_ids,
+                  "template": facts.chat_template}))
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with hub_server() as running:
+        yield running
+
+
+class Machine:
+    """A machine with a hub cache of its own, whose processes talk to one hub."""
+
+    def __init__(self, home: Path, url: str) -> None:
+        self.home = home
+        self._url = url
+
+    def run(self, script: str, *arguments: str, **environment: str) -> str:
+        """What the script prints; nothing may be on stderr."""
+        done = self.process(script, *arguments, **environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def process(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "HF_HOME": str(self.home / "hf"),
+            "HF_ENDPOINT": self._url,
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos'}",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        return subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            env=env | environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    def fetch(self, hub_id: str, *arguments: str, **environment: str) -> Path:
+        """The path that a successful fetch ends with."""
+        return _path(self.run(FETCH, hub_id, *arguments, **environment))
+
+    def refusal(self, hub_id: str, **environment: str) -> str:
+        """The message of a fetch that fails."""
+        last = self.run(FETCH, hub_id, **environment).splitlines()[-1]
+        assert last.startswith("error: "), last
+        return last.removeprefix("error: ")
+
+
+def _path(output: str) -> Path:
+    last = output.splitlines()[-1]
+    assert last.startswith("path: "), last
+    return Path(last.removeprefix("path: "))
+
+
+@pytest.fixture
+def machine(server: HubServer, tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "machine", server.url)
+
+
+def test_what_is_a_hub_id() -> None:
+    assert parse_hub_id("org/name") == ("org/name", "main")
+    assert parse_hub_id("org/na.me-1B") == ("org/na.me-1B", "main")
+    assert parse_hub_id("org/name@v1.0") == ("org/name", "v1.0")
+    assert parse_hub_id("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
+    for path in (
+        "name",
+        "/org/name",
+        "./org/name",
+        "../name",
+        "~/name",
+        "org/name/",
+        "a/b/c",
+        "org/x.gguf",
+        "org/na me",
+    ):
+        assert parse_hub_id(path) is None, path
+
+
+def test_the_name_shows_a_revision_other_than_main() -> None:
+    assert HubId("org/name", "main").name == "org/name"
+    assert HubId("org/name", "v1").name == "org/name@v1"
+
+
+@pytest.mark.slow
+def test_a_model_from_the_hub_runs_and_runs_again_without_the_hub(
+    server: HubServer, machine: Machine, tmp_path: Path
+) -> None:
+    """Same fingerprint and same tokens as the folder it was made of; the second time the hub is down."""
+    tiny = make_tiny_model("llama", tmp_path / "tiny", tokenizer=True, eos_token_id=EOS_TOKEN_ID)
+    server.repos["org/tiny"] = repo_of(tiny.path)
+    expected, _ = Oracle.of(tiny.path).logits(tiny.prompts[2], 8)
+    facts = load(tiny.path).facts
+    for is_up in (True, False):
+        output = machine.run(LOAD, "org/tiny", str(tmp_path / "cache"))
+        told = json.loads(output.splitlines()[-1])
+        assert told == {
+            "name": "org/tiny",
+            "fingerprint": facts.fingerprint,
+            "tokens": expected,
+            "template": facts.chat_template,
+        }
+        assert ("fetched org/tiny in" in output) == is_up
+        assert ("Using the cached copy of org/tiny" in output) != is_up
+        server.close()
+
+
+def test_only_what_is_loaded_is_fetched(server: HubServer, machine: Machine) -> None:
+    other = dict.fromkeys(
+        ("pytorch_model.bin", "consolidated.safetensors", "modeling_x.py", "README.md", "model-q4.gguf"), b"never"
+    )
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS, **other})
+    output = machine.run(FETCH, "org/name")
+    path = _path(output)
+    assert {file.name for file in path.iterdir()} == {*CONFIG, *WEIGHTS}
+    assert sorted(server.fetched()) == sorted([*CONFIG, *WEIGHTS])
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {**CONFIG, **WEIGHTS}
+    assert f"asking {server.url} for org/name" in output
+    assert "fetching 1 of 1 weights files of org/name" in output
+    assert "0.1 MB" in output
+
+
+def test_a_second_fetch_fetches_nothing(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS})
+    path = machine.fetch("org/name")
+    server.requests.clear()
+    output = machine.run(FETCH, "org/name")
+    assert _path(output) == path
+    assert "nothing to fetch" in output
+    assert server.fetched() == []
+
+
+@pytest.mark.parametrize("files", [WEIGHTS, SHARDS, {"model.gguf": b"GGUF"}], ids=["one file", "shards", "gguf"])
+@pytest.mark.parametrize("how", ["down", "HF_HUB_OFFLINE", "status 503"])
+def test_without_the_hub_the_cached_copy_is_used_and_said_so(
+    how: str, files: dict[str, bytes], server: HubServer, machine: Machine
+) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **files})
+    path = machine.fetch("org/name")
+    environment = {}
+    if how == "down":
+        server.close()
+    elif how == "status 503":
+        server.status = HTTPStatus.SERVICE_UNAVAILABLE
+    else:
+        environment["HF_HUB_OFFLINE"] = "1"
+        server.requests.clear()
+    output = machine.run(FETCH, "org/name", **environment)
+    assert _path(output) == path
+    commit = server.repos["org/name"].sha[:12]
+    assert f"Using the cached copy of org/name, commit {commit}" in output
+    assert {"down": "cannot be reached", "status 503": "status 503"}.get(how, how) in output
+    if how == "HF_HUB_OFFLINE":
+        assert server.requests == []
+
+
+@pytest.mark.parametrize("how", ["down", "HF_HUB_OFFLINE"])
+def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(
+    how: str, server: HubServer, machine: Machine
+) -> None:
+    server.close()
+    message = machine.refusal("org/name", **({"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {}))
+    assert {"down": "cannot be reached"}.get(how, how) in message
+    assert f"{machine.home / 'hf' / 'hub'} has no cached copy" in message
+    assert "Give a model folder" in message
+    assert "hf download org/name" in message
+
+
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        machine = Machine(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached (" in machine.refusal("org/name", HF_HUB_ETAG_TIMEOUT="1")
+
+
+def test_another_revision_is_another_copy(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS}, revisions=("main", "refs/pr/1"))
+    assert machine.fetch("org/name@refs/pr/1").name == server.repos["org/name"].sha
+    server.close()
+    assert "has no cached copy" in machine.refusal("org/name")
+    assert machine.fetch("org/name@refs/pr/1").is_dir()
+
+
+def test_unknown_names_and_revisions(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS})
+    message = machine.refusal("org/other")
+    assert "no folder 'org/other'" in message
+    assert "knows no model 'org/other'" in message
+    assert "no revision 'v9'" in machine.refusal("org/name@v9")
+    assert "neither a folder nor a name that the hub allows" in machine.refusal("org/na--me")
+    assert server.fetched() == []
+
+
+def test_a_gated_model_says_how_to_get_in(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS}, gated=True)
+    message = machine.refusal("org/name")
+    assert f"is gated: accept its conditions on {server.url}/org/name" in message
+    assert "hf auth login" in message
+    assert "HF_TOKEN" in message
+
+
+def test_a_token_opens_and_is_never_shown(server: HubServer, machine: Machine) -> None:
+    """Neither it nor a signed address is printed, even when all is logged that there is."""
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS}, token=TOKEN)
+    assert "HF_TOKEN" in machine.refusal("org/name")
+    wrong = machine.refusal("org/name", HF_TOKEN="hf_wrong")
+    assert "refuses access to org/name (401)" in wrong
+    done = machine.process(FETCH, "org/name", "debug", HF_TOKEN=TOKEN, HF_DEBUG="1")
+    assert _path(done.stdout).is_dir()
+    for secret in (TOKEN, "hf_wrong", SIGNATURE):
+        assert secret not in done.stdout + done.stderr + wrong
+
+
+def test_no_password_of_the_endpoint_is_shown(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS})
+    url = server.url.replace("http://", "http://user:s3cret@")
+    assert "s3cret" not in machine.run(FETCH, "org/name", HF_ENDPOINT=url)
+    server.close()
+    assert "s3cret" not in machine.refusal("org/other", HF_ENDPOINT=url)
+
+
+def test_a_cached_copy_of_what_the_hub_denies_is_used_only_if_asked_for(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS})
+    path = machine.fetch("org/name")
+    del server.repos["org/name"]
+    assert "HF_HUB_OFFLINE=1 uses it" in machine.refusal("org/name")
+    assert machine.fetch("org/name", HF_HUB_OFFLINE="1") == path
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({**CONFIG, "pytorch_model.bin": b""}, r"org/name on the hub has only pickled weights (pytorch_model.bin)"),
+        (CONFIG, "neither *.safetensors nor *.gguf"),
+        ({"a.gguf": b"", "b.gguf": b""}, "several GGUF files (a.gguf, b.gguf)"),
+        ({"adapter_config.json": b"", "adapter_model.safetensors": b""}, "no model by itself"),
+        ({**CONFIG, "consolidated.safetensors": b""}, "neither model.safetensors nor model.safetensors.index.json"),
+        ({**CONFIG, **SHARDS, "model.safetensors.index.json": b"[]"}, "without a weight_map"),
+        (
+            {**CONFIG, **SHARDS, "model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'},
+            "has no '../x.safetensors'",
+        ),
+    ],
+)
+def test_repos_that_cannot_be_loaded_are_refused_before_weights_are_fetched(
+    files: dict[str, bytes], message: str, server: HubServer, machine: Machine
+) -> None:
+    server.repos["org/name"] = Repo(files)
+    assert message in machine.refusal("org/name")
+    assert [name for name in server.fetched() if name.endswith((".bin", ".safetensors", ".gguf"))] == []
+
+
+def test_a_connection_that_breaks_off_is_taken_up_where_it_broke(server: HubServer, machine: Machine) -> None:
+    """The library writes in pieces of 10 MiB; what is behind the last whole piece is fetched again."""
+    content = os.urandom(25 << 20)
+    files = {**CONFIG, "model.safetensors": content}
+    server.repos["org/name"] = Repo(files, cut_once={"model.safetensors": 21 << 20})
+    assert (machine.fetch("org/name") / "model.safetensors").read_bytes() == content
+    ranges = [asked for _, name, asked in server.requests if name.endswith("/model.safetensors")]
+    assert ranges[-1] == f"bytes={20 << 20}-"
+
+
+def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(server: HubServer, machine: Machine) -> None:
+    """Until then the half copy is not taken for a model."""
+    server.repos["org/name"] = repo = Repo({**CONFIG, **SHARDS}, broken={"model-2.safetensors"})
+    assert "status 500" in machine.refusal("org/name")
+    message = machine.refusal("org/name", HF_HUB_OFFLINE="1")
+    assert "model-2.safetensors" in message
+    assert "incomplete" in message
+    repo.broken.clear()
+    server.requests.clear()
+    output = machine.run(FETCH, "org/name")
+    assert "fetching 1 of 2 weights files" in output
+    assert set(server.fetched()) == {"model-2.safetensors"}
+    assert (_path(output) / "model-2.safetensors").read_bytes() == SHARDS["model-2.safetensors"]
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_not_begun(server: HubServer, machine: Machine) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS}, claimed_sizes={"model.safetensors": 10**18})
+    message = machine.refusal("org/name")
+    assert "needs 1000000000.0 GB on the disk of" in message
+    assert "HF_HOME" in message
+    assert "model.safetensors" not in server.fetched()
+
+
+def test_a_cache_that_cannot_be_written(server: HubServer, machine: Machine, tmp_path: Path) -> None:
+    server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS})
+    (tmp_path / "file").touch()
+    assert "cannot be written: set HF_HOME" in machine.refusal("org/name", HF_HOME=str(tmp_path / "file" / "hf"))
+
+
+def test_a_disk_that_fills_up_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub, "_list_files", lambda _: {"config.json": 1, "model.safetensors": 1})
+    monkeypatch.setattr(hub, "_snapshot", full)
+    with pytest.raises(ModelError, match=r"Fetching org/name failed: the disk of .* is full: make room"):
+        hub.fetch_model(HubId("org/name", "main"), quiet)
