@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import typer
+from kvpool.process.settings import SettingsProblem
 
 from ..errors import KvpoolError
 from .blocks import blocks
@@ -19,6 +20,7 @@ from .services import manager, worker
 from .status import status
 from .terminal import error_line
 from .up import up
+from .walkthrough import walkthrough
 
 app = typer.Typer(
     name="kvpool",
@@ -30,7 +32,7 @@ app = typer.Typer(
 # The services parse their own arguments, --help among them.
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
-app.command("up")(up)
+app.command("up", context_settings=_PASS_THROUGH, add_help_option=False)(up)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("status")(status)
@@ -40,15 +42,21 @@ app.command("health")(health)
 app.command("drain")(drain)
 app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
 app.command("worker", context_settings=_PASS_THROUGH, add_help_option=False)(worker)
+app.command("walkthrough", context_settings=_PASS_THROUGH, add_help_option=False)(walkthrough)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. Errors of kvpool are one line on stderr and exit status 1; Ctrl-C is 130."""
+    """Run one command and exit. Errors of kvpool are one line on stderr and exit status 1, settings that cannot be
+    used a line each and 2; Ctrl-C is 130."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="kvpool")
     except KvpoolError as error:
         print(error_line(error), file=sys.stderr)
         sys.exit(1)
+    except SettingsProblem as problem:
+        for line in str(problem).splitlines():
+            print(f"kvpool: {line}", file=sys.stderr)
+        sys.exit(2)
     except BrokenPipeError:
         # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

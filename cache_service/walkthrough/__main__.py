@@ -1,0 +1,94 @@
+"""`python -m kvpool.cache_service.walkthrough CASE`: the core of the manager, one operation at a time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+from .cases import CASES
+from .picture import WIDTH_MAX, draw_legend, draw_step
+from .recording import Case, Step, record
+from .viewer import view
+from .worker import UnexpectedAnswer
+
+EXIT_BROKEN: Final = 1
+EXIT_USAGE: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show one case, or list them.
+
+    Returns the exit status: 0; 1 if the core broke a law, or output failed; 2 for an unknown case; 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvpool walkthrough",
+        description="The manager's real core, one operation at a time: block map, block tables, ref counts and free list.",
+        epilog="\n".join(_case_lines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("case", nargs="?", metavar="CASE", help="one of the cases below; without it they are listed")
+    parser.add_argument("--plain", action="store_true", help="print all steps at once, without colours or keys")
+    options = parser.parse_args(arguments)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        return _run(options.case, plain=options.plain)
+    except BrokenPipeError:
+        # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN
+
+
+def _run(name: str | None, *, plain: bool) -> int:
+    if name is None:
+        print("kvpool walkthrough CASE shows the manager's real core, one operation at a time. The cases:\n")
+        print("\n".join(_case_lines()))
+        sys.stdout.flush()
+        return 0
+    if name not in CASES:
+        print(f"kvpool walkthrough: no case {name!r}; there are: {', '.join(CASES)}", file=sys.stderr)
+        return EXIT_USAGE
+    case = CASES[name]
+    try:
+        steps = record(case)
+    except UnexpectedAnswer as error:
+        print(f"kvpool walkthrough: {name}: {error}", file=sys.stderr)
+        return EXIT_BROKEN
+    console = Console(highlight=False)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty() and not console.is_dumb_terminal
+    if interactive and not plain:
+        status = view(case, steps, console)
+    else:
+        _print_all(case, steps)
+        status = 0
+    return EXIT_BROKEN if any(step.violations for step in steps) else status
+
+
+def _print_all(case: Case, steps: Sequence[Step]) -> None:
+    width = min(WIDTH_MAX, os.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH_MAX
+    print(f"{case.name}: {case.summary}")
+    _print_lines(draw_legend(width))
+    for index in range(len(steps)):
+        print()
+        print()
+        _print_lines(draw_step(case, steps, index, width))
+    sys.stdout.flush()
+
+
+def _print_lines(lines: Sequence[Text]) -> None:
+    for line in lines:
+        print(line.plain.rstrip())
+
+
+def _case_lines() -> list[str]:
+    longest = max(map(len, CASES))
+    return [f"  {case.name:<{longest}}   {case.summary}" for case in CASES.values()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

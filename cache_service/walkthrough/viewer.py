@@ -1,0 +1,103 @@
+"""One step at a time on a terminal, forwards and backwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+from .keys import Key
+from .picture import draw_legend, draw_step
+from .recording import Case, Step
+from .terminal import Ended, Terminal
+
+EXIT_INTERRUPTED: Final = 130
+
+
+def view(case: Case, steps: Sequence[Step], console: Console) -> int:
+    """Show the steps until a key or a signal ends it; returns the exit status: 0, or 128 + the signal (Ctrl-C: 130)."""
+    index = scroll = 0
+    try:
+        with Terminal(sys.stdin.fileno(), sys.stdout.fileno()) as terminal:
+            while True:
+                size = terminal.size()
+                page = _Page(case, steps, index, size.columns, size.lines)
+                scroll = min(scroll, page.scroll_max)
+                terminal.show(_encode(page.lines(scroll), console, size.columns))
+                for key in terminal.read_keys():
+                    if key is Key.QUIT:
+                        return 0
+                    if key is Key.INTERRUPT:
+                        return EXIT_INTERRUPTED
+                    if key is Key.SUSPEND:
+                        terminal.suspend()
+                    elif key in (Key.UP, Key.DOWN):
+                        scroll = max(0, min(page.scroll_max, scroll + (1 if key is Key.DOWN else -1)))
+                    else:
+                        index = _turn(key, index, len(steps))
+                        scroll = 0
+    except Ended as ended:
+        return 128 + ended.signal_number if ended.signal_number else 0
+
+
+def _turn(key: Key, index: int, num_steps: int) -> int:
+    match key:
+        case Key.FORWARDS:
+            index += 1
+        case Key.BACKWARDS:
+            index -= 1
+        case Key.FIRST:
+            index = 0
+        case Key.LAST:
+            index = num_steps - 1
+    return max(0, min(num_steps - 1, index))
+
+
+class _Page:
+    """One step laid out for a screen: as roomy as fits, in the same way for all steps of the case."""
+
+    def __init__(self, case: Case, steps: Sequence[Step], index: int, width: int, height: int) -> None:
+        self._height = max(1, height - 1)
+        legend = draw_legend(width)
+        for compact, signs in ((False, [Text(), *legend]), (False, []), (True, legend), (True, [])):
+            pages = [
+                draw_step(case, steps, number, width, compact=compact, steady=True) + signs
+                for number in range(len(steps))
+            ]
+            if max(map(len, pages)) <= self._height:
+                break
+        self._body = pages[index]
+        self.scroll_max = max(0, len(self._body) - self._height)
+        """Lines that the body can be moved up by."""
+        self._dots = "●" * (index + 1) + "○" * (len(steps) - index - 1)
+        self._is_last = index == len(steps) - 1
+
+    def lines(self, scroll: int) -> list[Text]:
+        """As many lines as the screen has, the keys on the last one."""
+        body = self._body[scroll : scroll + self._height]
+        body += [Text()] * (self._height - len(body))
+        return [*body, self._keys(scroll)]
+
+    def _keys(self, scroll: int) -> Text:
+        keys = [("q", "quit"), ("Home End", "first, last"), ("←", "back")]
+        keys.append(("→", "the end" if self._is_last else "next"))
+        if self.scroll_max:
+            keys.append(("↑↓", f"{self.scroll_max - scroll} more lines"))
+        line = Text.assemble((self._dots, "cyan"), "  ")
+        for key, meaning in reversed(keys):
+            line.append(f" {key} ", style="reverse")
+            line.append(f" {meaning}  ", style="dim")
+        return line
+
+
+def _encode(lines: Sequence[Text], console: Console, width: int) -> list[str]:
+    """With the escape codes that this terminal understands, cut at its edge."""
+    encoded = []
+    for line in lines:
+        with console.capture() as capture:
+            console.print(line, no_wrap=True, overflow="crop", crop=True, width=width, end="")
+        encoded.append(capture.get())
+    return encoded

@@ -1,0 +1,141 @@
+"""The picture of a step: it says what the core says, at every width."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from cache_service.core.block_pool import State
+from cache_service.walkthrough.cases import CASES
+from cache_service.walkthrough.changes import changed_blocks
+from cache_service.walkthrough.picture import draw_legend, draw_step
+from cache_service.walkthrough.recording import record
+from cache_service.walkthrough.snapshot import BlockView, Snapshot
+
+RECORDED = {name: record(case) for name, case in CASES.items()}
+
+
+def draw(name: str, index: int, width: int = 120, *, compact: bool = False, steady: bool = False) -> list[str]:
+    """The lines, without colours."""
+    lines = draw_step(CASES[name], RECORDED[name], index, width, compact=compact, steady=steady)
+    return [line.plain for line in lines]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("width", [60, 79, 80, 100, 119, 120, 200])
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_is_in_the_map_at_every_width(name: str, width: int, compact: bool) -> None:
+    """Its id, state and ref_count as the core has them; no line is wider than asked, or than 120."""
+    for index, step in enumerate(RECORDED[name]):
+        lines = draw(name, index, width, compact=compact)
+        assert all(len(line) <= min(width, 120) for line in lines)
+        tiles = _tiles(lines)
+        assert list(tiles) == list(range(1, 17))
+        for block in step.after.blocks[1:]:
+            assert tiles[block.block] == (
+                block.generation,
+                block.state.name.lower(),
+                block.ref_count,
+                block.block in changed_blocks(step.before, step.after),
+            )
+
+
+def _tiles(lines: list[str]) -> dict[int, tuple[int, str, int, bool]]:
+    """Generation, state, ref_count and change mark by block id, read off the map."""
+    found = {}
+    for heads, bodies in pairwise(lines):
+        for head, body in zip(heads.split("│")[1:], bodies.split("│")[1:], strict=False):
+            match = re.fullmatch(r"([* ])(\d+)( +g(\d+))? *", head)
+            if match and "│" in bodies:
+                state, _, ref_count = body.strip().partition("×")
+                found[int(match[2])] = int(match[4] or 0), state.strip(), int(ref_count or 0), match[1] == "*"
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_and_free_list_are_those_of_the_core(name: str) -> None:
+    """In order, with the words in every block."""
+    for index, step in enumerate(RECORDED[name]):
+        text = " ".join(" ".join(draw(name, index)).split())
+        for table in step.after.tables:
+            entries = []
+            for entry in table.entries:
+                words = " ".join([*entry.words, *"·" * (4 - len(entry.words))])
+                entries.append(f"{entry.block}{f'[{words}]' if entry.sealed else f'({words})'}")
+            assert f"{table.sequence_id} {' '.join(entries)} {table.num_tokens} tokens" in text.replace("*", "")
+        shown = text.replace("*", "").partition("head → ")[2].partition("← tail")[0]
+        assert [int(block) for block in re.findall(r"(\d+)(?:\[[^]]*\])? ", shown)] == list(step.after.free_list)
+        cached = [block.block for block in step.after.blocks if block.state is State.CACHED]
+        assert sorted(int(block) for block in re.findall(r"(\d+)\[", shown)) == cached
+
+
+def test_a_step_that_changes_nothing_says_so() -> None:
+    """The allocation that does not fit."""
+    assert "Changed      nothing" in draw("eviction", 5)
+    assert not any("*" in line for line in draw("eviction", 5))
+
+
+def test_the_map_stands_still_between_the_steps_of_a_case() -> None:
+    """Going back and forth, the eye stays on a block."""
+    for name, steps in RECORDED.items():
+        places = set()
+        for index in range(len(steps)):
+            lines = draw(name, index, 80, steady=True)
+            places.add(next(at for at, line in enumerate(lines) if line.startswith("Blocks  ")))
+        assert len(places) == 1
+
+
+def test_the_legend_fits_every_width() -> None:
+    """All signs stay in it."""
+    for width in (60, 80, 120):
+        lines = [line.plain for line in draw_legend(width)]
+        assert all(len(line) <= width for line in lines)
+        assert all(sign in " ".join(lines) for sign in ("*", "×2", "g3", "[…]", "(…)", "·"))
+
+
+def _view(**aspects: object) -> BlockView:
+    return BlockView(1, State.FREE, 0, 0, False, ())._replace(**aspects)  # type: ignore[arg-type]
+
+
+def _snapshot(block: BlockView) -> Snapshot:
+    return RECORDED["prefix"][0].before._replace(blocks=(block,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({}, {"state": State.HELD, "ref_count": 1, "generation": 2}, "free → held"),
+        (
+            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
+            "hit, cached → held",
+        ),
+        (
+            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": State.RESERVED, "generation": 3},
+            "evicted, cached → reserved",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 1, "generation": 2},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True},
+            "sealed",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 2, "generation": 2},
+            {"state": State.HELD, "ref_count": 1, "generation": 2},
+            "ref_count 2 → 1",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a",)},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a", "b")},
+            "more words",
+        ),
+    ],
+)
+def test_a_change_is_told_in_words(old: dict[str, object], new: dict[str, object], words: str) -> None:
+    """What happened to a block follows from what it was and what it is."""
+    before, after = _snapshot(_view(**old)), _snapshot(_view(**new))
+    assert changed_blocks(before, after) == {1: words}
+    assert changed_blocks(before, before) == {}

@@ -1,0 +1,300 @@
+"""What the sentences of each case say, asked of the core: its answers and its state after each step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from cache_service.core.block_pool import State
+from cache_service.core.hashing import block_hash, xxh64
+from cache_service.core.integrity import Audit
+from cache_service.walkthrough import recording
+from cache_service.walkthrough.cases import CASES
+from cache_service.walkthrough.changes import changed_blocks
+from cache_service.walkthrough.recording import Step, record
+from cache_service.walkthrough.snapshot import NodeView, Snapshot, TableView
+from cache_service.walkthrough.worker import Words, Worker
+
+
+def table(snapshot: Snapshot, sequence_id: str) -> TableView:
+    """The block table of a live sequence."""
+    return next(table for table in snapshot.tables if table.sequence_id == sequence_id)
+
+
+def blocks(snapshot: Snapshot, sequence_id: str) -> list[int]:
+    """Its block ids."""
+    return [entry.block for entry in table(snapshot, sequence_id).entries]
+
+
+def states(snapshot: Snapshot, ids: list[int]) -> list[str]:
+    """Their states."""
+    return [snapshot.blocks[block].state.name for block in ids]
+
+
+def ref_counts(snapshot: Snapshot, ids: list[int]) -> list[int]:
+    """Their ref counts."""
+    return [snapshot.blocks[block].ref_count for block in ids]
+
+
+def play(name: str) -> list[Step]:
+    """The steps of a case."""
+    return record(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit runs after each one; what a step starts from is what the step before it left; gN is the call's number."""
+    audits = []
+    check = Worker.check
+
+    def counted(worker: Worker) -> Audit:
+        audits.append(check(worker))
+        return audits[-1]
+
+    monkeypatch.setattr(Worker, "check", counted)
+    steps = play(name)
+    assert [audit.num_blocks for audit in audits] == [16] * len(steps)
+    for number, step in enumerate(steps, 1):
+        assert step.violations == ()
+        assert step.calls
+        if number > 1:
+            assert step.before is steps[number - 2].after
+        granted = {
+            block.generation
+            for block, old in zip(step.after.blocks, step.before.blocks, strict=True)
+            if block.generation != old.generation
+        }
+        assert granted <= {number}
+    first = steps[0].before
+    assert (first.counts.capacity, first.counts.free, len(first.blocks)) == (16, 16, 17)
+    assert first.free_list == tuple(range(1, 17))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_null_block_is_never_touched(name: str) -> None:
+    """Not granted, not held, on no list."""
+    for step in play(name):
+        null = step.after.blocks[0]
+        assert (null.ref_count, null.generation, null.sealed, null.words) == (0, 0, False, ())
+        assert 0 not in step.after.free_list
+        assert all(entry.block for table in step.after.tables for entry in table.entries)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_figures_in_sentences_come_from_the_core(name: str) -> None:
+    """In the source of a story, no digit stands in a sentence outside braces, except in names and for the null block."""
+    source = Path(recording.__file__).with_name(f"{name}.py").read_text()
+    scenes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Scene"
+    ]
+    assert len(scenes) == len(play(name))
+    for scene in scenes:
+        text = "".join(
+            str(part.value)
+            for argument in scene.args
+            for part in ast.walk(argument)
+            if isinstance(part, ast.Constant) and part not in _in_braces(argument)
+        )
+        assert not re.search(r"\d", re.sub(r"xxh64|\bA[23]\b|Block 0 is the\s+null block", "", text))
+
+
+def _in_braces(argument: ast.expr) -> list[ast.AST]:
+    return [
+        inner for part in ast.walk(argument) if isinstance(part, ast.FormattedValue) for inner in ast.walk(part.value)
+    ]
+
+
+def test_allocation() -> None:
+    """Three blocks and two empty slots; a reserve; growth out of it; sharing; what goes where when a sequence ends."""
+    a, b, grown, c, b_gone, d, a_gone = play("allocation")
+
+    assert blocks(a.after, "A") == [1, 2, 3] == list(a.before.free_list[:3])
+    assert (table(a.after, "A").num_tokens, len(table(a.after, "A").entries[-1].words)) == (10, 2)
+    assert "10 tokens need 3 blocks of 4" in a.scene.sentences
+    assert "2 empty slots" in " ".join(a.scene.sentences.split())
+
+    assert states(b.after, [4, 5]) == ["RESERVED", "RESERVED"]
+    assert blocks(b.after, "B") == [6, 7]
+    assert "blocks 4 and 5 now belong" in b.scene.sentences
+
+    assert blocks(grown.after, "A") == [1, 2, 3, 4]
+    assert (grown.before.blocks[4].state, grown.after.blocks[4].state) == (State.RESERVED, State.HELD)
+    assert grown.after.blocks[4].generation == b.after.blocks[4].generation
+    assert grown.after.counts.reserved == grown.before.counts.reserved == 2
+    assert [entry.sealed for entry in table(grown.after, "A").entries] == [True, True, True, False]
+    assert not any(entry.sealed for entry in table(grown.before, "A").entries)
+    assert table(grown.after, "A").num_tokens - table(grown.after, "A").num_computed_tokens == 1
+
+    assert blocks(c.after, "C")[:2] == blocks(c.after, "A")[:2] == [1, 2]
+    assert blocks(c.after, "C")[2] not in blocks(c.after, "A")
+    assert table(c.after, "C").num_cached_tokens == 8
+    assert ref_counts(c.after, [1, 2]) == [2, 2]
+    assert c.after.counts.shared == 2
+    assert [c.after.blocks[block].generation for block in (1, 2)] == [1, 1]
+
+    assert b_gone.after.free_list[0] == 7
+    assert b_gone.after.free_list[-1] == 6
+    assert states(b_gone.after, [6, 7]) == ["CACHED", "FREE"]
+    assert b_gone.after.blocks[6].words == ("my", "dog", "ran", "to")
+    assert b_gone.after.blocks[7].words == ()
+
+    assert blocks(d.after, "D") == list(d.before.free_list[:3])
+    assert blocks(d.after, "D")[0] == 7
+    assert [d.before.blocks[block].generation for block in blocks(d.after, "D")[1:]] == [0, 0]
+    assert d.after.blocks[7].generation > d.before.blocks[7].generation
+    assert f"that of block 7 is {d.after.blocks[7].generation} now" in d.scene.sentences
+    assert d.after.free_list[-1] == 6
+
+    assert ref_counts(a_gone.after, [1, 2]) == [1, 1]
+    assert states(a_gone.after, [1, 2, 3, 4]) == ["HELD", "HELD", "CACHED", "FREE"]
+    assert blocks(a_gone.after, "C") == blocks(c.after, "C")
+    assert a_gone.after.num_evicted == 0
+
+
+def test_prefix() -> None:
+    """Three reused, one new; the free list is the cache; hits leave it; a full hit computes one token."""
+    a, computed, b, a_gone, b_gone, turn, again = play("prefix")
+
+    assert len(blocks(a.after, "A")) == 4
+    assert not any(entry.sealed for entry in table(a.after, "A").entries)
+    assert all(entry.sealed for entry in table(computed.after, "A").entries)
+
+    assert blocks(b.after, "B")[:3] == blocks(b.after, "A")[:3]
+    assert b.scene.title == "Chat B comes: 3 blocks are reused, 1 is new"
+    assert ref_counts(b.after, blocks(b.after, "B")) == [2, 2, 2, 1]
+    assert b.before.counts.free - b.after.counts.free == 1
+    last_of_a, last_of_b = (table(b.after, name).entries[3].words for name in "AB")
+    assert sum(mine != theirs for mine, theirs in zip(last_of_a, last_of_b, strict=True)) == 1
+
+    assert ref_counts(a_gone.after, [1, 2, 3]) == [1, 1, 1]
+    assert states(a_gone.after, [4]) == ["CACHED"]
+    assert a_gone.after.free_list[-1] == 4
+    assert a_gone.after.blocks[4].words == last_of_a
+
+    assert (b_gone.after.counts.held, b_gone.after.counts.cached, b_gone.after.tables) == (0, 5, ())
+    assert (b_gone.before.blocks[5].sealed, b_gone.after.blocks[5].sealed) == (False, True)
+    assert b_gone.after.free_list[-4:] == (5, 3, 2, 1)
+
+    assert blocks(turn.after, "A2")[:4] == [1, 2, 3, 4]
+    assert {1, 2, 3, 4} <= set(turn.before.free_list)
+    assert not {1, 2, 3, 4} & set(turn.after.free_list)
+    assert 5 in turn.after.free_list
+    assert [turn.after.blocks[block].generation for block in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert turn.after.num_evicted == 0
+    assert changed_blocks(turn.before, turn.after)[1] == "hit, cached → held"
+
+    assert (table(again.after, "A3").num_tokens, table(again.after, "A3").num_cached_tokens) == (16, 12)
+    assert again.before.blocks[4].sealed
+    assert blocks(again.after, "A3")[:3] == [1, 2, 3]
+    last = blocks(again.after, "A3")[3]
+    assert again.before.blocks[last].state is State.FREE
+    assert again.after.blocks[last].words == again.after.blocks[4].words
+
+
+def test_chain() -> None:
+    """Equal words: two nodes and two names; each a hit only behind its own parent."""
+    a, a_sealed, b, b_sealed, gone, c, d, e = play("chain")
+    words = ("bank", "and", "sit", "down")
+
+    assert [node.leaders for node in _nodes(a.after)] == [("A",), ("A",)]
+    assert [node.block_hash for node in _nodes(a.after)] == [None, None]
+
+    river, bank = _nodes(a_sealed.after)
+    (root,) = a_sealed.after.roots
+    encoder = Words()
+    tokens = encoder.encode("we row to the"), encoder.encode("bank and sit down")
+    assert root.block_hash is not None
+    assert river.block_hash == block_hash(xxh64, root.block_hash, tokens[0])
+    assert bank.block_hash == block_hash(xxh64, river.block_hash, tokens[1])
+    for node in (river, bank):
+        assert f"{node.block_hash:016x}" in a_sealed.scene.sentences
+
+    assert table(b.after, "B").num_cached_tokens == 0
+    assert b.after.blocks[2].sealed
+    assert b.after.blocks[2].words == b.after.blocks[5].words == words
+    assert b.scene.title.endswith(": 0 tokens from the cache")
+
+    same = [node for node in _nodes(b_sealed.after) if node.words == words]
+    assert len(same) == len({node.block_hash for node in same}) == 2
+    assert all(f"{node.block_hash:016x}" in b_sealed.scene.sentences for node in same)
+
+    assert states(gone.after, [1, 2, 3, 4, 5, 6]) == ["CACHED", "CACHED", "FREE", "CACHED", "CACHED", "FREE"]
+    assert _nodes(gone.after) == _nodes(b_sealed.after)
+
+    assert blocks(c.after, "C")[:2] == [1, 2]
+    assert table(c.after, "C").num_cached_tokens == 8
+    assert states(c.after, [5]) == ["CACHED"]
+
+    assert blocks(d.after, "D")[:2] == [4, 5]
+    assert table(d.after, "D").num_cached_tokens == 8
+
+    assert table(e.after, "E").num_cached_tokens == 0
+    assert table(e.after, "E").entries[0].words == words
+    assert [node.words for node in e.after.roots[0].children].count(words) == 1
+    assert len([node for node in _nodes(e.after) if node.words == words]) == 3
+
+
+def _nodes(snapshot: Snapshot) -> list[NodeView]:
+    """All nodes behind the one root, parents first."""
+    (root,) = snapshot.roots
+    found: list[NodeView] = []
+    rest = list(root.children)
+    while rest:
+        node = rest.pop(0)
+        found.append(node)
+        rest = [*node.children, *rest]
+    return found
+
+
+def test_eviction() -> None:
+    """Least recently used first, tail first, saved in time, all or nothing."""
+    abc, a_gone, b_gone, d, e, refused, c_gone, f = play("eviction")
+
+    assert [len(table.entries) for table in abc.after.tables] == [4, 4, 4]
+    assert abc.after.counts.free == 4
+
+    assert a_gone.after.free_list == (13, 14, 15, 16, 4, 3, 2, 1)
+    assert b_gone.after.free_list == (13, 14, 15, 16, 4, 3, 2, 1, 8, 7, 6, 5)
+    assert b_gone.after.counts.cached == 8
+
+    assert blocks(d.after, "D") == [13, 14, 15, 16, 4, 3]
+    assert (d.before.num_evicted, d.after.num_evicted) == (0, 2)
+    assert [changed_blocks(d.before, d.after)[block] for block in (4, 3)] == ["evicted, cached → held"] * 2
+    assert d.after.free_list[:2] == (2, 1)
+    assert "A's beginning, 2 and 1" in " ".join(d.scene.sentences.split())
+
+    assert e.before.free_list[:2] == (2, 1)
+    assert blocks(e.after, "E") == [1, 2, 8, 7]
+    assert table(e.after, "E").num_cached_tokens == 8
+    assert [e.after.blocks[block].generation for block in (1, 2)] == [1, 1]
+    assert e.after.blocks[1].words == abc.after.blocks[1].words
+    assert e.after.free_list == (6, 5)
+
+    assert refused.after == refused.before
+    assert changed_blocks(refused.before, refused.after) == {}
+    assert "NO_BLOCKS: needed 3 blocks" in refused.calls[0]
+    assert "F needs 3 blocks, and only 2 are left: 6 and 5" in " ".join(refused.scene.sentences.split())
+    assert states(refused.after, [6, 5]) == ["CACHED", "CACHED"]
+
+    assert c_gone.after.free_list == (6, 5, 12, 11, 10, 9)
+    assert (c_gone.after.counts.free, c_gone.after.counts.cached) == (0, 6)
+
+    assert blocks(f.after, "F") == [6, 5, 12]
+    assert f.after.free_list == (11, 10, 9)
+    assert f.after.num_evicted == 7
+    assert "7 blocks were evicted" in f.scene.sentences
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_in_use_is_ever_evicted(name: str) -> None:
+    """What is held stays as it is from step to step, unless its sequence ends."""
+    for step in play(name):
+        for old, new in zip(step.before.blocks, step.after.blocks, strict=True):
+            if old.state is State.HELD and new.state is State.HELD:
+                assert old.generation == new.generation
+                assert new.words[: len(old.words)] == old.words
