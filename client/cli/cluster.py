@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: one manager and its workers as child processes."""
+"""A cluster on this machine: a manager and its workers as child processes, or workers for a manager elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvpool.process.address import EVERY_ADDRESS, join_host_port
 from kvpool.v1 import cache_pb2
 
 from ..client import Client
 from ..config import ClientConfig
 from ..errors import KvpoolError, Unavailable
+from .gpus import VISIBLE_VARIABLE, one_gpu_each
+from .keeper import GaveUp, Keeper
 from .services import MANAGER_MODULE, WORKER_MODULE, service_command
 from .supervisor import ChildSpec, Supervisor
 
@@ -27,35 +30,53 @@ class ClusterSpec:
     """What to start."""
 
     num_workers: int = 1
-    """Workers; they are called worker-0, worker-1, …"""
+    name: str = "worker"
+    """Of the workers: they are called worker-0, worker-1, …"""
+    host: str = HOST
+    """Address that all of them listen on."""
     port: int = 50051
     """Port of the manager."""
+    join: str | None = None
+    """host:port of a manager that runs elsewhere; none is started then."""
     manager_arguments: tuple[str, ...] = ()
     """Further arguments of the manager."""
     worker_arguments: tuple[str, ...] = field(default=("--model", "smollm2"))
     """Arguments of every worker."""
+    gpu_each: bool = False
+    """Each worker sees one GPU, which no other one sees."""
     share_cores: bool = True
     """Give each worker its part of the CPU's cores, unless OMP_NUM_THREADS is set: two that both take all are slower."""
 
     @property
     def address(self) -> str:
-        """host:port of the manager."""
-        return f"{HOST}:{self.port}"
+        """host:port under which this machine reaches the manager."""
+        return self.join or join_host_port(HOST if self.host in EVERY_ADDRESS else self.host, self.port)
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Their worker_ids, in order."""
+        return [f"{self.name}-{index}" for index in range(self.num_workers)]
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
-        """The processes, the manager first."""
-        manager = service_command(MANAGER_MODULE, ["--host", HOST, "--port", str(self.port), *self.manager_arguments])
-        variables = {"PYTHONUNBUFFERED": "1"}
-        threads = dict(variables)
-        if self.share_cores and "OMP_NUM_THREADS" not in environment:
-            threads["OMP_NUM_THREADS"] = str(max(1, num_cores() // self.num_workers))
-        children = [ChildSpec(MANAGER_NAME, manager, variables)]
-        for index in range(self.num_workers):
-            worker = service_command(
+        """The processes, the manager first if one is to be started. Raises InvalidRequest if there are too few GPUs."""
+        unbuffered = {"PYTHONUNBUFFERED": "1"}
+        children = []
+        if self.join is None:
+            listen = ["--host", self.host, "--port", str(self.port)]
+            command = service_command(MANAGER_MODULE, [*listen, *self.manager_arguments])
+            children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
+        gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
+        for index, name in enumerate(self.worker_names):
+            command = service_command(
                 WORKER_MODULE,
-                ["--manager", self.address, "--host", HOST, "--worker-id", f"worker-{index}", *self.worker_arguments],
+                ["--manager", self.address, "--host", self.host, "--worker-id", name, *self.worker_arguments],
             )
-            children.append(ChildSpec(f"worker-{index}", worker, threads))
+            variables = dict(unbuffered)
+            if self.share_cores and "OMP_NUM_THREADS" not in environment:
+                variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // self.num_workers))
+            if gpus is not None:
+                variables[VISIBLE_VARIABLE] = gpus[index]
+            children.append(ChildSpec(name, command, variables))
         return children
 
 
@@ -64,11 +85,12 @@ class ClusterFailed(KvpoolError):
 
 
 class Cluster:
-    """Starts the children of a spec under a supervisor and says when all of them serve."""
+    """Starts the children of a spec under a supervisor, says when all of them serve, and keeps them at it."""
 
     def __init__(self, spec: ClusterSpec, supervisor: Supervisor) -> None:
         self._spec = spec
         self._supervisor = supervisor
+        self._children: dict[str, ChildSpec] = {}
 
     async def start(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
         """Start everything and wait until the manager knows all workers; returns them.
@@ -76,16 +98,18 @@ class Cluster:
         on_progress gets a line on what is being waited for. ClusterFailed as soon as a child ends; the caller's
         supervisor then stops the others.
         """
-        require_free_port(self._spec.port)
-        for child in self._spec.children():
+        if self._spec.join is None:
+            require_free_port(self._spec.host, self._spec.port)
+        self._children = {child.name: child for child in self._spec.children()}
+        for child in self._children.values():
             await self._supervisor.start(child)
         ready = asyncio.create_task(self._wait_until_ready(on_progress))
         died = asyncio.create_task(self.wait_for_failure())
         try:
             await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                return ready.result()
-            raise died.result()
+            if died.done():
+                raise died.result()
+            return ready.result()
         finally:
             ready.cancel()
             died.cancel()
@@ -96,8 +120,18 @@ class Cluster:
         ended = await self._supervisor.wait_for_exit()
         return ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
 
+    async def keep_alive(self, on_event: Callable[[str], None]) -> None:
+        """After `start`: start again what dies, until the last worker has taken its leave (SIGTERM, `kvpool drain`).
+
+        on_event gets a line for everything of that kind. Raises ClusterFailed if a child dies again and again.
+        """
+        try:
+            await Keeper(self._supervisor, self._children, MANAGER_NAME, on_event).keep()
+        except GaveUp as error:
+            raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
+
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
-        wanted = {f"worker-{index}" for index in range(self._spec.num_workers)}
+        wanted = set(self._spec.worker_names)
         async with Client(config=ClientConfig(manager=self._spec.address)) as client:
             while True:
                 try:
@@ -107,7 +141,8 @@ class Cluster:
                 else:
                     live = {worker.worker_id for worker in workers}
                     if wanted <= live:
-                        return sorted(workers, key=lambda worker: worker.worker_id)
+                        ours = (worker for worker in workers if worker.worker_id in wanted)
+                        return sorted(ours, key=lambda worker: self._spec.worker_names.index(worker.worker_id))
                     missing = ", ".join(sorted(wanted - live))
                     on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
                 await asyncio.sleep(_POLL_SECONDS)
@@ -126,15 +161,15 @@ def free_port() -> int:
         return port
 
 
-def require_free_port(port: int) -> None:
-    """Unavailable if somebody listens on `port`: their manager would be taken for ours."""
-    with socket.socket() as probe:
+def require_free_port(host: str, port: int) -> None:
+    """Unavailable if somebody listens there: their manager would be taken for ours."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host.strip("[]"), port))
         except OSError as error:
             raise Unavailable(
-                f"cannot listen on {HOST}:{port}: {error.strerror}; is another cluster running there? "
+                f"cannot listen on {join_host_port(host, port)}: {error.strerror}; is another cluster running there? "
                 "choose another port with --port",
                 reason="PORT_IN_USE",
             ) from error

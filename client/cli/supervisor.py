@@ -63,6 +63,9 @@ class Supervisor:
         self._on_line = on_line
         self._grace_seconds = grace_seconds
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        """The latest of each name, in the order in which the names came."""
+        self._reported: set[str] = set()
+        """Names of those whose end `wait_for_exit` has told."""
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._kill_now = asyncio.Event()
 
@@ -86,8 +89,9 @@ class Supervisor:
         return list(self._processes)
 
     async def start(self, spec: ChildSpec) -> None:
-        """Start a child; its stdout and stderr become lines for on_line(name, line)."""
-        assert spec.name not in self._processes, spec.name
+        """Start a child, or start one again whose end was reported; its stdout and stderr become lines for
+        on_line(name, line)."""
+        assert spec.name not in self._processes or spec.name in self._reported, spec.name
         command = list(spec.command)
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
@@ -100,13 +104,18 @@ class Supervisor:
             start_new_session=True,
         )
         self._processes[spec.name] = process
+        self._reported.discard(spec.name)
         assert process.stdout is not None
         self._pumps[spec.name] = asyncio.create_task(self._pump(spec.name, process.stdout))
 
     async def wait_for_exit(self) -> ChildExit:
-        """Wait until any child ends, and until its last lines are out. May be cancelled. An error of on_line, such as
-        a terminal that is gone, comes out here."""
-        waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
+        """Wait until any child ends, and until its last lines are out; each end is told once. May be cancelled. An error of
+        on_line, such as a terminal that is gone, comes out here."""
+        waits = {
+            asyncio.create_task(process.wait()): name
+            for name, process in self._processes.items()
+            if name not in self._reported
+        }
         pending: set[asyncio.Task[Any]] = {*waits, *self._pumps.values()}
         try:
             while True:
@@ -116,6 +125,7 @@ class Supervisor:
                 for wait in done & waits.keys():
                     # Its last words say why; a grandchild that keeps the pipe open must not keep us.
                     await asyncio.wait({self._pumps[waits[wait]]}, timeout=1.0)
+                    self._reported.add(waits[wait])
                     return ChildExit(waits[wait], wait.result())
         finally:
             for wait in waits:

@@ -8,10 +8,12 @@ from typing import Annotated, Final
 
 import typer
 from kvpool.process.address import is_loopback
+from kvpool.process.settings import load_settings
 from rich.console import Console
 
 from ..config import MANAGER_VARIABLE, ClientConfig
 from ..errors import KvpoolError
+from .settings import ClientSettings
 
 _PIPED_WIDTH: Final = 120
 _FIRST_CONTACT_SECONDS: Final = 1.0
@@ -30,16 +32,19 @@ def client_config(manager: str | None) -> ClientConfig:
 
     Says so on stderr if the manager is on another machine; call it once per command.
     """
-    environment = dict(os.environ)
-    if manager is not None:
-        environment[MANAGER_VARIABLE] = manager
-    base = ClientConfig.from_environment(environment)
-    if not is_loopback(base.manager.rpartition(":")[0]):
+    settings = load_settings(ClientSettings, [])
+    config = ClientConfig(
+        manager=manager or settings.manager,
+        timeout=settings.timeout,
+        max_attempts=settings.max_attempts,
+        first_contact=_FIRST_CONTACT_SECONDS,
+    )
+    if not is_loopback(config.manager.rpartition(":")[0]):
         print(
-            f"kvpool: the connection to {base.manager} is not encrypted; use it only on a network that you trust",
+            f"kvpool: the connection to {config.manager} is not encrypted; use it only on a network that you trust",
             file=sys.stderr,
         )
-    return ClientConfig(manager=base.manager, first_contact=_FIRST_CONTACT_SECONDS)
+    return config
 
 
 def stdout_console() -> Console:

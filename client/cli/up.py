@@ -3,65 +3,161 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import sys
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, ClassVar, Final
 
 import typer
+from kvpool.process.address import EVERY_ADDRESS
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, load_settings, read_tables
 from kvpool.v1 import cache_pb2
+from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
-from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE
-from ..errors import KvpoolError
-from .cluster import Cluster, ClusterSpec
+from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
+from ..errors import InvalidRequest, KvpoolError
+from .cluster import HOST, Cluster, ClusterSpec
+from .gpus import visible_gpus
 from .log import PrefixedLog
 from .status import num_device_blocks
 from .supervisor import Supervisor
 from .terminal import error_line, stdout_console
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEVICE_VARIABLE: Final = "KVPOOL_WORKER_DEVICE"
 
 
-def up(
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Workers to start.")] = 1,
-    model: Annotated[str, typer.Option("--model", help="A transformers model folder, or smollm2.")] = "smollm2",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda:N.")] = "auto",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the manager.")] = 50051,
-    num_blocks: Annotated[int | None, typer.Option("--num-blocks", help="KV blocks of each worker.")] = None,
-    kv_cache_memory: Annotated[
-        str | None, typer.Option("--kv-cache-memory", help="Bytes of KV of each worker.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option("--block-size", help="Token slots of a block.")] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Prompt and answer together, in tokens.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option("--max-num-seqs", help="Sequences in one batch.")] = None,
-    state_dir: Annotated[str | None, typer.Option("--state-dir", help="Where the manager keeps its epoch.")] = None,
-) -> None:
-    """Start a manager and its workers; Ctrl-C stops them all."""
-    arguments = ["--model", model, "--dtype", dtype, "--device", device]
-    for name, value in (
-        ("--num-blocks", num_blocks),
-        ("--kv-cache-memory", kv_cache_memory),
-        ("--block-size", block_size),
-        ("--max-model-len", max_model_len),
-        ("--max-num-seqs", max_num_seqs),
-    ):
-        if value is not None:
-            arguments += [name, str(value)]
-    spec = ClusterSpec(
-        num_workers=workers,
-        port=port,
-        manager_arguments=() if state_dir is None else ("--state-dir", state_dir),
-        worker_arguments=tuple(arguments),
-        share_cores=not device.startswith("cuda"),
+class UpSettings(ProcessSettings):
+    """A manager and its workers on this machine; Ctrl-C stops them all, one that dies is started again.
+
+    Each setting is also a variable, e.g. KVPOOL_UP_WORKERS=2, and a line below [up] of the file that --config names, e.g.
+    workers = 2. Further settings of the processes are taken from their own variables (KVPOOL_WORKER_MAX_NUM_BATCHED_TOKENS=1024)
+    and from [manager] and [worker] of the same file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="KVPOOL_UP_", cli_prog_name="kvpool up")
+    table: ClassVar[str] = "up"
+
+    workers: int = Field(default=1, ge=1, le=64, description="Workers to start.")
+    model: str | None = Field(
+        default=None,
+        description="A model folder, smollm2, or a model's name on the hub. Default: the worker's, smollm2.",
     )
-    sys.exit(asyncio.run(run_cluster(spec, stdout_console())))
+    device: str | None = Field(
+        default=None,
+        description="cpu; cuda: each worker has a GPU of its own; cuda:N: all share one. Default: cuda if this machine shows "
+        "GPUs, else cpu.",
+    )
+    dtype: str | None = Field(
+        default=None, description="auto, float32, bfloat16 or float16. Default: the worker's, auto."
+    )
+    host: Annotated[str, StringConstraints(min_length=1)] = Field(
+        default=HOST,
+        description="Address to listen on, manager and workers. There is neither encryption nor authentication: anything but "
+        "loopback needs a network you trust.",
+    )
+    port: int = Field(default=50051, ge=1, le=65535, description="TCP port of the manager.")
+    advertise: str | None = Field(
+        default=None,
+        description="Host under which clients reach the workers. Default: the address they listen on.",
+    )
+    join: str | None = Field(
+        default=None,
+        description="host:port of a manager on another machine: start workers only, for it. Default: start a manager.",
+    )
+    name: Annotated[str, StringConstraints(min_length=1, max_length=100)] | None = Field(
+        default=None,
+        description="The workers are called NAME-0, NAME-1, …; names are unique in a cluster. Default: worker, with --join the "
+        "host name.",
+    )
+    num_blocks: int | None = Field(default=None, description="KV blocks of each worker. Default: the worker's.")
+    kv_cache_memory: str | None = Field(
+        default=None, description="Size of each worker's KV cache, e.g. 2GiB. Default: the worker's."
+    )
+    block_size: int | None = Field(default=None, description="Token slots of a block. Default: the worker's, 16.")
+    max_model_len: int | None = Field(
+        default=None, description="Prompt and answer together, in tokens. Default: the model's own."
+    )
+    max_num_seqs: int | None = Field(
+        default=None, description="Sequences in one batch of a worker. Default: the worker's, 64."
+    )
+    state_dir: Path | None = Field(
+        default=None, description="Folder where the manager keeps its epoch. Default: the manager's."
+    )
+
+    @field_validator("join")
+    @classmethod
+    def _join_is_an_address(cls, join: str | None) -> str | None:
+        if join is not None:
+            try:
+                ClientConfig(manager=join)
+            except InvalidRequest as error:
+                raise ValueError(str(error)) from None
+        return join
+
+    @model_validator(mode="after")
+    def _workers_can_be_reached(self) -> UpSettings:
+        if self.host in EVERY_ADDRESS and self.advertise is None:
+            raise ValueError(
+                f"listening on {self.host} needs --advertise: the host under which clients reach the workers"
+            )
+        if self.join is not None and self.state_dir is not None:
+            raise ValueError("--state-dir is of the manager that --join leaves out: give one of them")
+        return self
+
+    def spec(self) -> ClusterSpec:
+        """What is to be started. Raises SettingsProblem if the settings file of the workers cannot be read."""
+        gpu_each = self.device == "cuda" or (self.device is None and self._finds_gpus())
+        arguments: list[str] = []
+        for flag, value in (
+            ("--model", self.model),
+            ("--device", "cuda:0" if gpu_each else self.device),
+            ("--dtype", self.dtype),
+            ("--advertise", self.advertise),
+            ("--num-blocks", self.num_blocks),
+            ("--kv-cache-memory", self.kv_cache_memory),
+            ("--block-size", self.block_size),
+            ("--max-model-len", self.max_model_len),
+            ("--max-num-seqs", self.max_num_seqs),
+        ):
+            if value is not None:
+                arguments += [flag, str(value)]
+        return ClusterSpec(
+            num_workers=self.workers,
+            name=self.name or (socket.gethostname() if self.join else "worker"),
+            host=self.host,
+            port=self.port,
+            join=self.join,
+            manager_arguments=() if self.state_dir is None else ("--state-dir", str(self.state_dir)),
+            worker_arguments=tuple(arguments),
+            gpu_each=gpu_each,
+            share_cores=not gpu_each and not (self.device or "").startswith("cuda"),
+        )
+
+    def _finds_gpus(self) -> bool:
+        """Whether the workers, left to themselves, would take GPUs: all of them the same one."""
+        if os.environ.get(_DEVICE_VARIABLE):
+            return False
+        path = os.environ.get(CONFIG_VARIABLE)
+        if path and "device" in read_tables(Path(path)).get("worker", {}):
+            return False
+        return bool(visible_gpus(os.environ))
+
+
+def up(context: typer.Context) -> None:
+    """Start a manager and its workers; Ctrl-C stops them all. `kvpool up --help` lists the settings."""
+    settings = load_settings(UpSettings, context.args)
+    if settings.config is not None:
+        os.environ[CONFIG_VARIABLE] = str(settings.config.expanduser().resolve())  # the children read it too
+    sys.exit(asyncio.run(run_cluster(settings.spec(), stdout_console())))
 
 
 async def run_cluster(spec: ClusterSpec, console: Console) -> int:
-    """Run a cluster until a signal or a death; returns the exit status: 0 after a signal, 1 after a failure."""
+    """Run a cluster until a signal, or until it ends by itself; returns the exit status: 1 after a failure, else 0."""
     log = PrefixedLog(console)
     loop = asyncio.get_running_loop()
     stop_asked = asyncio.Event()
@@ -79,27 +175,30 @@ async def run_cluster(spec: ClusterSpec, console: Console) -> int:
         asked = asyncio.create_task(stop_asked.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
+        exit_status = 0
         if running.done():
-            print(error_line(running.result()), file=sys.stderr)
-            exit_status = 1
+            if (error := running.result()) is not None:
+                print(error_line(error), file=sys.stderr)
+                exit_status = 1
         else:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            exit_status = 0
         with console.status("stopping; once more Ctrl-C ends everything at once"):
             await supervisor.stop()
         return exit_status
 
 
-async def _serve(cluster: Cluster, spec: ClusterSpec, console: Console) -> KvpoolError:
-    """Start, say how to use it, and wait for a failure, which is the result."""
-    with console.status("starting") as progress:
-        try:
+async def _serve(cluster: Cluster, spec: ClusterSpec, console: Console) -> KvpoolError | None:
+    """Start, say how to use it, and keep it going; the result is what went wrong, None when the last worker has left."""
+    try:
+        with console.status("starting") as progress:
             workers = await cluster.start(lambda line: progress.update(line))
-        except KvpoolError as error:
-            return error
-    _print_ready(workers, spec, console)
-    return await cluster.wait_for_failure()
+        _print_ready(workers, spec, console)
+        await cluster.keep_alive(lambda line: console.print(line, style="bold", markup=False, soft_wrap=True))
+    except KvpoolError as error:
+        return error
+    console.print("every worker has left", style="bold")
+    return None
 
 
 def _print_ready(workers: list[cache_pb2.WorkerDescription], spec: ClusterSpec, console: Console) -> None:

@@ -55,5 +55,8 @@ async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:
 
 
 def test_the_blocking_client_has_it_too() -> None:
-    with SyncClient(config=ClientConfig(manager="127.0.0.1:1", first_contact=0.1)) as client, pytest.raises(InvalidRequest):
+    with (
+        SyncClient(config=ClientConfig(manager="127.0.0.1:1", first_contact=0.1)) as client,
+        pytest.raises(InvalidRequest),
+    ):
         client.drain("w", grace=-1)

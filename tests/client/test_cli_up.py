@@ -25,7 +25,7 @@ class Up:
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
         self.process = process
         self.lines: list[str] = []
-        self._manager = f"127.0.0.1:{port}"
+        self.manager = f"127.0.0.1:{port}"
 
     async def read_until(self, word: str) -> str:
         """The next line with `word` in it; an assertion with the whole log if it never comes."""
@@ -47,7 +47,7 @@ class Up:
     async def run(self, *arguments: str) -> str:
         """stdout of a further kvpool command, which must succeed."""
         process = await asyncio.create_subprocess_exec(
-            *KVPOOL, *arguments, "--manager", self._manager,
+            *KVPOOL, *arguments, "--manager", self.manager,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         out, err = await asyncio.wait_for(process.communicate(), 60)
@@ -56,10 +56,11 @@ class Up:
 
 
 @asynccontextmanager
-async def up(state_dir: Path, *arguments: str) -> AsyncIterator[Up]:
+async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
     port = free_port()
     process = await asyncio.create_subprocess_exec(
-        *KVPOOL, "up", "--port", str(port), "--state-dir", str(state_dir), "--device", "cpu", *arguments,
+        *KVPOOL, "up", "--port", str(port), "--device", "cpu", *arguments,
+        *(() if state_dir is None else ("--state-dir", str(state_dir))),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -106,15 +107,58 @@ async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-async def test_a_worker_that_dies_ends_the_cluster(tiny_model: Path, tmp_path: Path) -> None:
-    """It is named with what ended it, the others are stopped, and the exit status tells scripts."""
+async def test_what_dies_is_started_again_and_serves(tiny_model: Path, tmp_path: Path) -> None:
+    """kill -9 of a worker, then of the manager: each death is told with what ended it, and the cluster answers again."""
     async with up(tmp_path, "--model", str(tiny_model), "--num-blocks", "64") as cluster:
         await cluster.read_until("ready: ")
         manager, worker = descendants(cluster.process.pid)
         os.kill(worker, signal.SIGKILL)
-        assert await cluster.wait() == 1
-    assert "worker-0 was ended by SIGKILL" in "".join(cluster.lines)
-    assert not is_alive(manager)
+        await cluster.read_until("worker-0 was ended by SIGKILL; starting it again")
+        await cluster.read_until("registered")
+        assert (await cluster.run("generate", "Hello", "--max-tokens", "4")).strip()
+        os.kill(manager, signal.SIGKILL)
+        await cluster.read_until("manager was ended by SIGKILL; starting it again")
+        await cluster.read_until("epoch=2")
+        assert (await cluster.run("generate", "Hello", "--max-tokens", "4")).strip()
+        assert "every law holds" in await cluster.run("check")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert await cluster.wait() == 0
+
+
+@pytest.mark.slow
+async def test_the_cluster_ends_when_its_last_worker_has_left(tiny_model: Path, tmp_path: Path) -> None:
+    """A drained worker is not started again."""
+    async with up(tmp_path, "--workers", "2", "--model", str(tiny_model), "--num-blocks", "64") as cluster:
+        await cluster.read_until("ready: ")
+        assert await cluster.run("drain", "worker-0") == "worker-0 has left\n"
+        await cluster.read_until("worker-0 has left")
+        assert (
+            json.loads(await cluster.run("generate", "Hello", "--max-tokens", "4", "--json"))["worker_id"] == "worker-1"
+        )
+        assert await cluster.run("drain", "worker-1") == "worker-1 has left\n"
+        await cluster.read_until("every worker has left")
+        assert await cluster.wait() == 0
+
+
+@pytest.mark.slow
+async def test_workers_join_the_manager_of_another_up_and_settings_come_from_files(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As on a second machine: no manager of its own, other names; both read one settings file."""
+    config = tmp_path / "kvpool.toml"
+    config.write_text(f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 33\nblock_size = 4\n[up]\nworkers = 1\n')
+    async with up(tmp_path, "--config", str(config)) as first:
+        await first.read_until("ready: ")
+        async with up(None, "--config", str(config), "--join", first.manager, "--name", "far") as second:
+            assert "32 blocks of 4 tokens" in await second.read_until("far-0 serves")
+            await second.read_until("ready: ")
+            assert len(descendants(second.process.pid)) == 1
+            workers = json.loads(await first.run("status", "--json"))["workers"]
+            assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0"]
+            second.process.send_signal(signal.SIGTERM)
+            assert await second.wait() == 0
+        workers = json.loads(await first.run("status", "--json"))["workers"]
+        assert [worker["worker_id"] for worker in workers] == ["worker-0"]
 
 
 @pytest.mark.slow

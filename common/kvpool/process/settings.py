@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import re
 import sys
@@ -169,6 +170,9 @@ def _say(
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Without the defaults that say nothing: where None or a function stands for one, the description tells it."""
+
+    def add_text(self, text: str | None) -> None:
+        super().add_text(text and inspect.cleandoc(text))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return re.sub(r"\s*\((default: null|default factory: .*)\)", "", action.help or "") or None

@@ -1,0 +1,30 @@
+"""What the commands that call a cluster can be told, beside their own flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from kvpool.process.settings import ProcessSettings
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
+
+_DEFAULTS: Final = ClientConfig()
+
+
+class ClientSettings(ProcessSettings):
+    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names."""
+
+    model_config = SettingsConfigDict(env_prefix="KVPOOL_CLIENT_", cli_prog_name="kvpool")
+    table: ClassVar[str] = "client"
+    shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
+
+    manager: str = Field(default=DEFAULT_MANAGER, description="host:port of the cache manager.")
+    timeout: float = Field(
+        default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."
+    )
+    max_attempts: int = Field(
+        default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
+    )

@@ -1,0 +1,68 @@
+"""What dies is started again, but not for ever; what takes its leave may go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.cli.keeper import MAX_DEATHS, GaveUp, Keeper
+from client.cli.supervisor import ChildSpec, Supervisor
+
+SLEEPER = "import time; time.sleep(600)"
+
+
+def child(name: str, script: str) -> ChildSpec:
+    return ChildSpec(name, [sys.executable, "-I", "-S", "-c", script])
+
+
+def dies_first(name: str, folder: Path, times: int) -> ChildSpec:
+    """A child that fails so often before it ends well; it counts in a file of the folder."""
+    count = str(folder / "count")
+    script = (
+        f"import os, sys; file = open({count!r}, 'a'); file.write('x'); file.close(); "
+        f"sys.exit(os.stat({count!r}).st_size <= {times})"
+    )
+    return child(name, script)
+
+
+async def kept(monkeypatch: pytest.MonkeyPatch, *children: ChildSpec) -> list[str]:
+    """Start the children, the first of which is vital, and keep them; returns what happened."""
+    monkeypatch.setattr("client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    told: list[str] = []
+    async with Supervisor(lambda name, line: None) as supervisor:
+        for spec in children:
+            await supervisor.start(spec)
+        await Keeper(supervisor, {spec.name: spec for spec in children}, "manager", told.append).keep()
+    return told
+
+
+async def test_it_ends_when_all_but_the_vital_one_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = await kept(monkeypatch, child("manager", SLEEPER), child("a", "pass"), child("b", "pass"))
+    assert sorted(told) == ["a has left", "b has left"]
+
+
+async def test_a_death_is_told_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It dies twice, then ends well."""
+    told = await kept(monkeypatch, child("manager", SLEEPER), dies_first("a", tmp_path, 2))
+    assert told == ["a ended with exit status 1; starting it again"] * 2 + ["a has left"]
+
+
+async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GaveUp, match=f"manager ended with exit status 0, the {MAX_DEATHS}th time"):
+        await kept(monkeypatch, child("manager", "pass"), child("a", SLEEPER))
+
+
+async def test_deaths_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Twice as many as are borne at once, an hour apart each."""
+    monkeypatch.setattr("client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    deaths = 2 * MAX_DEATHS
+    hours = iter(range(1000))
+    told: list[str] = []
+    async with Supervisor(lambda name, line: None) as supervisor:
+        specs = {spec.name: spec for spec in (child("manager", SLEEPER), dies_first("a", tmp_path, deaths))}
+        for spec in specs.values():
+            await supervisor.start(spec)
+        await Keeper(supervisor, specs, "manager", told.append, clock=lambda: 3600.0 * next(hours)).keep()
+    assert len(told) == deaths + 1
