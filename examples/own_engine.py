@@ -1,0 +1,150 @@
+"""An engine of your own: a toy transformer in numpy whose KV blocks a kvpool manager decides about (docs/PROTOCOL.md).
+
+Four texts at once, which begin alike: Allocate a block table, compute what is not cached, Append (`want_blocks`: no reserve), Free.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+STORY = "Once upon a time there was a cache that kept what it had read. "
+PROMPTS = [STORY + end for end in ("It forgot", "It shared its blocks with", "And so", "Then came a prompt:")]
+SIZE, LAYERS, DIM, VOCAB = 8, 2, 24, 95  # token slots of a block; layers; width; printable characters of ASCII
+ROOT = common_pb2.Root(model_fingerprint="own-engine-1")  # names all that shapes the KV: other weights, other name
+random = np.random.default_rng(7)
+EMBEDDING, HEAD = random.normal(size=(VOCAB, DIM)), random.normal(size=(DIM, VOCAB))
+WEIGHTS = random.normal(size=(LAYERS, 4, DIM, DIM)) / DIM**0.5  # query, key, value, output
+
+
+def forward(kv: Any, table: Any, tokens: Any, first: int) -> Any:
+    """Logits behind each token from position `first` on. Writes their KV into the table's blocks, and reads all KV there."""
+    positions = np.arange(len(tokens))
+    block, slot, new = table[positions // SIZE], positions % SIZE, positions[first:]
+    x = EMBEDDING[tokens[new]] + np.sin(new[:, None] / 50 ** (np.arange(DIM) / DIM) + np.arange(DIM))
+    for layer, (query, key, value, output) in enumerate(WEIGHTS):
+        kv[block[new], slot[new], layer] = np.stack([x @ key, x @ value], axis=1)
+        keys, values = kv[block, slot, layer].swapaxes(0, 1)
+        weights = np.exp(x @ query @ keys.T / DIM) * (positions <= new[:, None])
+        x = x + weights / weights.sum(axis=1, keepdims=True) @ values @ output
+    return x @ HEAD
+
+
+class Engine:
+    """The KV, the books of its blocks, and the link to the manager."""
+
+    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, session: int, num_blocks: int) -> None:
+        self.stub, self.uplink, self.kv = stub, pb.Uplink(session=session), np.empty((num_blocks, SIZE, LAYERS, 2, DIM))
+        self.kv[:], self.one_call, self.stopped = np.nan, asyncio.Lock(), set[str]()
+        # Of each block: the stamp of its grant, the stamp under which it was filled, and how many tables name it.
+        self.stamp, self.filled, self.users = np.zeros((3, num_blocks), np.int64)
+
+    async def keep_lease(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            # What is wrong, the next call says; what comes down with the answer comes again with the next call's.
+            await self.stub.KeepAlive(pb.KeepAliveRequest(session=self.uplink.session), timeout=2).code()
+
+    async def call(self, rpc: Any, request: Any) -> Any:
+        """The one mutating call in flight. Without an answer the same goes out again, under a larger number."""
+        async with self.one_call:
+            for _ in range(6):
+                self.uplink.call_no += 1
+                request.uplink.CopyFrom(self.uplink)
+                sent = rpc(request, timeout=2)
+                if await sent.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    break
+                await asyncio.sleep(0.2)
+            for entry in (
+                answer := await sent
+            ).downlink.entries:  # no grants, for want of wishes; `drain`: it ends anyway
+                self.uplink.downlink_ack = max(self.uplink.downlink_ack, entry.number)
+                self.stopped.add(entry.stop.sequence_id)
+            for result in getattr(answer, "results", ()):  # Free has none: it never fails
+                if result.status.code not in (0, 8):  # OK, RESOURCE_EXHAUSTED
+                    raise RuntimeError(result.status.message)
+            return answer
+
+    def enter(self, run: common_pb2.BlockRun, num_hits: int = 0) -> Any:
+        """Blocks for a table. A hit must have been filled here under its stamp; a grant must be newer, its block not in use."""
+        blocks, stamps = np.array(run.block_ids, int), np.array(run.generations, np.int64)
+        hits = (self.filled[blocks] == stamps) & (self.stamp[blocks] == stamps)
+        grants = (self.stamp[blocks] < stamps) & (self.users[blocks] == 0)
+        if not np.where(np.arange(len(blocks)) < num_hits, hits, grants).all():
+            raise RuntimeError("the manager and this engine disagree on a block: nothing more may be written")
+        self.stamp[blocks], self.users[blocks] = stamps, self.users[blocks] + 1
+        return blocks
+
+    async def generate(self, prompt: str, max_tokens: int) -> tuple[Any, Any, Any, list[int]]:
+        """Returns all tokens, the logits of the last one, the last block table, and the cached tokens of each round."""
+        tokens, end, cached = np.array([*prompt.encode()], "<u4") - 32, len(prompt) + max(1, max_tokens), list[int]()
+        name = f"{self.uplink.session:x} {prompt}"
+        while len(tokens) < end and name not in self.stopped:  # one round, or more if the pool is full
+            key = common_pb2.SequenceKey(sequence_id=name, attempt=1, round=len(cached))
+            want = pb.AllocateItem(key=key, root=ROOT, tokens=tokens.tobytes(), max_new_tokens=end - len(tokens))
+            result = (await self.call(self.stub.Allocate, pb.AllocateRequest(items=[want]))).results[0]
+            if not result.HasField("granted"):  # `wait`: another text is computing our beginning; or no blocks
+                await asyncio.sleep(0.02)
+                continue
+            computed = sealed = result.granted.num_cached_tokens
+            table, has_room = self.enter(result.granted.tables[0], computed // SIZE), True
+            cached.append(computed)
+            while has_room and len(tokens) < end and name not in self.stopped:
+                logits, computed = forward(self.kv, table, tokens, computed)[-1], len(tokens)
+                tokens = np.append(tokens, np.uint32(logits.argmax()))
+                self.filled[table[: computed // SIZE]] = self.stamp[table[: computed // SIZE]]
+                # All there is to say of the sequence: twice does no harm. A thrifty engine leaves out what was acknowledged.
+                run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=table, generations=self.stamp[table])
+                state = pb.SequenceUpdate(key=key, tokens=tokens.tobytes(), num_computed_tokens=computed, bound=[run])
+                if computed - sealed >= SIZE and len(tokens) < end:  # full blocks, which this makes cache for others
+                    item = pb.AppendItem(update=state, want_blocks=-(-len(tokens) // SIZE))
+                    result = (await self.call(self.stub.Append, pb.AppendRequest(items=[item]))).results[0]
+                    has_room, sealed = not result.status.code, result.num_sealed_tokens
+                    table = np.concatenate([table, *map(self.enter, result.tables)])
+                await asyncio.sleep(0)
+            self.users[table] -= 1  # before the call: the blocks may be granted anew before its answer is here
+            await self.call(self.stub.Free, pb.FreeRequest(items=[pb.FreeItem(update=state)]))
+        return tokens, logits, table, cached
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description="Texts by a toy model whose KV blocks a kvpool manager decides about.")
+    parser.add_argument("--manager", default=os.environ.get("KVPOOL_MANAGER", "127.0.0.1:50051"), help="host:port")
+    parser.add_argument("--num-blocks", type=int, default=64, help=f"of {SIZE} tokens each, the null block included")
+    parser.add_argument("--max-tokens", type=int, default=40, help="to generate for each prompt")
+    args = parser.parse_args()
+    hello = pb.RegisterRequest(incarnation=time.time_ns(), register_no=1, address="none:0")  # it serves no clients
+    hello.worker_id, hello.model_fingerprint = f"own-engine-{hello.incarnation}", ROOT.model_fingerprint
+    hello.kv_cache_config.block_size = SIZE
+    hello.kv_cache_config.groups.add(full_attention=common_pb2.FullAttentionSpec())
+    hello.kv_cache_config.pools.add(tier=common_pb2.TIER_DEVICE, num_blocks=args.num_blocks)
+    async with grpc.aio.insecure_channel(args.manager, options=[("grpc.enable_retries", 0)]) as channel:
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        session = await stub.Register(hello, timeout=5)
+        engine = Engine(stub, session.session, args.num_blocks)
+        lease = asyncio.create_task(engine.keep_lease(session.keep_alive_interval_ms / 1000))
+        try:
+            texts = await asyncio.gather(*(engine.generate(prompt, args.max_tokens) for prompt in PROMPTS))
+        finally:
+            lease.cancel()
+            await stub.Deregister(pb.DeregisterRequest(session=session.session), timeout=2).code()
+    for prompt, (tokens, logits, table, cached) in zip(PROMPTS, texts, strict=True):
+        alone = forward(np.empty((len(tokens), SIZE, LAYERS, 2, DIM)), np.arange(len(tokens)), tokens[:-1], 0)
+        if [*alone.argmax(axis=1)[len(prompt) - 1 :]] != [*tokens[len(prompt) :]] or not np.allclose(alone[-1], logits):
+            raise RuntimeError(f"without the cache another text comes out of {prompt!r}")
+        print(f"{prompt!r} -> {bytes([*tokens[len(prompt) :] + 32]).decode()!r}, the same as without the cache")
+        print(f"  block table {table.tolist()}, cached tokens in each round {cached}")
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    except (KeyboardInterrupt, RuntimeError, grpc.aio.AioRpcError) as error:
+        why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or "interrupted"
+        raise SystemExit(f"own_engine: {why}") from None
