@@ -37,18 +37,17 @@ def forward(kv: Any, table: Any, tokens: Any, first: int) -> Any:
 
 
 class Engine:
-    """The KV, the books of its blocks, and the link to the manager."""
+    """KV; of each block the stamp of its grant, its stamp when it was filled, and in how many tables it is; link to the manager."""
 
     def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, session: int, num_blocks: int) -> None:
-        self.stub, self.uplink, self.kv = stub, pb.Uplink(session=session), np.empty((num_blocks, SIZE, LAYERS, 2, DIM))
-        self.kv[:], self.one_call, self.stopped = np.nan, asyncio.Lock(), set[str]()
-        # Of each block: the stamp of its grant, the stamp under which it was filled, and how many tables name it.
+        self.kv = np.full((num_blocks, SIZE, LAYERS, 2, DIM), np.nan)  # read before it is written, it spoils the text
         self.stamp, self.filled, self.users = np.zeros((3, num_blocks), np.int64)
+        self.stub, self.uplink = stub, pb.Uplink(session=session)
+        self.one_call, self.stopped = asyncio.Lock(), set[str]()
 
     async def keep_lease(self, seconds: float) -> None:
         while True:
-            await asyncio.sleep(seconds)
-            # What is wrong, the next call says; what comes down with the answer comes again with the next call's.
+            await asyncio.sleep(seconds)  # what is wrong, and what comes down, the next call hears again
             await self.stub.KeepAlive(pb.KeepAliveRequest(session=self.uplink.session), timeout=2).code()
 
     async def call(self, rpc: Any, request: Any) -> Any:
