@@ -10,7 +10,7 @@ from typing import NamedTuple
 _CONTINUED = re.compile(r"\\\n")
 _COMMENT = re.compile(r"^\s*#.*\n?", re.MULTILINE)
 _OF_ONE_MACHINE = re.compile(r"(?:file:/|/(?:home|Users|mnt|media|work)/)\S*")
-_BUILD_TOOLS = re.compile(r"\b(?:pip|apt|apt-get|apk|make|gcc|curl|wget)\b")
+_BUILD_TOOLS = re.compile(r"\b(?:pip|apt-get|apt|apk|make|gcc|curl|wget)\b")
 
 
 class Instruction(NamedTuple):
