@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CODE := cache_service worker_service client common tests bench examples scripts
 
-.PHONY: help demo test check proto format bench bench-peers clean
+.PHONY: help demo test test-compose check proto format bench bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests"
-	@echo "make check        format, lint, types, import rules, protos"
+	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
+	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make bench        measure the manager's core and a cluster against their peers"
@@ -32,6 +33,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+test-compose: $(READY)
+	$(BIN)/python -m scripts.compose test $(ARGUMENTS)
+
 check: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
@@ -39,6 +43,7 @@ check: $(READY)
 	PYTHONPATH=.:protos:common $(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
+	$(BIN)/python -m scripts.compose check
 
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate
