@@ -50,7 +50,7 @@ class Engine:
             await asyncio.sleep(seconds)  # what is wrong, and what comes down, the next call hears again
             await self.stub.KeepAlive(pb.KeepAliveRequest(session=self.uplink.session), timeout=2).code()
 
-    async def call(self, rpc: Any, request: Any) -> Any:
+    async def call(self, rpc: Any, request: Any, name: str) -> Any:
         """The one mutating call in flight. Without an answer the same goes out again, under a larger number."""
         async with self.one_call:
             for _ in range(6):
@@ -60,13 +60,12 @@ class Engine:
                 if await sent.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     break
                 await asyncio.sleep(0.2)
-            for entry in (
-                answer := await sent
-            ).downlink.entries:  # no grants, for want of wishes; `drain`: it ends anyway
+            answer = await sent
+            for entry in answer.downlink.entries:  # no grants, for want of wishes; `drain`: it ends anyway
                 self.uplink.downlink_ack = max(self.uplink.downlink_ack, entry.number)
                 self.stopped.add(entry.stop.sequence_id)
             for result in getattr(answer, "results", ()):  # Free has none: it never fails
-                if result.status.code not in (0, 8):  # OK, RESOURCE_EXHAUSTED
+                if result.status.code not in (0, 8) and name not in self.stopped:  # 8: RESOURCE_EXHAUSTED
                     raise RuntimeError(result.status.message)
             return answer
 
@@ -87,7 +86,7 @@ class Engine:
         while len(tokens) < end and name not in self.stopped:  # one round, or more if the pool is full
             key = common_pb2.SequenceKey(sequence_id=name, attempt=1, round=len(cached))
             want = pb.AllocateItem(key=key, root=ROOT, tokens=tokens.tobytes(), max_new_tokens=end - len(tokens))
-            result = (await self.call(self.stub.Allocate, pb.AllocateRequest(items=[want]))).results[0]
+            result = (await self.call(self.stub.Allocate, pb.AllocateRequest(items=[want]), name)).results[0]
             if not result.HasField("granted"):  # `wait`: another text is computing our beginning; or no blocks
                 await asyncio.sleep(0.02)
                 continue
@@ -103,12 +102,12 @@ class Engine:
                 state = pb.SequenceUpdate(key=key, tokens=tokens.tobytes(), num_computed_tokens=computed, bound=[run])
                 if computed - sealed >= SIZE and len(tokens) < end:  # full blocks, which this makes cache for others
                     item = pb.AppendItem(update=state, want_blocks=-(-len(tokens) // SIZE))
-                    result = (await self.call(self.stub.Append, pb.AppendRequest(items=[item]))).results[0]
+                    result = (await self.call(self.stub.Append, pb.AppendRequest(items=[item]), name)).results[0]
                     has_room, sealed = not result.status.code, result.num_sealed_tokens
                     table = np.concatenate([table, *map(self.enter, result.tables)])
                 await asyncio.sleep(0)
             self.users[table] -= 1  # before the call: the blocks may be granted anew before its answer is here
-            await self.call(self.stub.Free, pb.FreeRequest(items=[pb.FreeItem(update=state)]))
+            await self.call(self.stub.Free, pb.FreeRequest(items=[pb.FreeItem(update=state)]), name)
         return tokens, logits, table, cached
 
 

@@ -1,0 +1,357 @@
+"""The example of an engine of one's own: its texts are those of a model without a cache, and it respects the protocol."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import pytest
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+from examples import own_engine
+from tests.cluster.cluster import Cluster
+from tests.cluster.polling import eventually
+from tests.cluster.process import Process
+
+SCRIPT = Path(own_engine.__file__)
+PROMPTS = own_engine.PROMPTS
+NUM_BLOCKS_FOR_ONE = 17
+"""Blocks that the longest text needs, and the null block: not enough for two of them."""
+ENDLESS = 10_000
+NUM_BLOCKS_FOR_ENDLESS = 1_300
+
+
+# -- the truth
+
+
+def dense(prompt: str, num_tokens: int) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """The tokens behind a prompt and the logits of the last, position by position, with neither blocks nor cache."""
+    tokens = [ord(character) - 32 for character in prompt]
+    logits = np.zeros(own_engine.VOCAB)
+    for _ in range(num_tokens):
+        hidden = [
+            own_engine.EMBEDDING[token]
+            + [np.sin(position / 50 ** (i / own_engine.DIM) + i) for i in range(own_engine.DIM)]
+            for position, token in enumerate(tokens)
+        ]
+        for query, key, value, output in own_engine.WEIGHTS:
+            keys = np.stack([x @ key for x in hidden])
+            values = np.stack([x @ value for x in hidden])
+            seen = []
+            for position, x in enumerate(hidden):
+                weights = np.exp(keys[: position + 1] @ (x @ query) / own_engine.DIM)
+                seen.append(weights @ values[: position + 1] / weights.sum() @ output)
+            hidden = [x + attention for x, attention in zip(hidden, seen, strict=True)]
+        logits = hidden[-1] @ own_engine.HEAD
+        tokens.append(int(logits.argmax()))
+    return tokens, logits
+
+
+TRUTH = {prompt: dense(prompt, 40) for prompt in PROMPTS}
+
+
+def as_text(tokens: list[int]) -> str:
+    return "".join(chr(token + 32) for token in tokens)
+
+
+# -- the program
+
+
+class Text(NamedTuple):
+    """What the program says of one prompt."""
+
+    prompt: str
+    text: str
+    table: list[int]
+    cached: list[int]
+
+
+def texts_of(output: str) -> list[Text]:
+    pattern = r"(.+) -> (.+), the same as without the cache\n  block table (.+), cached tokens in each round (.+)\n"
+    return [Text(*map(ast.literal_eval, found)) for found in re.findall(pattern, output)]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A manager in a process of its own, and no worker; no lease runs out in a test."""
+    async with Cluster(tmp_path, lease_seconds=600, keep_alive_seconds=0.1) as cluster:
+        await cluster.start_manager()
+        yield cluster
+
+
+def start(cluster: Cluster, folder: Path, name: str = "engine", **settings: int) -> Process:
+    flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in settings.items()]
+    return Process(name, [str(SCRIPT), "--manager", cluster.address(), *flags], folder / f"{name}.log", {})
+
+
+async def assert_nothing_is_left(cluster: Cluster) -> None:
+    """The engine has left, and every law of the manager holds."""
+    assert await cluster.describe() == []
+    assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
+
+
+async def until_it_generates(cluster: Cluster) -> pb.WorkerDescription:
+    async def generates() -> list[pb.WorkerDescription]:
+        return [worker for worker in await cluster.describe() if worker.num_sequences and worker.totals.num_calls > 20]
+
+    return (await eventually(generates, "the engine generates"))[0]
+
+
+def assert_true(output: str) -> list[Text]:
+    """Every text is what the model says without a cache."""
+    texts = texts_of(output)
+    assert [(text.prompt, text.text) for text in texts] == [
+        (prompt, as_text(TRUTH[prompt][0][len(prompt) :])) for prompt in PROMPTS
+    ], output
+    return texts
+
+
+async def test_its_texts_are_those_of_the_model_and_their_beginning_is_shared(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path)
+    assert await engine.ended() == 0, engine.log
+    texts = assert_true(engine.log)
+    num_shared = len(own_engine.STORY) // own_engine.SIZE
+    assert sorted(text.cached for text in texts)[0] == [0]
+    assert all(text.cached[0] >= num_shared * own_engine.SIZE for text in texts if text.cached != [0])
+    assert sum(text.cached == [0] for text in texts) == 1
+    assert {tuple(text.table[:num_shared]) for text in texts} == {tuple(texts[0].table[:num_shared])}
+    assert all(
+        len(text.table) == -(-(len(text.prompt) + 40 - 1) // own_engine.SIZE) and 0 not in text.table for text in texts
+    )
+    await assert_nothing_is_left(cluster)
+
+
+async def test_a_pool_for_hardly_more_than_one_text_gives_the_same_texts(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ONE)
+    assert await engine.ended() == 0, engine.log
+    texts = assert_true(engine.log)
+    assert max(len(text.cached) for text in texts) > 1, "nobody had to give its blocks back"
+    await assert_nothing_is_left(cluster)
+
+
+async def test_two_engines_at_once_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path) -> None:
+    engines = [start(cluster, tmp_path, name, num_blocks=NUM_BLOCKS_FOR_ONE + 3) for name in ("one", "two")]
+    for engine in engines:
+        assert await engine.ended() == 0, engine.log
+        assert_true(engine.log)
+    await assert_nothing_is_left(cluster)
+
+
+async def test_a_manager_that_dies_is_named_in_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+    await until_it_generates(cluster)
+    cluster.kill("manager")
+    assert await engine.ended() == 1
+    assert re.fullmatch(r"own_engine: .*(connect|Connection|Socket|recvmsg).*\n", engine.log), engine.log
+
+
+async def test_no_manager_at_all_is_named_in_one_line(tmp_path: Path) -> None:
+    engine = Process("engine", [str(SCRIPT), "--manager", "127.0.0.1:1"], tmp_path / "engine.log", {})
+    assert await engine.ended() == 1
+    assert re.fullmatch(r"own_engine: .*127\.0\.0\.1:1.*\n", engine.log), engine.log
+
+
+async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+    fenced = await until_it_generates(cluster)
+    rival = registration(fenced.worker_id, 2)
+    rival.incarnation = fenced.incarnation + 1
+    await cluster.manager_stub.Register(rival)
+    assert await engine.ended() == 1
+    assert re.fullmatch(r"own_engine: session 0x[0-9a-f]+ is not live: it was fenced, .*\n", engine.log), engine.log
+
+
+async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+    await until_it_generates(cluster)
+    engine.send(signal.SIGINT)
+    assert await engine.ended() == 1
+    assert engine.log == "own_engine: interrupted\n"
+    await assert_nothing_is_left(cluster)
+
+
+async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, tmp_path: Path) -> None:
+    engine = start(cluster, tmp_path, num_blocks=5)
+    assert await engine.ended() == 1
+    assert re.fullmatch(r"own_engine: 72 prompt tokens and up to 40 new ones need 14 blocks.*\n", engine.log)
+    await assert_nothing_is_left(cluster)
+
+
+# -- the engine, in this process
+
+
+def registration(worker_id: str, num_blocks: int) -> pb.RegisterRequest:
+    group = common_pb2.KVCacheGroup(full_attention=common_pb2.FullAttentionSpec())
+    pool = common_pb2.KVCachePool(tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
+    return pb.RegisterRequest(
+        worker_id=worker_id,
+        incarnation=1,
+        register_no=1,
+        address="127.0.0.1:1",
+        model_fingerprint=own_engine.ROOT.model_fingerprint,
+        kv_cache_config=common_pb2.KVCacheConfig(block_size=own_engine.SIZE, groups=[group], pools=[pool]),
+    )
+
+
+async def registered(cluster: Cluster, stub: Any, num_blocks: int) -> own_engine.Engine:
+    answer = await cluster.manager_stub.Register(registration("here", num_blocks))
+    return own_engine.Engine(stub, answer.session, num_blocks)
+
+
+class Unanswered:
+    """A call whose answer is lost, as a broken connection loses it."""
+
+    def __init__(self, sent: Any) -> None:
+        self._sent = sent
+
+    async def code(self) -> grpc.StatusCode:
+        await self._sent
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class ForgetfulStub:
+    """The real service, which executes every call; of three answers two are lost."""
+
+    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        self._stub = stub
+        self.num_sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def send(request: Any, timeout: float) -> Any:
+            self.num_sent += 1
+            sent = getattr(self._stub, name)(request, timeout=timeout)
+            return sent if self.num_sent % 3 == 0 else Unanswered(sent)
+
+        return send
+
+
+async def assert_engine_is_true(cluster: Cluster, engine: own_engine.Engine) -> list[list[int]]:
+    """All texts and logits at once, and the pool afterwards; returns the cached tokens of each round of each text."""
+    texts = await asyncio.gather(*(engine.generate(prompt, 40) for prompt in PROMPTS))
+    for prompt, (tokens, logits, _, _) in zip(PROMPTS, texts, strict=True):
+        expected_tokens, expected_logits = TRUTH[prompt]
+        assert tokens.tolist() == expected_tokens
+        np.testing.assert_allclose(logits, expected_logits, rtol=1e-9)
+    (counts,) = (await cluster.worker("here")).counts
+    assert counts.free + counts.cached == counts.capacity
+    assert counts.cached > 0
+    assert not engine.users.any()
+    assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
+    return [cached for _, _, _, cached in texts]
+
+
+@pytest.mark.parametrize("num_blocks", [64, 24, NUM_BLOCKS_FOR_ONE])
+async def test_logits_depend_on_every_slot_and_are_those_of_the_model(cluster: Cluster, num_blocks: int) -> None:
+    """Also where blocks are evicted, taken back and computed again."""
+    engine = await registered(cluster, cluster.manager_stub, num_blocks)
+    await assert_engine_is_true(cluster, engine)
+    assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (num_blocks < 64)
+
+
+async def test_what_is_cached_is_not_computed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    forward = own_engine.forward
+
+    def counting(kv: Any, table: Any, tokens: Any, first: int) -> Any:
+        computed.append(len(tokens) - first)
+        return forward(kv, table, tokens, first)
+
+    monkeypatch.setattr(own_engine, "forward", counting)
+    cached = await assert_engine_is_true(cluster, await registered(cluster, cluster.manager_stub, 64))
+    num_needed = sum(len(prompt) + 39 for prompt in PROMPTS)
+    assert sum(computed) == num_needed - sum(map(sum, cached))
+    assert sum(computed) < num_needed - 3 * 50
+
+
+@pytest.mark.parametrize("num_blocks", [64, NUM_BLOCKS_FOR_ONE])
+async def test_lost_answers_change_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """What was executed twice under two numbers was done once."""
+    nap = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
+    stub = ForgetfulStub(cluster.manager_stub)
+    await assert_engine_is_true(cluster, await registered(cluster, stub, num_blocks))
+    assert (await cluster.worker("here")).totals.num_calls == stub.num_sent > 60
+
+
+async def test_texts_that_live_elsewhere_under_a_larger_attempt_end(cluster: Cluster) -> None:
+    engine = await registered(cluster, cluster.manager_stub, NUM_BLOCKS_FOR_ENDLESS)
+    generating = asyncio.gather(*(engine.generate(prompt, ENDLESS) for prompt in PROMPTS))
+
+    async def all_live() -> bool:
+        return (await cluster.worker("here")).num_sequences == len(PROMPTS)
+
+    await eventually(all_live, "all texts have tables")
+    other = await cluster.manager_stub.Register(registration("elsewhere", 64))
+    names = [f"{engine.uplink.session:x} {prompt}" for prompt in PROMPTS]
+    items = [
+        pb.AllocateItem(
+            key=common_pb2.SequenceKey(sequence_id=name, attempt=2),
+            root=own_engine.ROOT,
+            tokens=b"\0" * 4,
+            no_wait=True,
+        )
+        for name in names
+    ]
+    taken = await cluster.manager_stub.Allocate(
+        pb.AllocateRequest(uplink=pb.Uplink(session=other.session, call_no=1), items=items)
+    )
+    assert all(result.HasField("granted") for result in taken.results)
+    await generating
+    assert engine.stopped == {*names}
+    assert (await cluster.worker("here")).num_sequences == 0
+
+
+def run(blocks: list[int], generations: list[int]) -> common_pb2.BlockRun:
+    return common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "generations", "num_hits"),
+    [
+        pytest.param([2], [9], 0, id="granted although in use"),
+        pytest.param([3], [5], 0, id="granted under its old stamp"),
+        pytest.param([3], [4], 0, id="granted under an older stamp"),
+        pytest.param([3], [5], 1, id="handed out as cached, and not filled"),
+        pytest.param([4], [7], 1, id="handed out as cached under another stamp"),
+        pytest.param([5], [5], 1, id="handed out as cached, filled before it was granted again"),
+    ],
+)
+async def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
+    blocks: list[int], generations: list[int], num_hits: int
+) -> None:
+    engine = own_engine.Engine(None, 1, 8)  # type: ignore[arg-type]  # it calls nobody
+    engine.enter(run([2, 3, 4, 5], [5, 5, 6, 5]))
+    engine.filled[4] = 6
+    engine.filled[5] = 5
+    engine.users[[3, 4, 5]] = 0
+    engine.enter(run([5], [8]))
+    engine.users[5] = 0
+    assert engine.enter(run([4], [6]), 1).tolist() == [4]
+    with pytest.raises(RuntimeError, match="disagree"):
+        engine.enter(run(blocks, generations), num_hits)
+
+
+# -- the file
+
+
+def test_it_is_short_and_needs_nothing_but_the_base_package_and_numpy() -> None:
+    source = SCRIPT.read_text()
+    assert len(source.splitlines()) < 150
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            imported.add(node.module)
+    foreign = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert foreign == {"grpc", "numpy", "kvpool.v1"}
