@@ -1,0 +1,285 @@
+"""docs/LEARN.md is true: what it refers to exists, its figures follow from their formulas, its commands print what it shows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cache_service.core import integrity
+from cache_service.core.block_pool import BlockPool, State
+from cache_service.core.hashing import xxh64
+from cache_service.core.messages import Root
+from cache_service.core.prefix_tree import PrefixTree
+from tests.cache_service.core.desk import Desk
+from worker_service.cache.reserve import spare_target
+from worker_service.settings import WorkerSettings
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = (REPOSITORY / "docs" / "LEARN.md").read_text()
+FLAT = " ".join(TEXT.split())
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+# -- references
+
+REFERENCES = sorted(set(re.findall(r"`([\w/]+/[\w/]*\w+\.py)(?:: ([\w.]+))?`", TEXT)))
+
+
+def _names(tree: ast.AST, prefix: str = "") -> set[str]:
+    """Dotted names of what a module defines: functions, classes, their methods, fields and attributes set on self."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(prefix + node.name)
+            found |= {
+                prefix + inner.attr
+                for inner in ast.walk(node)
+                if prefix and isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+            }
+        elif isinstance(node, ast.ClassDef):
+            found.add(prefix + node.name)
+            found |= _names(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(prefix + node.target.id)
+    return found
+
+
+def test_there_are_references() -> None:
+    assert len(REFERENCES) > 30
+
+
+@pytest.mark.parametrize(("path", "name"), REFERENCES)
+def test_what_is_referred_to_exists(path: str, name: str) -> None:
+    source = (REPOSITORY / path).read_text()
+    assert not name or name in _names(ast.parse(source))
+
+
+def test_every_python_name_with_a_file_is_written_so_that_it_is_checked() -> None:
+    """`path.py: name`, with the whole path: nothing escapes the test above by being written otherwise."""
+    loose = [
+        quoted
+        for quoted in re.findall(r"`([^`\n]*\.py[^`\n]*)`", TEXT)
+        if not re.fullmatch(r"path\.py(: name)?", quoted)
+    ]
+    assert [quoted for quoted in loose if tuple([*quoted.split(": "), ""][:2]) not in REFERENCES] == []
+
+
+def test_links_lead_to_documents() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links
+    for link in links:
+        assert (REPOSITORY / "docs" / link).is_file(), link
+
+
+# -- figures
+
+LLAMA_3_8B = 2 * 32 * 8 * 128 * 2
+"""Bytes of KV per token in fp16."""
+SMOLLM2 = 2 * 30 * 3 * 64 * 2
+LLAMA_3_70B = 2 * 80 * 8 * 128 * 2
+BLOCK = WorkerSettings.model_fields["block_size"].default
+RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        f"= {LLAMA_3_8B:,} bytes = {LLAMA_3_8B // KIB} KiB per token",
+        f"4,096 × {LLAMA_3_8B // KIB} KiB = {4096 * LLAMA_3_8B // MIB} MiB",
+        f"eight such conversations {8 * 4096 * LLAMA_3_8B // GIB} GiB",
+        f"= {SMOLLM2:,} bytes, {SMOLLM2 / KIB} KiB per token",
+        f"⌈50 / {BLOCK}⌉ = {-(-50 // BLOCK)} blocks, {-(-50 // BLOCK) * BLOCK} slots",
+        f"{-(-50 // BLOCK) * BLOCK * LLAMA_3_8B // MIB} MiB, instead of 2,048 slots",
+        f"of {2048 * LLAMA_3_8B // MIB} MiB, it used {50 * LLAMA_3_8B / MIB} MiB",
+        f"used {50 / 2048:.1%} of them".replace("%", " %"),
+        f"the last block, {4 * BLOCK - 50} slots here, {BLOCK - 1} at most",
+        f"table[p ÷ {BLOCK}] × {BLOCK} + p mod {BLOCK}",
+        f"position 49 is in block {[7, 2, 9, 4][49 // BLOCK]}, slot {[7, 2, 9, 4][49 // BLOCK] * BLOCK + 49 % BLOCK}",
+        f"| {BLOCK * LLAMA_3_8B // MIB} MiB for Llama-3-8B in fp16 |",
+        f"640 × {RESERVE_SECONDS:.0f} s ÷ {BLOCK} = {spare_target(64, 10**6, 640, RESERVE_SECONDS, BLOCK)} blocks",
+        f"= {LLAMA_3_70B:,} bytes, {LLAMA_3_70B // KIB} KiB; a block is {BLOCK * LLAMA_3_70B // MIB} MiB, "
+        f"so {40 * GIB // (BLOCK * LLAMA_3_70B):,} blocks",
+    ],
+)
+def test_a_figure_follows_from_its_formula(claim: str) -> None:
+    assert claim in FLAT
+
+
+def test_thirty_two_requests_fit_where_one_did() -> None:
+    assert 2048 // (-(-50 // BLOCK) * BLOCK) == 32
+    assert "thirty-two such requests fit where one did" in FLAT
+
+
+def test_the_chances_of_a_collision() -> None:
+    """n² / 2⁶⁵ for a million and a billion names."""
+    assert round(1e6**2 / 2**65 * 1e8) == 3
+    assert round(1e9**2 / 2**65 * 100) == 3
+    assert "A million blocks: 3 in a hundred million. A billion, over the life of a cluster: 3 %" in FLAT
+
+
+def test_the_number_of_laws() -> None:
+    assert integrity.__doc__ is not None
+    laws = re.findall(r"^\* (\w[\w ]*):", integrity.__doc__, re.MULTILINE)
+    assert (laws[0], len(laws)) == ("conservation", 1 + 9)
+    assert "that and nine more laws" in FLAT
+
+
+# -- the states of a block
+
+TRANSITIONS = re.findall(r"^\| (free|cached|held|reserved) \| `(\w+)` \| (\w+) \|", TEXT, re.MULTILINE)
+
+
+def _block_in(state: str) -> tuple[BlockPool, int]:
+    """A pool of one block, which is in that state; held ones are in one table and not sealed."""
+    tree = PrefixTree(xxh64)
+    pool = BlockPool(2, 4, tree)
+    if state == "reserved":
+        pool.take_reserved(1, 1)
+    elif state != "free":
+        pool.take_held(1, 1)
+    if state == "cached":
+        _seal(tree, pool)
+        pool.release(1)
+    assert pool.state(1) is State[state.upper()]
+    return pool, 1
+
+
+def _seal(tree: PrefixTree, pool: BlockPool) -> None:
+    root = tree.intern_root(Root("m"), 4)
+    path: list[object] = []
+    tree.extend(path, root, bytes(16), 4, 1)  # type: ignore[arg-type]
+    node = tree.find_root(Root("m"), 4)
+    assert node is not None
+    child = node.find(bytes(16))
+    assert child is not None
+    tree.name(child)
+    pool.seal(1, child)
+
+
+def test_the_diagram_and_the_table_name_every_call_that_changes_a_state() -> None:
+    """Those are the methods of BlockPool that write `_state` or `_ref_count`; `_take` is the inside of two of them."""
+    source = (REPOSITORY / "cache_service" / "core" / "block_pool.py").read_text()
+    [pool] = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "BlockPool"]
+    writers = {
+        method.name
+        for method in pool.body
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr in ("_state", "_ref_count")
+    }
+    assert {call for _, call, _ in TRANSITIONS} == writers
+    diagram = TEXT[TEXT.index("on the free list   ") : TEXT.index("| from | call | to |")]
+    assert set(re.findall(r"\b(take_\w+|unreserve|bind|pin|release)\b", diagram)) == writers
+
+
+@pytest.mark.parametrize(("before", "call", "after"), TRANSITIONS)
+def test_a_transition_happens(before: str, call: str, after: str) -> None:
+    pool, block = _block_in(before)
+    if (before, call, after) == ("held", "release", "held"):
+        _seal(pool._tree, pool)
+        pool.pin(block)
+    elif (call, after) == ("release", "cached"):
+        _seal(pool._tree, pool)
+    if call.startswith("take_"):
+        getattr(pool, call)(1, 2)
+        assert pool.num_evicted == (before == "cached")
+    else:
+        getattr(pool, call)(block)
+    assert pool.state(block) is State[after.upper()]
+
+
+def test_the_life_that_is_told() -> None:
+    """Prompts of 50 and 60 tokens that share 40, at block size 16."""
+    worker = Desk(num_blocks=17, block_size=16)
+    first = [*range(50)]
+    worker.grant("first", first)
+    table = worker.table("first")
+    assert len(table) == 4
+    worker.report("first")
+    second = worker.grant("second", [*range(40), *range(100, 120)])
+    assert second.num_cached_tokens == 32
+    assert list(second.blocks[:2]) == table[:2]
+    assert len(second.blocks) == 4
+    pool = worker.session.pool
+    assert [pool.ref_count(block) for block in table] == [2, 2, 1, 1]
+    worker.free("first")
+    assert [pool.state(block) for block in table] == [State.HELD, State.HELD, State.CACHED, State.FREE]
+    assert worker.free_list[0] == table[3]
+    worker.free("second")
+    assert worker.free_list[-2:] == [table[1], table[0]]
+
+
+# -- exercises
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(18, 16), (16, 12)])
+def test_the_second_exercise(num_tokens: int, num_cached: int) -> None:
+    worker = Desk(block_size=4)
+    worker.serve("first", list(range(num_tokens)))
+    assert worker.serve("second", list(range(num_tokens))) == num_cached
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(16, 0), (17, 16)])
+def test_one_token_is_left_to_compute(num_tokens: int, num_cached: int) -> None:
+    worker = Desk(block_size=16)
+    worker.serve("first", list(range(num_tokens)))
+    assert worker.serve("second", list(range(num_tokens))) == num_cached
+
+
+# -- commands
+
+_SHOWN = [
+    (command, shown)
+    for command, shown in re.findall(r"```sh\n([^`]*)```\n(?:\n```text\n([^`]*)```)?", TEXT)
+    if not any(word in command for word in ("kvpool up", "kvpool blocks"))
+]
+
+
+def _run(command: str) -> str:
+    """Run a block as a reader does, with this environment's programs in place of `.venv/bin`."""
+    command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    done = subprocess.run(["bash", "-ec", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_commands_are_of_this_checkout() -> None:
+    for command in re.findall(r"```sh\n([^`]*)```", TEXT):
+        for line in re.sub(r"'[^']*'", "''", command).splitlines():
+            assert line.startswith((".venv/bin/kvpool ", ".venv/bin/python ")), line
+
+
+@pytest.mark.parametrize(("command", "shown"), _SHOWN)
+def test_a_command_prints_what_is_shown(command: str, shown: str) -> None:
+    output = _run(command)
+    assert output
+    assert shown in ("", output)
+
+
+def test_the_fifth_exercise() -> None:
+    """With one name for everything only the line about names is another."""
+    [(command, shown)] = [pair for pair in _SHOWN if "0xFFFF" in pair[0]]
+    changed = command.replace("return xxh64(data) & 0xFFFF", "return 0")
+    assert changed != command
+    before, after = shown.splitlines(), _run(changed).splitlines()
+    assert after[0] != before[0]
+    assert after[1:] == before[1:]
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("eviction", r"eviction 4/.*→ table \[13, 14, 15, 16, 4, 3\].*eviction 5/.*→ table \[1, 2, 8, 7\], 8 tokens.*"),
+        ("eviction", r"eviction 6/.*NO_BLOCKS: needed 3 blocks .* 2\s+evictable.*Changed +nothing"),
+        ("prefix", r"16 tokens\) → table .*, 12 tokens from the cache"),
+    ],
+)
+def test_the_walkthroughs_show_what_the_text_says_of_them(case: str, told: str) -> None:
+    assert re.search(told, _run(f".venv/bin/kvpool walkthrough {case} --plain"), re.DOTALL)
