@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +180,20 @@ async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, 
     await assert_nothing_is_left(cluster)
 
 
+async def test_it_keeps_its_lease(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, lease_seconds=3, keep_alive_seconds=0.1) as cluster:
+        await cluster.start_manager()
+        engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+        remaining = [(await until_it_generates(cluster)).lease_remaining_ms]
+
+        async def renewed_twice() -> bool:
+            assert engine.status is None, engine.log
+            remaining.append((await cluster.describe())[0].lease_remaining_ms)
+            return sum(later > earlier for earlier, later in pairwise(remaining)) >= 2
+
+        await eventually(renewed_twice, "the lease is renewed")
+
+
 async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, tmp_path: Path) -> None:
     engine = start(cluster, tmp_path, num_blocks=5)
     assert await engine.ended() == 1
@@ -308,6 +323,8 @@ async def test_texts_that_live_elsewhere_under_a_larger_attempt_end(cluster: Clu
     await generating
     assert engine.stopped == {*names}
     assert (await cluster.worker("here")).num_sequences == 0
+    alive = await cluster.manager_stub.KeepAlive(pb.KeepAliveRequest(session=engine.uplink.session))
+    assert list(alive.downlink.entries) == [], "not acknowledged"
 
 
 def run(blocks: list[int], generations: list[int]) -> common_pb2.BlockRun:
