@@ -7,7 +7,7 @@ import asyncio
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,9 +89,23 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-def start(cluster: Cluster, folder: Path, name: str = "engine", **settings: int) -> Process:
-    flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in settings.items()]
-    return Process(name, [str(SCRIPT), "--manager", cluster.address(), *flags], folder / f"{name}.log", {})
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the program with a manager's address and flags. Killed at the end if it still runs."""
+    started: list[Process] = []
+
+    def start(manager: str, **settings: int) -> Process:
+        name = f"engine-{len(started)}"
+        flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in settings.items()]
+        started.append(Process(name, [str(SCRIPT), "--manager", manager, *flags], tmp_path / f"{name}.log", {}))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 async def assert_nothing_is_left(cluster: Cluster) -> None:
@@ -116,8 +130,8 @@ def assert_true(output: str) -> list[Text]:
     return texts
 
 
-async def test_its_texts_are_those_of_the_model_and_their_beginning_is_shared(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path)
+async def test_its_texts_are_those_of_the_model_and_their_beginning_is_shared(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address())
     assert await engine.ended() == 0, engine.log
     texts = assert_true(engine.log)
     num_shared = len(own_engine.STORY) // own_engine.SIZE
@@ -131,38 +145,38 @@ async def test_its_texts_are_those_of_the_model_and_their_beginning_is_shared(cl
     await assert_nothing_is_left(cluster)
 
 
-async def test_a_pool_for_hardly_more_than_one_text_gives_the_same_texts(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ONE)
+async def test_a_pool_for_hardly_more_than_one_text_gives_the_same_texts(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE)
     assert await engine.ended() == 0, engine.log
     texts = assert_true(engine.log)
     assert max(len(text.cached) for text in texts) > 1, "nobody had to give its blocks back"
     await assert_nothing_is_left(cluster)
 
 
-async def test_two_engines_at_once_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path) -> None:
-    engines = [start(cluster, tmp_path, name, num_blocks=NUM_BLOCKS_FOR_ONE + 3) for name in ("one", "two")]
+async def test_two_engines_at_once_do_not_disturb_each_other(cluster: Cluster, start: Start) -> None:
+    engines = [start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE + 3) for _ in range(2)]
     for engine in engines:
         assert await engine.ended() == 0, engine.log
         assert_true(engine.log)
     await assert_nothing_is_left(cluster)
 
 
-async def test_a_manager_that_dies_is_named_in_one_line(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+async def test_a_manager_that_dies_is_named_in_one_line(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
     await until_it_generates(cluster)
     cluster.kill("manager")
     assert await engine.ended() == 1
     assert re.fullmatch(r"own_engine: .*(connect|Connection|Socket|recvmsg).*\n", engine.log), engine.log
 
 
-async def test_no_manager_at_all_is_named_in_one_line(tmp_path: Path) -> None:
-    engine = Process("engine", [str(SCRIPT), "--manager", "127.0.0.1:1"], tmp_path / "engine.log", {})
+async def test_no_manager_at_all_is_named_in_one_line(start: Start) -> None:
+    engine = start("127.0.0.1:1")
     assert await engine.ended() == 1
     assert re.fullmatch(r"own_engine: .*127\.0\.0\.1:1.*\n", engine.log), engine.log
 
 
-async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
     fenced = await until_it_generates(cluster)
     rival = registration(fenced.worker_id, 2)
     rival.incarnation = fenced.incarnation + 1
@@ -171,8 +185,8 @@ async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluste
     assert re.fullmatch(r"own_engine: session 0x[0-9a-f]+ is not live: it was fenced, .*\n", engine.log), engine.log
 
 
-async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
     await until_it_generates(cluster)
     engine.send(signal.SIGINT)
     assert await engine.ended() == 1
@@ -180,22 +194,23 @@ async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, 
     await assert_nothing_is_left(cluster)
 
 
-async def test_it_keeps_its_lease(tmp_path: Path) -> None:
+async def test_it_keeps_its_lease(tmp_path: Path, start: Start) -> None:
     async with Cluster(tmp_path, lease_seconds=3, keep_alive_seconds=0.1) as cluster:
         await cluster.start_manager()
-        engine = start(cluster, tmp_path, num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+        engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
         remaining = [(await until_it_generates(cluster)).lease_remaining_ms]
 
         async def renewed_twice() -> bool:
-            assert engine.status is None, engine.log
-            remaining.append((await cluster.describe())[0].lease_remaining_ms)
+            workers = await cluster.describe()
+            assert workers, f"the lease ran out: {engine.log}"
+            remaining.append(workers[0].lease_remaining_ms)
             return sum(later > earlier for earlier, later in pairwise(remaining)) >= 2
 
         await eventually(renewed_twice, "the lease is renewed")
 
 
-async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, tmp_path: Path) -> None:
-    engine = start(cluster, tmp_path, num_blocks=5)
+async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_blocks=5)
     assert await engine.ended() == 1
     assert re.fullmatch(r"own_engine: 72 prompt tokens and up to 40 new ones need 14 blocks.*\n", engine.log)
     await assert_nothing_is_left(cluster)
