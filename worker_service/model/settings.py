@@ -14,7 +14,7 @@ class ModelSettings:
     """Everything that load_model needs to know."""
 
     model: str
-    """A folder with config.json and safetensors, a folder with one GGUF file, a GGUF file, or `smollm2`."""
+    """A folder with config.json and safetensors, a folder with one GGUF file, a GGUF file, `smollm2`, or a hub id."""
     dtype: DTypeName = "auto"
     """Of weights and KV. auto on a CPU: bfloat16 where the CPU computes it natively, else float32; on CUDA the model's own."""
     device: str = "auto"
