@@ -81,7 +81,9 @@ ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
 FROM base AS worker
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=kvpool /opt/venv /opt/venv
-ENV KVPOOL_CACHE_DIR=/var/cache/kvpool
+# The hub's files go to the same volume; the home folder of the user is /tmp.
+ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
+    HF_HOME=/var/cache/kvpool/huggingface
 RUN python -c "import kvpool.worker_service.server, kvpool.client.cli" && kvpool-health --help >/dev/null
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.worker_service"]

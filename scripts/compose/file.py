@@ -27,6 +27,10 @@ def _seconds(value: object) -> int:
     return hours * 3600 + minutes * 60 + seconds
 
 
+def _said(environment: object) -> object:
+    return {k: v for k, v in environment.items() if v is not None} if isinstance(environment, dict) else environment
+
+
 Seconds = Annotated[int, BeforeValidator(_seconds)]
 
 
@@ -80,7 +84,8 @@ class Service(_Strict):
     image: str
     build: Build | None = None
     entrypoint: list[str] | None = None
-    environment: dict[str, str] = {}
+    environment: Annotated[dict[str, str], BeforeValidator(_said)] = {}
+    """Without what is passed on as it is: `NAME:` and no value."""
     user: str | None = None
     init: bool = False
     read_only: bool = False

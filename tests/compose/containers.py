@@ -116,16 +116,25 @@ class Containers:
 
         await eventually(gone, f"the lease of {worker} ends", START_SECONDS)
 
-    async def until_clean(self) -> None:
-        """Until every worker has given everything back; then every law must hold."""
+    async def until_idle(self) -> None:
+        """Until every worker has given everything back, and has said that it is busy with nothing: Route goes by that."""
 
         async def idle() -> bool:
-            counts = [counts for worker in (await self.describe()).workers for counts in worker.counts]
-            return bool(counts) and all(
-                count.held == count.reserved == 0 and count.free + count.cached == count.capacity for count in counts
+            workers = (await self.describe()).workers
+            counts = [counts for worker in workers for counts in worker.counts]
+            return (
+                bool(counts)
+                and all(count.held == count.reserved == 0 for count in counts)
+                and all(count.free + count.cached == count.capacity for count in counts)
+                and not any(worker.load.num_running + worker.load.num_waiting for worker in workers)
+                and not any(worker.load.num_uncomputed_tokens for worker in workers)
             )
 
-        await eventually(idle, "all blocks come back", START_SECONDS)
+        await eventually(idle, "all blocks come back and no worker is busy", START_SECONDS)
+
+    async def until_clean(self) -> None:
+        """Until every worker is idle; then every law must hold."""
+        await self.until_idle()
         async with self.client() as client:
             assert list((await client.check()).violations) == []
 
