@@ -41,7 +41,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     b = worker.allocate("B", _B)
     yield Scene(
-        f"B has the same four words behind another parent: {b.num_cached_tokens} tokens from the cache",
+        f"B has the same four words behind another parent: {b.num_cached_tokens} tokens cached",
         f"""
         Block {a.blocks[1]} holds the very words “{_SAME}”. But its KV was computed while attention looked back at
         “{_RIVER}”: it is about the bank of a river. A cache that compared only the block's own tokens would splice
@@ -71,7 +71,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     c = worker.allocate("C", _C)
     yield Scene(
-        f"C stands behind A's parent: {c.num_cached_tokens} tokens from the cache",
+        f"C stands behind A's parent: {c.num_cached_tokens} tokens cached",
         f"""
         “{_RIVER}” and then “{_SAME}” is the path that A computed, so C gets A's blocks {listed(c.blocks[:2])}. The
         other “{_SAME}”, block {b.blocks[1]}, stays where it is.
@@ -80,7 +80,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     d = worker.allocate("D", _D)
     yield Scene(
-        f"D stands behind B's parent: {d.num_cached_tokens} tokens from the cache",
+        f"D stands behind B's parent: {d.num_cached_tokens} tokens cached",
         f"""
         The same words behind the same parent are a hit again: D gets B's blocks {listed(d.blocks[:2])}. C and D
         hold the same four words in two blocks, and each continues its own sentence.
@@ -89,7 +89,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     e = worker.allocate("E", _E)
     yield Scene(
-        f"E begins with the four words: {e.num_cached_tokens} tokens from the cache",
+        f"E begins with the four words: {e.num_cached_tokens} tokens cached",
         f"""
         Here “{_SAME}” stands behind the root itself: a third parent, so a third node. Nothing is cached behind that
         path; E computes block {e.blocks[0]} itself. The same words in three places are three different pieces of

@@ -29,12 +29,12 @@ _NARROW_TILE: Final = 8
 _TILE_STYLES: Final = {
     State.FREE: "dim",
     State.CACHED: "black on green",
-    State.HELD: "white on blue",
+    State.HELD: "black on cyan",
     State.RESERVED: "black on yellow",
 }
-_UNSEALED_STYLE: Final = "bold blue"
+_UNSEALED_STYLE: Final = "bold cyan"
 """Held, but nobody else may use it yet: no background, as the block is not filled and computed."""
-_SHARED_STYLE: Final = "bold white on magenta"
+_SHARED_STYLE: Final = "bold black on magenta"
 _CHANGED_STYLE: Final = "bold yellow"
 _EMPTY_SLOT: Final = "·"
 
@@ -88,17 +88,21 @@ def _intro(case: Case, steps: Sequence[Step], index: int, width: int, *, compact
     lines = []
     for number, line in enumerate(textwrap.wrap(step.scene.title, width - len(position) - 3)):
         lead = position if number == 0 else " " * len(position)
-        lines.append(Text.assemble((f"{lead} │ ", "cyan"), (line, "bold")))
-    lines.append(Text("─" * width, style="cyan"))
+        lines.append(Text.assemble((f"{lead} │ ", "dim"), (line, "bold")))
+    lines.append(Text("─" * width, style="dim"))
     lines += [Text(line) for line in textwrap.wrap(" ".join(step.scene.sentences.split()), width)]
     if not compact:
         lines.append(Text())
-    return lines + [line for call in step.calls for line in _hang(call, width)]
+    for number, call in enumerate(step.calls):
+        # Several items of one call.
+        lines += _hang("  + " if number else "  > ", call, width)
+    return lines
 
 
-def _hang(call: str, width: int) -> list[Text]:
-    lines = textwrap.wrap(call, width - 6, break_long_words=False)
-    return [Text(f"{'  > ' if number == 0 else '      '}{line}", style="green") for number, line in enumerate(lines)]
+def _hang(lead: str, call: str, width: int) -> list[Text]:
+    indent = " " * (len(lead) + 2)
+    lines = textwrap.wrap(call, width, initial_indent=lead, subsequent_indent=indent, break_long_words=False)
+    return [Text(line, style="green") for line in lines]
 
 
 # -- the block map
@@ -190,26 +194,27 @@ def _ranges(blocks: Iterable[int]) -> str:
 
 
 def _tables(before: Snapshot, after: Snapshot, width: int) -> list[Text]:
-    lines = _flow("Tables", [] if after.tables else [Text("no live sequence", style="dim")], width)
+    if not after.tables:
+        return _flow("Tables", [Text("no live sequence", style="dim")], width)
+    lines = []
     earlier = {table.sequence_id: table for table in before.tables}
     for table in after.tables:
         known = earlier.get(table.sequence_id)
-        lead = f"  {table.sequence_id:<3}"
         items = [_entry(entry, after, is_new=known is None or entry not in known.entries) for entry in table.entries]
         items.append(Text(_tokens(table), style="dim"))
-        lines += _flow(lead, items, width, label_style="bold", gap=2)
+        lines += _flow(f"Table {table.sequence_id}", items, width, gap=2)
     return lines
 
 
 def _tokens(table: TableView) -> str:
-    return f"{table.num_tokens} tokens, {table.num_cached_tokens} from the cache, {table.num_computed_tokens} computed"
+    return f"{table.num_tokens} tokens: {table.num_cached_tokens} cached, {table.num_computed_tokens} computed"
 
 
 def _entry(entry: EntryView, snapshot: Snapshot, *, is_new: bool) -> Text:
     words = [*entry.words, *[_EMPTY_SLOT] * (snapshot.block_size - len(entry.words))]
     left, right = ("[", "]") if entry.sealed else ("(", ")")
     is_shared = snapshot.blocks[entry.block].ref_count > 1
-    style = "magenta" if is_shared else "blue" if entry.sealed else ""
+    style = "magenta" if is_shared else "cyan" if entry.sealed else ""
     return Text.assemble(_marked(entry.block, is_new), (f"{left}{' '.join(words)}{right}", style))
 
 
@@ -272,9 +277,9 @@ def _violations(step: Step, width: int) -> list[Text]:
     return lines
 
 
-def _flow(label: str, items: Sequence[Text], width: int, *, label_style: str = "bold cyan", gap: int = 1) -> list[Text]:
+def _flow(label: str, items: Sequence[Text], width: int, *, label_style: str = "bold", gap: int = 1) -> list[Text]:
     """The items behind a label, in lines of at most `width` columns that begin below the first item."""
-    indent = len(label) + 2 if label.startswith(" ") else _LABEL if label else 0
+    indent = _LABEL if label else 0
     lines = [Text.assemble((f"{label:<{indent}}", label_style))]
     column = indent
     for number, item in enumerate(items):

@@ -15,6 +15,9 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SHOW: Final = b"\x1b[?1049h\x1b[?25l"
 """The alternate screen, and no cursor."""
 _HIDE: Final = b"\x1b[?25h\x1b[?1049l"
+_BEGIN_FRAME: Final = "\x1b[?2026h\x1b[H"
+"""A terminal that knows the mode shows nothing until the frame ends, so that nothing flickers; others ignore it."""
+_END_FRAME: Final = "\x1b[?2026l"
 _ESCAPE_SECONDS: Final = 0.05
 """A terminal sends the rest of a key's sequence sooner than this; a person's Escape has no rest."""
 
@@ -68,8 +71,9 @@ class Terminal:
 
     def show(self, lines: list[str]) -> None:
         """Replace what is on the screen."""
-        picture = "\x1b[H" + "\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
-        self._write(picture.encode())
+        # Each line is erased before it is written: erasing behind one that fills the width would take its last sign.
+        picture = "\n".join(f"\x1b[K{line}" for line in lines)
+        self._write(f"{_BEGIN_FRAME}{picture}{_END_FRAME}".encode())
 
     def read_keys(self) -> list[Key]:
         """Wait for keys; an empty list if the terminal's size has changed. Raises Ended."""

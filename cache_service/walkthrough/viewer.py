@@ -62,9 +62,15 @@ class _Page:
     def __init__(self, case: Case, steps: Sequence[Step], index: int, width: int, height: int) -> None:
         self._height = max(1, height - 1)
         legend = draw_legend(width)
-        for compact, signs in ((False, [Text(), *legend]), (False, []), (True, legend), (True, [])):
+        for compact, steady, signs in (
+            (False, True, [Text(), *legend]),
+            (False, True, []),
+            (True, True, legend),
+            (True, True, []),
+            (True, False, []),
+        ):
             pages = [
-                draw_step(case, steps, number, width, compact=compact, steady=True) + signs
+                draw_step(case, steps, number, width, compact=compact, steady=steady) + signs
                 for number in range(len(steps))
             ]
             if max(map(len, pages)) <= self._height:
@@ -82,14 +88,13 @@ class _Page:
         return [*body, self._keys(scroll)]
 
     def _keys(self, scroll: int) -> Text:
-        keys = [("q", "quit"), ("Home End", "first, last"), ("←", "back")]
-        keys.append(("→", "the end" if self._is_last else "next"))
+        keys = [("→", "the end" if self._is_last else "next"), ("←", "back"), ("q", "quit"), ("Home End", "first last")]
         if self.scroll_max:
-            keys.append(("↑↓", f"{self.scroll_max - scroll} more lines"))
-        line = Text.assemble((self._dots, "cyan"), "  ")
-        for key, meaning in reversed(keys):
+            keys.insert(0, ("↑↓", f"{self.scroll_max - scroll} more below"))
+        line = Text.assemble((self._dots, "cyan"), " ")
+        for key, meaning in keys:
             line.append(f" {key} ", style="reverse")
-            line.append(f" {meaning}  ", style="dim")
+            line.append(f" {meaning} ", style="dim")
         return line
 
 

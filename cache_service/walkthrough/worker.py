@@ -220,7 +220,7 @@ def _key(name: str) -> SequenceKey:
 
 def _answer(outcome: AllocateOutcome) -> str:
     if isinstance(outcome, Granted):
-        return f"table {list(outcome.blocks)}, {outcome.num_cached_tokens} tokens from the cache"
+        return f"table {list(outcome.blocks)}, {outcome.num_cached_tokens} tokens cached"
     if isinstance(outcome, Refusal):
         return f"{outcome.reason.value}: {outcome.message}"
     return f"wait for {outcome.leader.sequence_id!r} up to position {outcome.position}"

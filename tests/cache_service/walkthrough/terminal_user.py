@@ -16,13 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 SHOW, HIDE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
+_BEGIN_FRAME, _END_FRAME = b"\x1b[?2026h\x1b[H", b"\x1b[?2026l"
 _LONGEST_WAIT_SECONDS = 60.0
 
 
 class TerminalUser:
     """A process on a pseudo-terminal of its own, which stays open after the process has ended."""
 
-    def __init__(self, command: list[str], columns: int, rows: int, *, controlling: bool) -> None:
+    def __init__(
+        self, command: list[str], columns: int, rows: int, *, controlling: bool, environment: dict[str, str]
+    ) -> None:
         self._master, self._slave = os.openpty()
         self.resize(columns, rows)
         self.settings_before = self.settings()
@@ -36,7 +39,7 @@ class TerminalUser:
             start_new_session=controlling,
             process_group=None if controlling else 0,
             preexec_fn=_control_terminal if controlling else None,
-            env={**os.environ, "TERM": "xterm-256color", "NO_COLOR": ""},
+            env=os.environ | {"TERM": "xterm-256color"} | environment,
         )
 
     def settings(self) -> list[object]:
@@ -57,9 +60,15 @@ class TerminalUser:
                 os.close(fd)
 
     @property
+    def frames(self) -> list[bytes]:
+        """All whole pictures so far, with their escape codes."""
+        pieces = (piece.partition(_END_FRAME) for piece in self.output.split(_BEGIN_FRAME)[1:])
+        return [frame for frame, end, _ in pieces if end]
+
+    @property
     def screen(self) -> str:
         """The last whole picture, without its escape codes; "" before the first."""
-        frames = [frame for frame in self.output.split(b"\x1b[H")[1:] if b"\x1b[J" in frame]
+        frames = self.frames
         if not frames:
             return ""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frames[-1].decode()).replace("\r\n", "\n")
@@ -86,11 +95,17 @@ class TerminalUser:
 
 @contextmanager
 def at_terminal(
-    *arguments: str, columns: int = 100, rows: int = 50, code: str = "", controlling: bool = True
+    *arguments: str,
+    columns: int = 100,
+    rows: int = 50,
+    code: str = "",
+    controlling: bool = True,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[TerminalUser]:
     """`kvpool walkthrough` with these arguments, or some other Python code, before somebody's eyes."""
     program = ["-c", code] if code else ["-m", "kvpool.cache_service.walkthrough", *arguments]
-    user = TerminalUser([sys.executable, *program], columns, rows, controlling=controlling)
+    command = [sys.executable, *program]
+    user = TerminalUser(command, columns, rows, controlling=controlling, environment=environment or {})
     try:
         yield user
     finally:

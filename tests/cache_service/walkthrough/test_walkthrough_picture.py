@@ -64,7 +64,7 @@ def test_tables_and_free_list_are_those_of_the_core(name: str) -> None:
             for entry in table.entries:
                 words = " ".join([*entry.words, *"·" * (4 - len(entry.words))])
                 entries.append(f"{entry.block}{f'[{words}]' if entry.sealed else f'({words})'}")
-            assert f"{table.sequence_id} {' '.join(entries)} {table.num_tokens} tokens" in text.replace("*", "")
+            assert f"Table {table.sequence_id} {' '.join(entries)} {table.num_tokens} tokens" in text.replace("*", "")
         shown = text.replace("*", "").partition("head → ")[2].partition("← tail")[0]
         assert [int(block) for block in re.findall(r"(\d+)(?:\[[^]]*\])? ", shown)] == list(step.after.free_list)
         cached = [block.block for block in step.after.blocks if block.state is State.CACHED]

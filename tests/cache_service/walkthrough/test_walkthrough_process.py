@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def test_piped_output_has_all_steps_and_no_escape_codes(name: str) -> None:
     titles = [line for line in lines if re.match(rf"{name} \d+/\d+ │ ", line)]
     num_steps = int(titles[0].split("/")[1].split()[0])
     assert [title.split()[1] for title in titles] == [f"{number}/{num_steps}" for number in range(1, num_steps + 1)]
-    for part in ("Blocks       16 of 4 tokens: ", "Changed      ", "Tables", "Free list    head → "):
+    for part in ("Blocks       16 of 4 tokens: ", "Changed      ", "Free list    head → "):
         assert sum(line.startswith(part) for line in lines) == num_steps
     assert done.stdout == run(name).stdout
 
@@ -82,21 +83,23 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
 def test_a_terminal_that_cannot_be_paged_gets_plain_text(stdin_too: bool, term: str) -> None:
     """Nobody could press a key, or the screen cannot be overwritten."""
     master, slave = os.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "prefix"],
+        stdin=slave if stdin_too else subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": term},
+    )
+    os.close(slave)
+    output = b""
     try:
-        process = subprocess.Popen(
-            [*COMMAND, "prefix"],
-            stdin=slave if stdin_too else subprocess.DEVNULL,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "TERM": term},
-        )
-        os.close(slave)
-        output = b""
         with suppress(OSError):  # the end of a pseudo-terminal is an error
-            while data := os.read(master, 65536):
-                output += data
-        assert process.wait(60) == 0
+            while select.select([master], [], [], 30)[0]:
+                output += os.read(master, 65536)
+        assert process.wait(1) == 0
     finally:
+        process.kill()
+        process.wait(10)
         os.close(master)
     assert b"prefix 7/7" in output
     assert b"\x1b" not in output

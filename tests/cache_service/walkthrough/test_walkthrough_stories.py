@@ -217,7 +217,7 @@ def test_chain() -> None:
     assert table(b.after, "B").num_cached_tokens == 0
     assert b.after.blocks[2].sealed
     assert b.after.blocks[2].words == b.after.blocks[5].words == words
-    assert b.scene.title.endswith(": 0 tokens from the cache")
+    assert b.scene.title.endswith(": 0 tokens cached")
 
     same = [node for node in _nodes(b_sealed.after) if node.words == words]
     assert len(same) == len({node.block_hash for node in same}) == 2
@@ -256,8 +256,10 @@ def test_eviction() -> None:
     abc, a_gone, b_gone, d, e, refused, c_gone, f = play("eviction")
 
     assert [len(table.entries) for table in abc.after.tables] == [4, 4, 4]
+    assert {abc.after.blocks[block].generation for block in range(1, 13)} == {1}
     assert abc.after.counts.free == 4
 
+    assert all(a_gone.after.blocks[block].sealed for block in (1, 2, 3, 4))
     assert a_gone.after.free_list == (13, 14, 15, 16, 4, 3, 2, 1)
     assert b_gone.after.free_list == (13, 14, 15, 16, 4, 3, 2, 1, 8, 7, 6, 5)
     assert b_gone.after.counts.cached == 8

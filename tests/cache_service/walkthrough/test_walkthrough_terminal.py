@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -136,10 +137,10 @@ def test_a_resize_draws_the_step_anew() -> None:
 def test_a_screen_that_is_too_low_scrolls() -> None:
     """Down to the tail of the free list and up again; the keys stay on the last line."""
     with at_terminal("chain", columns=80, rows=12) as user:
-        top = user.read_until("chain 1/8", "more lines")
+        top = user.read_until("chain 1/8", "more below")
         assert "Prefix tree" not in top
         user.press(b"\x1b[B" * 40)
-        bottom = user.read_until("Prefix tree", " 0 more lines")
+        bottom = user.read_until("Prefix tree", "0 more below")
         assert len(bottom.splitlines()) == 12
         user.press(b"\x1b[A" * 40)
         assert user.read_until("chain 1/8") == top
@@ -151,6 +152,31 @@ def test_a_tiny_window_does_no_harm() -> None:
         user.read_until("chain")
         user.press(b"nnnq")
         assert user.end() == 0
+
+
+def test_colours_are_for_terminals_that_want_them() -> None:
+    """A shared block stands out; with NO_COLOR the same picture has no colour at all."""
+    pictures = []
+    settings: list[dict[str, str]] = [{}, {"NO_COLOR": "1"}]
+    for environment in settings:
+        with at_terminal("prefix", columns=80, environment=environment) as user:
+            user.read_until("prefix 1/7")
+            user.press(b"nn")
+            pictures.append(user.read_until("prefix 3/7"))
+            shared = user.frames[-1].partition(b"*1")[0].rpartition(b"\x1b[")[2]
+            assert (b"45" in shared) == (not environment)
+            assert bool(re.search(rb"\x1b\[[0-9;]*[34][0-7]m", user.frames[-1])) == (not environment)
+    assert pictures[0] == pictures[1]
+
+
+def test_a_line_that_fills_the_width_keeps_its_last_sign() -> None:
+    """Behind it the cursor stands on that sign, so nothing may be erased there."""
+    with at_terminal("prefix", columns=80) as user:
+        screen = user.read_until("prefix 1/7")
+        assert "─" * 80 in screen.splitlines()
+        for line in user.frames[-1].split(b"\r\n"):
+            assert line.startswith(b"\x1b[K")
+            assert not re.search(rb"\x1b\[[0-9]*[JK]", line[3:])
 
 
 def test_plain_prints_everything_on_a_terminal_too() -> None:
