@@ -54,7 +54,7 @@ def _run(environment: Mapping[str, str], pytest_arguments: list[str]) -> int:
 def remove(environment: Mapping[str, str]) -> None:
     """Containers, volumes, networks and images of the test. The engine's build cache stays: the next build is quick."""
     command = compose_command(
-        "--profile", "*", "down", "--volumes", "--remove-orphans", "--rmi", "all", "--timeout", "5"
+        "--profile", "client", "down", "--volumes", "--remove-orphans", "--rmi", "all", "--timeout", "5"
     )
     subprocess.run(command, env=dict(environment), cwd=ROOT, capture_output=True, check=False)
 

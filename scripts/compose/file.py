@@ -93,6 +93,7 @@ class Service(_Strict):
     security_opt: list[str] = []
     pids_limit: int | None = None
     mem_limit: str | None = None
+    cpus: str | None = None
     logging: Logging | None = None
     tmpfs: list[str] = []
     volumes: list[str] = []

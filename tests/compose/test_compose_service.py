@@ -256,7 +256,7 @@ async def test_down_ends_everything_with_status_0_and_leaves_nothing(containers:
         state = (await containers.inspect(service))["State"]
         assert (state["Status"], state["ExitCode"]) == ("exited", 0), service
         assert "stopped" in (await containers.log(service, 5))
-    await containers.compose("--profile", "*", "down", "--volumes")
+    await containers.compose("--profile", "client", "down", "--volumes")
     assert await asyncio.to_thread(leftovers, compose_environment(os.environ), with_images=False) == []
 
 
