@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
-from scripts.compose.engine import build_settings, exported
 from scripts.compose.project import COMPOSE_FILE, DOCKERFILE, PORTS, ROOT, compose_environment
 from scripts.compose.rules import problems
 
@@ -135,18 +134,6 @@ def test_the_tests_project_disturbs_no_cluster_of_the_users() -> None:
         assert found[variable] == str(port)
         assert f"${{{variable}:-" in COMPOSE
         assert f"${{{variable}:-{port}}}" not in COMPOSE
-
-
-def test_what_an_engine_exports_is_understood() -> None:
-    script = (
-        "export DOCKER_HOST=unix:///run/x.sock DOCKER_CONFIG='/a b'\nexport PIP_FIND_LINKS_URL=http://127.0.0.1:1/\n"
-    )
-    found = build_settings(exported(f"noise\n{script}"))
-    assert found["DOCKER_HOST"] == "unix:///run/x.sock"
-    assert found["DOCKER_CONFIG"] == "/a b"
-    assert found["KVPOOL_FIND_LINKS"] == "http://127.0.0.1:1/"
-    assert (found["KVPOOL_TORCH_INDEX"], found["KVPOOL_BUILD_NETWORK"]) == ("", "host")
-    assert "KVPOOL_TORCH_INDEX" not in build_settings({})
 
 
 def test_files_name_no_folder_of_this_machine() -> None:

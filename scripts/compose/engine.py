@@ -31,13 +31,13 @@ def engine() -> Iterator[dict[str, str]]:
         )
     print(f"{problem}: starting one with {LOCAL_ENGINE.name}", flush=True)
     try:
-        up = subprocess.run([LOCAL_ENGINE, "up"], stdout=subprocess.PIPE, text=True, check=False)
+        up = subprocess.run(["bash", LOCAL_ENGINE, "up"], stdout=subprocess.PIPE, text=True, check=False)
         if up.returncode != 0:
             raise NoEngine(f"{problem}, and `{LOCAL_ENGINE.name} up` ended with status {up.returncode}; see above.")
         yield build_settings(exported(up.stdout))
     finally:
         print(f"stopping the engine with {LOCAL_ENGINE.name}", flush=True)
-        subprocess.run([LOCAL_ENGINE, "down"], check=False)
+        subprocess.run(["bash", LOCAL_ENGINE, "down"], check=False)
 
 
 def what_is_missing() -> str | None:
