@@ -46,10 +46,12 @@ def decode_generate(
             f"the request was made for the model {request.model_fingerprint[:16]}…, this worker serves "
             f"{model_fingerprint[:16]}…: ask GetModel and tokenise again",
         )
+    token_ids = _prompt(request, tokenizer)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
-        token_ids=_prompt(request, tokenizer),
+        token_ids=token_ids,
+        num_delivered_tokens=_num_delivered(request, len(token_ids)),
         sampling=_sampling(request),
         max_tokens=request.stop.max_tokens,
         stop_token_ids=_stop_token_ids(request.stop),
@@ -68,6 +70,19 @@ def _prompt(request: worker_pb2.GenerateRequest, tokenizer: Tokenizer | None) ->
     if tokenizer is None:
         raise invalid("prompt", "this model has no tokenizer: send token_ids")
     return list(tokenizer.encode(request.text).ids)
+
+
+def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
+    if not request.num_delivered_tokens:
+        return 0
+    if request.WhichOneof("prompt") != "token_ids":
+        raise invalid("num_delivered_tokens", "counts tokens of the prompt: send the prompt as token_ids")
+    if request.num_delivered_tokens >= num_prompt:
+        raise invalid(
+            "num_delivered_tokens",
+            f"needed less than the {num_prompt} tokens of the prompt, got {request.num_delivered_tokens}",
+        )
+    return request.num_delivered_tokens
 
 
 def _sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from worker_service.engine.text import TextDecoder
+from worker_service.engine.text import MAX_REPLAYED_TOKENS, TextDecoder
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -82,3 +84,60 @@ def test_stop_strings_are_found_across_tokens_and_left_out(byte_fallback: Tokeni
     stops = ["".join(rng.choice("abc") for _ in range(rng.randint(2, 4))) for _ in range(2)]
     cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
     assert text_of(byte_fallback, list(whole.encode()), stops=stops) == whole[:cut]
+
+
+def pieces_of(decoder: TextDecoder, ids: list[int]) -> list[str]:
+    """What each token makes certain; behind a stop string nothing, behind the last token also what was held back."""
+    pieces: list[str] = []
+    for token_id in ids:
+        pieces.append(decoder.add(token_id))
+        if decoder.is_stopped:
+            return pieces
+    return [*pieces, decoder.finish()]
+
+
+MOVED_TEXTS = [
+    pytest.param("a€𝄞é€b".encode(), [], id="characters of several tokens"),
+    pytest.param(b"abcabdabce!", ["abce", "bcx"], id="a stop string, and beginnings of it before"),
+    pytest.param("x€€𝄞y".encode(), ["€𝄞"], id="a stop string of such characters"),
+    pytest.param([0x80] * 9 + [0xE2, 0x82] + [257] * 3, [], id="bytes that make no character"),
+]
+
+
+@pytest.mark.parametrize(("ids", "stops"), MOVED_TEXTS)
+def test_a_text_goes_on_behind_delivered_tokens_as_if_it_had_not_moved(
+    byte_fallback: Tokenizer, ids: list[int], stops: list[str]
+) -> None:
+    """Wherever it is cut: also inside a character, and where the beginning of a stop string is held back."""
+    prompt = [256, *b"say: \xe2"]
+    undisturbed = pieces_of(TextDecoder(byte_fallback, prompt, stops), list(ids))
+    for split in range(len(ids)):
+        moved = TextDecoder(byte_fallback, [*prompt, *ids[:split]], stops, num_delivered=split)
+        if moved.is_stopped:
+            break
+        assert pieces_of(moved, list(ids[split:])) == undisturbed[split:]
+
+
+@given(
+    ids=st.lists(st.integers(0, 262), max_size=30),
+    stops=st.lists(st.text("ab€ hello", min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
+def test_any_tokens_go_on_as_if_they_had_not_moved(
+    byte_fallback: Tokenizer, ids: list[int], stops: list[str], data: st.DataObject
+) -> None:
+    """Also those that no model in its senses produces."""
+    undisturbed = pieces_of(TextDecoder(byte_fallback, [256], stops), ids)
+    split = data.draw(st.integers(0, max(0, len(undisturbed) - 2)))
+    moved = TextDecoder(byte_fallback, [256, *ids[:split]], stops, num_delivered=split)
+    assert pieces_of(moved, ids[split:]) == undisturbed[split:]
+
+
+def test_of_a_long_delivered_text_only_the_end_is_decoded_again(byte_fallback: Tokenizer) -> None:
+    """What is held back is the same as if all of it were."""
+    ids = list("ab€".encode()) * MAX_REPLAYED_TOKENS
+    whole = TextDecoder(byte_fallback, [], ["€abx"])
+    for token_id in ids:
+        whole.add(token_id)
+    moved = TextDecoder(byte_fallback, ids, ["€abx"], num_delivered=len(ids))
+    assert pieces_of(moved, list(b"ay")) == pieces_of(whole, list(b"ay")) == ["", "€ay", ""]

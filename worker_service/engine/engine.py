@@ -102,7 +102,14 @@ class Engine:
         )
         decoder = None
         if self.tokenizer is not None:
-            decoder = TextDecoder(self.tokenizer, params.token_ids, params.stop_strings)
+            decoder = TextDecoder(
+                self.tokenizer, params.token_ids, params.stop_strings, num_delivered=params.num_delivered_tokens
+            )
+            if decoder.is_stopped:
+                raise invalid(
+                    "num_delivered_tokens",
+                    "a stop string stands in the delivered tokens already: there is no more to come",
+                )
         stop_token_ids = params.stop_token_ids
         if not params.ignore_eos:
             stop_token_ids |= self.settings.eos_token_ids

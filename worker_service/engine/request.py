@@ -19,6 +19,8 @@ class GenerationParams:
     attempt: int
     token_ids: list[int]
     """The prompt."""
+    num_delivered_tokens: int = 0
+    """How many of its last tokens an earlier attempt has generated, their text included; less than all."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 0
     """Tokens to generate at most; 0: as many as max_model_len leaves."""

@@ -15,6 +15,9 @@ MAX_PENDING_TOKENS = 8
 MAX_CUT_TOKENS = 3
 """A window that begins inside a character begins with at most three of its bytes."""
 
+MAX_REPLAYED_TOKENS = 4096
+"""Delivered tokens that are decoded again at most. What is held back began far behind: a stop string has 256 bytes at most."""
+
 _REPLACEMENT = "\ufffd"
 
 
@@ -62,14 +65,23 @@ class _Decoder:
 
 class TextDecoder:
     """Decodes a growing sequence of tokens and holds back what may still change: bytes of an incomplete character, and the end of
-    the text as far as it could become a stop string."""
+    the text as far as it could become a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: List[int], stop_strings: List[str]) -> None:
-        self._decoder = _Decoder(tokenizer, prompt)
+    The prompt's last `num_delivered` tokens count as added before, with the text that came of them: what an earlier attempt
+    held back comes out here.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: List[int], stop_strings: List[str], *, num_delivered: int = 0
+    ) -> None:
+        first_added = len(prompt) - min(num_delivered, MAX_REPLAYED_TOKENS)
+        self._decoder = _Decoder(tokenizer, prompt[:first_added])
         self._stop_strings = tuple(stop_strings)
         self._held = ""
         self.is_stopped = False
         """Whether a stop string was met; it is not part of the text."""
+        for token_id in prompt[first_added:]:
+            self.add(token_id)
 
     def add(self, token_id: int) -> str:
         """The text that has become certain with this token."""

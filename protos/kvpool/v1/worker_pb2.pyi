@@ -245,6 +245,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     attempt: _builtins.int
     """See SequenceKey."""
@@ -257,6 +258,12 @@ class GenerateRequest(_message.Message):
     """The fingerprint that the client tokenised for; another one than the worker's is FAILED_PRECONDITION. Empty: any."""
     logprobs: _builtins.int
     """Log-probabilities of the tokens: unset, none; 0, of the tokens sampled; n, also of the n most likely ones (at most 20)."""
+    num_delivered_tokens: _builtins.int
+    """How many of the prompt's last tokens an earlier attempt has generated and the client has taken: the stream goes on where
+    that one broke off. Changes nothing but the text: it goes on behind the text of those tokens, so that a character or a stop
+    string of which they hold the beginning comes out as if there had been one stream. Less than the prompt's tokens, and
+    only with token_ids; stop.max_tokens, start_index and usage do not count them as generated. Engines without text ignore it.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -276,10 +283,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         stop: Global___StopConditions | None = ...,
         logprobs: _builtins.int | None = ...,
+        num_delivered_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "attempt", b"attempt", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "prompt", b"prompt", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "attempt", b"attempt", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "prompt", b"prompt", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -395,7 +403,9 @@ class GenerateResponse(_message.Message):
     start_index: _builtins.int
     """Index of token_ids[0] among the tokens generated in this stream, from 0; the client takes a token only at its next one."""
     text: _builtins.str
-    """Text that has become certain; characters whose bytes are incomplete, and what may begin a stop string, come later."""
+    """Text that has become certain with these tokens; characters whose bytes are incomplete, and what may begin a stop string,
+    come later. How much is held back must follow from prompt, tokens and stop strings alone: see num_delivered_tokens.
+    """
     finish_reason: Global___FinishReason.ValueType
     """In the last message only."""
     @_builtins.property
