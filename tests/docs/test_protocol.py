@@ -1,0 +1,443 @@
+"""docs/PROTOCOL.md says what the code does: its vectors, its tables, and every call that it shows with its reply."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from google.rpc import code_pb2
+from kvpool.v1 import cache_pb2, worker_pb2
+
+from cache_service import status as manager_status
+from cache_service.core import allocation, updates
+from cache_service.core.hashing import block_hash, root_bytes, xxh64
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import (
+    AllocateItem,
+    AppendItem,
+    Granted,
+    Limits,
+    PoolConfig,
+    Registration,
+    Root,
+    SequenceKey,
+    SequenceUpdate,
+    Uplink,
+)
+from cache_service.core.refusal import Reason, Refusal
+from cache_service.server import MAX_MESSAGE_BYTES
+from tests.docs.blocks import ROOT, Block, blocks
+from worker_service import status as worker_status
+from worker_service.engine.errors import EngineError, ErrorKind
+
+DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+ANYTHING = "…"
+"""Stands for a value that differs from run to run."""
+
+
+def section(title: str) -> str:
+    """What stands below a heading, up to the next one of the same or a higher level."""
+    (level,) = re.findall(rf"^(#+) {re.escape(title)}$", TEXT, re.MULTILINE)
+    return re.split(rf"^#{{1,{len(level)}}} ", TEXT.split(f"{level} {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of all rows of the tables in a text, without headings."""
+    found = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    table = [[cell.strip() for cell in row.split("|")] for row in found]
+    rules = [index for index, row in enumerate(table) if set("".join(row)) == {"-"}]
+    return [row for index, row in enumerate(table) if index not in rules and index + 1 not in rules]
+
+
+def reasons_in(text: str) -> set[str]:
+    """Names of reasons in a text."""
+    return {word for word in re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", text) if word in Reason.__members__}
+
+
+# -- block_hash
+
+
+def vectors() -> list[dict[str, Any]]:
+    (block,) = [block for block in blocks(DOCUMENT) if block.language == "json" and '"root_hash"' in block.text]
+    found: list[dict[str, Any]] = json.loads(block.text)
+    return found
+
+
+@pytest.mark.parametrize("vector", vectors(), ids=lambda vector: f"{vector['fingerprint']}-{vector['size']}")
+def test_a_vector_is_what_the_manager_computes(vector: dict[str, Any]) -> None:
+    root = Root(vector["fingerprint"], vector["adapter"], vector["salt"], bytes.fromhex(vector["digest"]))
+    size = vector["size"]
+    name = xxh64(root_bytes(root, size))
+    assert f"{name:016x}" == vector["root_hash"]
+    names = []
+    for begin in range(0, len(vector["tokens"]) // size * size, size):
+        name = block_hash(xxh64, name, struct.pack(f"<{size}I", *vector["tokens"][begin : begin + size]))
+        names.append(f"{name:016x}")
+    assert names == vector["block_hashes"]
+
+
+@pytest.mark.parametrize("vector", vectors(), ids=lambda vector: f"{vector['fingerprint']}-{vector['size']}")
+def test_a_vector_follows_from_the_words_of_the_document_alone(vector: dict[str, Any]) -> None:
+    """Nothing of this project is used: a reader needs xxh64 and the section."""
+
+    def u32(number: int) -> bytes:
+        return number.to_bytes(4, "little")
+
+    def field(value: bytes) -> bytes:
+        return u32(len(value)) + value
+
+    strings = [vector[name].encode("utf-8") for name in ("fingerprint", "adapter", "salt")]
+    encoded = b"".join(map(field, [*strings, bytes.fromhex(vector["digest"]), u32(vector["size"])]))
+    if vector == vectors()[0]:
+        (shown,) = re.findall(r"`([0-9a-f]{8}(?: [0-9a-f]+)+)`", section("`block_hash`"))
+        assert encoded == bytes.fromhex(shown)
+    parent = xxhash.xxh64(encoded, seed=0).intdigest()
+    assert f"{parent:016x}" == vector["root_hash"]
+    tokens, hashes = list(vector["tokens"]), []
+    while len(tokens) >= vector["size"]:
+        block, tokens = tokens[: vector["size"]], tokens[vector["size"] :]
+        parent = xxhash.xxh64(parent.to_bytes(8, "little") + b"".join(map(u32, block)), seed=0).intdigest()
+        hashes.append(f"{parent:016x}")
+    assert hashes == vector["block_hashes"]
+
+
+def test_the_table_of_vectors_is_the_list_of_vectors() -> None:
+    def shortened(items: list[str], longest: int) -> str:
+        return " ".join(items) if len(items) <= longest else f"{items[0]} … {items[-1]}"
+
+    found = rows(section("`block_hash`"))
+    assert found == [
+        [
+            vector["fingerprint"],
+            vector["adapter"],
+            vector["salt"],
+            shortened(re.findall("..", vector["digest"]), 4),
+            str(vector["size"]),
+            shortened(list(map(str, vector["tokens"])), 9),
+            vector["root_hash"],
+            " ".join(vector["block_hashes"]),
+        ]
+        for vector in vectors()
+    ]
+
+
+# -- nothing is left out, and nothing is invented
+
+
+def test_every_call_of_both_services_is_described() -> None:
+    described = set(re.findall(r"\*\*`(\w+)`\*\*", TEXT))
+    services = [
+        cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
+        worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+    ]
+    assert described == {method.name for service in services for method in service.methods}
+
+
+def test_every_state_of_a_block_is_described() -> None:
+    names = {name.removeprefix("BLOCK_STATE_") for name in cache_pb2.BlockState.DESCRIPTOR.values_by_name}
+    assert {state.strip("`") for state, *_ in rows(section("Blocks"))} == names - {"UNSPECIFIED", "COPYING"}
+    assert {name for name in names if f"`{name}`" in section("Blocks")} == names
+
+
+def test_every_downlink_entry_is_described() -> None:
+    entries = cache_pb2.DownlinkEntry.DESCRIPTOR.oneofs_by_name["entry"].fields
+    assert [entry.name for entry in entries if f"`{entry.name}`" not in TEXT] == []
+
+
+def kinds_of(status: Any) -> set[str]:
+    """The details of a status by their names, without the ErrorInfo that all have."""
+    return {detail.type_url.rpartition(".")[2] for detail in status.details} - {"ErrorInfo"}
+
+
+def test_the_table_of_reasons_is_the_managers() -> None:
+    expected = {reason.value: manager_status.of_refusal(Refusal(reason, "", position=1)) for reason in Reason}
+    expected["RECOVERING"] = manager_status.of_unavailable(manager_status.Unavailable())
+    expected["INTERNAL"] = manager_status.of_bug()
+    found = {reason: status for reason, status, _ in rows(section("Reasons"))}
+    assert found.keys() == expected.keys()
+    for reason, status in expected.items():
+        code, *details = re.findall(r"[A-Z]\w+", found[reason])
+        assert (code, set(details)) == (code_pb2.Code.Name(status.code), kinds_of(status)), reason
+    with_position = {reason for reason, text in found.items() if "`position`" in text}
+    assert with_position == {"GAP", "TOKENS_DIFFER"}
+
+
+def test_the_table_of_reasons_of_workers_is_theirs() -> None:
+    found = {name: status for names, status, _ in rows(section("WorkerService")) for name in names.split(", ")}
+    kinds = set(ErrorKind) - {ErrorKind.REFUSED}  # the manager's own status is passed on in its place
+    assert found.keys() == {kind.value for kind in kinds}
+    for kind in kinds:
+        status = worker_status.of_error(EngineError(kind, ""))
+        code, *details = re.findall(r"[A-Z]\w+", found[kind.value])
+        assert (code, set(details)) == (code_pb2.Code.Name(status.code), kinds_of(status)), kind
+
+
+@pytest.mark.parametrize(
+    ("call", "source", "beside"),
+    [
+        ("Register", CacheManager.register, set()),
+        ("KeepAlive", CacheManager.keep_alive, set()),
+        ("Allocate", allocation.allocate, {"STALE_SESSION", "STALE_CALL", "NOT_TRIED"}),
+        ("Append", updates.append, {"STALE_SESSION", "STALE_CALL"}),
+        ("Drain", CacheManager.drain, set()),
+    ],
+)
+def test_the_errors_of_a_call_are_those_that_its_code_names(
+    call: str, source: Callable[..., object], beside: set[str]
+) -> None:
+    (paragraph,) = [text for text in TEXT.split("\n\n") if text.startswith(f"**`{call}`**")]
+    behind = TEXT.split(paragraph)[1].split("\n\n**`")[0]  # Append's errors stand behind its table
+    listed = reasons_in((paragraph + behind).split("*Errors:*")[1].split("\n\n")[0])
+    assert source.__doc__ is not None
+    assert listed == reasons_in(source.__doc__.partition("Raises")[2]) | beside
+
+
+def test_the_limits_are_the_managers() -> None:
+    limits = Limits()
+    for number in (
+        limits.max_workers,
+        limits.max_sequences_per_session,
+        limits.max_tokens_per_sequence,
+        limits.max_items_per_call,
+        limits.max_blocks_per_pool,
+        limits.max_block_size,
+    ):
+        assert f"{number:,}" in TEXT
+    assert f"128 bytes; other names and `address` {limits.max_name_bytes}" in " ".join(TEXT.split())
+    assert limits.max_id_bytes == 128
+    assert MAX_MESSAGE_BYTES == 16 << 20
+
+
+# -- the manager's view of a sequence, tried in the core itself
+
+NOW = 0.0
+TOKENS = struct.pack("<6I", *range(6))
+NAME = "s"
+
+
+class Desk:
+    """A core with one worker, and a second for the larger attempt."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(1)
+        self._call_no = 0
+        self._session = self._register("here")
+        self._other = self._register("elsewhere")
+
+    def _register(self, worker_id: str) -> int:
+        pool = PoolConfig(block_size=4, num_blocks=9)
+        return self.manager.register(Registration(worker_id, 1, 1, "a:1", "", "m", pool), NOW).session
+
+    def _uplink(self, session: int) -> Uplink:
+        self._call_no += 1
+        return Uplink(session, self._call_no)
+
+    def allocate(self, round: int, attempt: int = 1, *, elsewhere: bool = False) -> str:
+        """The reason of the refusal; empty if it was granted."""
+        item = AllocateItem(SequenceKey(NAME, attempt, round), Root("m"), TOKENS, no_wait=True)
+        session = self._other if elsewhere else self._session
+        (outcome,), _ = self.manager.allocate(self._uplink(session), [item])
+        return outcome.reason.value if isinstance(outcome, Refusal) else ""
+
+    def append(self, round: int) -> str:
+        item = AppendItem(SequenceUpdate(SequenceKey(NAME, 1, round), num_computed_tokens=4))
+        (outcome,), _ = self.manager.append(self._uplink(self._session), [item])
+        return outcome.reason.value if isinstance(outcome, Refusal) else ""
+
+    def free(self, round: int) -> str:
+        update = SequenceUpdate(SequenceKey(NAME, 1, round), num_computed_tokens=5)
+        self.manager.free(self._uplink(self._session), [update])
+        return ""
+
+    @property
+    def state(self) -> str:
+        for sequence in self.manager.sessions[0].sequences.values():
+            if sequence.key.attempt == 1:
+                return "fenced" if sequence.fenced else "live"
+        return "absent"
+
+    @property
+    def num_cached(self) -> int:
+        return self.manager.sessions[0].pool.counts().cached
+
+
+def prepare(row: str) -> tuple[Desk, int]:
+    """A core in the state that a row of the table names, and the round that its calls carry."""
+    desk = Desk()
+    if "absent" not in row:
+        assert desk.allocate(1) == ""
+    if "fenced" in row:
+        assert desk.allocate(0, attempt=2, elsewhere=True) == ""
+    return desk, 2 if "larger" in row else 0 if "smaller" in row else 1
+
+
+def the_managers_view() -> list[tuple[str, list[str]]]:
+    first = section("Sequences").split("*The engine's view:*")[0]
+    return [(row, cells) for row, *cells in rows(first)]
+
+
+def test_the_view_has_all_states() -> None:
+    assert [re.findall(r"\w+", row)[0] for row, _ in the_managers_view()] == [
+        "absent",
+        "live",
+        "live",
+        "live",
+        "fenced",
+    ]
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize(("row", "cells"), the_managers_view())
+def test_a_cell_of_the_managers_view_is_true(row: str, cells: list[str], column: int) -> None:
+    desk, round = prepare(row)
+    before = desk.state
+    found = (desk.allocate, desk.append, desk.free)[column](round)
+    cell = cells[column]
+    assert {found} - {""} == reasons_in(cell)
+    arrows = re.findall(r"→ (\w+)", cell)
+    assert desk.state == (arrows[0] if arrows else before)
+    if column == 2:
+        assert (desk.num_cached > 0) == ("merged" in cell and "nothing merged" not in cell)
+    assert desk.manager.check().violations == []
+
+
+@pytest.mark.parametrize(("row", "cells"), [view for view in the_managers_view() if view[1][3]])
+def test_what_a_larger_attempt_does_is_true(row: str, cells: list[str]) -> None:
+    desk, _ = prepare(row)
+    assert desk.allocate(0, attempt=2, elsewhere=True) == ""
+    if "→ fenced" in cells[3]:
+        assert desk.state == "fenced"
+        assert (
+            len(desk.manager.keep_alive(desk.manager.sessions[0].number, 0, desk.manager.sessions[0].load, NOW).entries)
+            == 1
+        )
+    else:
+        assert {desk.allocate(1)} == reasons_in(cells[3])
+
+
+def test_the_example_of_a_lost_reply_is_true() -> None:
+    """Calls 7, 8 and 9 of the section on the link."""
+    manager = CacheManager(1)
+    pool = PoolConfig(block_size=4, num_blocks=9)
+    session = manager.register(Registration("w", 1, 1, "a:1", "", "m", pool), NOW).session
+    key = SequenceKey("a", 1, 0)
+    tokens = struct.pack("<13I", *range(13))
+    # Blocks 1 and 2 go to another sequence, so that the numbers are those of the example.
+    others = [AllocateItem(SequenceKey("o", 1, 0), Root("m"), tokens[-32:])]
+    manager.allocate(Uplink(session, 5), others)
+    (granted,), _ = manager.allocate(Uplink(session, 6), [AllocateItem(key, Root("m"), tokens[:32], 9)])
+    assert isinstance(granted, Granted)
+    assert granted.blocks == (3, 4)
+
+    def append(call_no: int, num_tokens: int, want_blocks: int, bound: Any = ()) -> Any:
+        update = SequenceUpdate(key, 0, tokens[: 4 * (num_tokens + 1)], num_tokens, tuple(bound))
+        return manager.append(Uplink(session, call_no), [AppendItem(update, want_blocks)])[0][0]
+
+    lost, heard = append(7, 8, 3), append(8, 8, 3)
+    assert lost == heard
+    assert heard.num_sealed_tokens == 8
+    assert [entry[:2] for entry in heard.new_entries] == [(2, 5)]
+    with pytest.raises(Refusal) as refused:
+        append(7, 8, 3)
+    assert refused.value.reason is Reason.STALE_CALL
+    last = append(9, 12, 4, heard.new_entries)
+    assert (last.num_sealed_tokens, [entry[:2] for entry in last.new_entries]) == (12, [(3, 6)])
+
+
+# -- the calls from the shell
+
+
+def shell_blocks() -> list[Block]:
+    (begin,) = [index for index, block in enumerate(blocks(DOCUMENT)) if "kvpool manager" in block.text]
+    return blocks(DOCUMENT)[begin:]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+@pytest.fixture
+def here(port: int) -> Callable[[str], str]:
+    """A command as it can be run here: this port, and the programs of this environment."""
+
+    def substituted(text: str) -> str:
+        return text.replace("50061", str(port)).replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+
+    return substituted
+
+
+@pytest.fixture
+def manager(here: Callable[[str], str], port: int, tmp_path: Path) -> Iterator[None]:
+    """The manager that the document starts."""
+    command = here(shell_blocks()[0].text)
+    assert command.count("\n") == 1
+    environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, stderr=subprocess.PIPE, env=environment)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert process.poll() is None, process.communicate()[1]
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert time.monotonic() < end, "the manager does not listen"
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def assert_matches(found: Any, shown: Any, where: str) -> None:
+    """What came back is what the document shows, but for what stands for anything."""
+    if shown == ANYTHING:
+        return
+    assert type(found) is type(shown), where
+    if isinstance(shown, dict):
+        assert found.keys() == shown.keys(), where
+        for key in shown:
+            assert_matches(found[key], shown[key], f"{where}.{key}")
+    elif isinstance(shown, list):
+        assert len(found) == len(shown), where
+        for index, (one, other) in enumerate(zip(found, shown, strict=True)):
+            assert_matches(one, other, f"{where}[{index}]")
+    else:
+        assert found == shown, where
+
+
+@pytest.mark.usefixtures("manager")
+def test_every_call_from_the_shell_gets_the_reply_that_is_shown(here: Callable[[str], str], tmp_path: Path) -> None:
+    shown = shell_blocks()[1:]
+    calls, replies = shown[::2], shown[1::2]
+    assert [block.language for block in shown] == ["sh", "json"] * len(calls)
+    separator = "-- next --"
+    script = f"\necho '{separator}'\n".join(here(call.text) for call in calls)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    found = done.stdout.split(f"{separator}\n")
+    assert len(found) == len(calls), done.stderr
+    for call, output, reply in zip(calls, found, replies, strict=True):
+        assert_matches(json.loads(output), json.loads(reply.text), call.text)
+    assert len(calls) > 10
