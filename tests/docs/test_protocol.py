@@ -29,6 +29,7 @@ from cache_service.core.messages import (
     Limits,
     PoolConfig,
     Registration,
+    ReservedBlock,
     Root,
     SequenceKey,
     SequenceUpdate,
@@ -353,6 +354,112 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
     assert refused.value.reason is Reason.STALE_CALL
     last = append(9, 12, 4, heard.new_entries)
     assert (last.num_sealed_tokens, [entry[:2] for entry in last.new_entries]) == (12, [(3, 6)])
+
+
+# -- further claims, tried in the core
+
+
+class Link:
+    """A core with one worker of 8 blocks of 4 tokens, and that worker's numbered calls."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(1, lease_seconds=6)
+        self.session = self.register()
+        self._call_no = 0
+
+    def register(self) -> int:
+        pool = PoolConfig(block_size=4, num_blocks=9)
+        return self.manager.register(Registration("w", 1, 1, "a:1", "", "m", pool), NOW).session
+
+    def uplink(self, wish: int | None = None, returned: Any = ()) -> Uplink:
+        self._call_no += 1
+        return Uplink(self.session, self._call_no, 0, wish, tuple(returned))
+
+    def grant(self, name: str, num_tokens: int, first: int = 0, *, wish: int | None = None) -> Granted:
+        tokens = struct.pack(f"<{num_tokens}I", *range(first, first + num_tokens))
+        item = AllocateItem(SequenceKey(name, 1, 0), Root("m"), tokens, no_wait=True)
+        (outcome,), _ = self.manager.allocate(self.uplink(wish), [item])
+        assert isinstance(outcome, Granted), outcome
+        return outcome
+
+    def append(self, name: str, num_computed: int, want_blocks: int, bound: Any = ()) -> Any:
+        update = SequenceUpdate(SequenceKey(name, 1, 0), num_computed_tokens=num_computed, bound=tuple(bound))
+        return self.manager.append(self.uplink(), [AppendItem(update, want_blocks)])[0][0]
+
+    def counts(self) -> tuple[int, int, int, int]:
+        counts = self.manager.sessions[0].pool.counts()
+        return counts.free, counts.cached, counts.held, counts.reserved
+
+    def grants(self) -> list[Any]:
+        session = self.manager.sessions[0]
+        return [entry.entry for entry in self.manager.keep_alive(session.number, 0, session.load, NOW).entries]
+
+
+def test_no_blocks_refuses_the_report_too_and_without_the_wish_it_is_taken() -> None:
+    link = Link()
+    link.grant("a", 8)
+    link.grant("b", 24, first=100)
+    refused = link.append("a", 8, 3)
+    assert refused.reason is Reason.NO_BLOCKS
+    assert link.manager.sessions[0].sequences["a", 1].num_sealed == 0
+    taken = link.append("a", 8, 0)
+    assert (taken.num_sealed_tokens, taken.new_entries) == (8, ())
+    assert link.append("a", 8, 9).reason is Reason.NEVER_FITS
+
+
+def test_entries_are_told_until_they_are_named() -> None:
+    link = Link()
+    link.grant("a", 8)
+    first = link.append("a", 8, 4).new_entries
+    assert [entry.table_index for entry in first] == [2, 3]
+    assert link.append("a", 8, 4).new_entries == first == link.append("a", 8, 1).new_entries
+    assert link.append("a", 8, 4, first[:1]).new_entries == first[1:]
+    assert link.append("a", 8, 4, first).new_entries == ()
+
+
+def test_only_keep_alive_renews_the_lease() -> None:
+    link = Link()
+    link.grant("a", 4)
+    expired = []
+    for tick in range(13):
+        assert not expired
+        link.append("a", 0, 0)
+        expired = link.manager.tick(tick / 2)
+    assert [session.number for session in expired] == [link.session]
+
+
+def test_the_reserve_is_filled_before_the_items_of_allocate_and_surplus_comes_again_with_the_old_wish() -> None:
+    link = Link()
+    table = link.grant("a", 4, wish=3)
+    (grant,) = link.grants()
+    assert (grant.blocks, table.blocks) == ((1, 2, 3), (4,))
+    surplus = [ReservedBlock(block, grant.generation) for block in grant.blocks]
+    link.manager.append(link.uplink(returned=surplus), [])
+    assert link.counts() == (4, 0, 1, 3)
+    assert len(link.grants()) == 2
+    link.manager.append(
+        link.uplink(0, [ReservedBlock(b, link.grants()[1].generation) for b in link.grants()[1].blocks]), []
+    )
+    assert link.counts() == (7, 0, 1, 0)
+    link.manager.append(link.uplink(100), [])
+    assert link.counts() == (0, 0, 1, 7)
+
+
+def test_a_block_goes_through_its_states_as_the_table_says() -> None:
+    """A hit keeps its generation; a grant gives a larger one; what is sealed is cached, what is not is free."""
+    link = Link()
+    first = link.grant("a", 6)
+    link.append("a", 6, 0)
+    link.manager.free(link.uplink(), [SequenceUpdate(SequenceKey("a", 1, 0))])
+    assert link.counts() == (7, 1, 0, 0)
+    again = link.grant("b", 6)
+    assert (again.blocks[0], again.generations[0]) == (first.blocks[0], first.generations[0])
+    assert again.num_cached_tokens == 4
+    assert again.generations[1] > first.generations[1]
+    link.manager.free(link.uplink(), [SequenceUpdate(SequenceKey("b", 1, 0))])
+    everything = link.grant("c", 32, first=500)
+    assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
+    assert link.manager.sessions[0].pool.num_evicted == 1
 
 
 # -- the calls from the shell
