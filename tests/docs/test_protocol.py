@@ -36,6 +36,7 @@ from cache_service.core.messages import (
     Uplink,
 )
 from cache_service.core.refusal import Reason, Refusal
+from cache_service.core.session import Session
 from cache_service.server import MAX_MESSAGE_BYTES
 from tests.docs.blocks import ROOT, Block, blocks
 from worker_service import status as worker_status
@@ -420,7 +421,7 @@ def test_entries_are_told_until_they_are_named() -> None:
 def test_only_keep_alive_renews_the_lease() -> None:
     link = Link()
     link.grant("a", 4)
-    expired = []
+    expired: list[Session] = []
     for tick in range(13):
         assert not expired
         link.append("a", 0, 0)
