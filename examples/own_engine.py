@@ -118,7 +118,8 @@ async def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=40, help="to generate for each prompt")
     args = parser.parse_args()
     hello = pb.RegisterRequest(incarnation=time.time_ns(), register_no=1, address="none:0")  # it serves no clients
-    hello.worker_id, hello.model_fingerprint = f"own-engine-{hello.incarnation}", ROOT.model_fingerprint
+    hello.worker_id, hello.model_name = f"own-engine-{hello.incarnation}", "toy of own_engine.py"
+    hello.model_fingerprint = ROOT.model_fingerprint
     hello.kv_cache_config.block_size = SIZE
     hello.kv_cache_config.groups.add(full_attention=common_pb2.FullAttentionSpec())
     hello.kv_cache_config.pools.add(tier=common_pb2.TIER_DEVICE, num_blocks=args.num_blocks)
