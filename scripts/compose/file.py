@@ -83,6 +83,7 @@ class Deploy(_Strict):
 class Service(_Strict):
     image: str
     build: Build | None = None
+    pull_policy: str | None = None
     entrypoint: list[str] | None = None
     environment: Annotated[dict[str, str], BeforeValidator(_said)] = {}
     """Without what is passed on as it is: `NAME:` and no value."""

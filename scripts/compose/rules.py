@@ -50,6 +50,12 @@ def has_a_tagged_image(service: Service) -> Iterator[str]:
         yield f"has the image {service.image!r}: give it a tag other than latest"
 
 
+def is_never_pulled(service: Service) -> Iterator[str]:
+    """A registry may hold another image of this name."""
+    if service.build is None and service.pull_policy != "never":
+        yield "is not built: it needs build, or pull_policy: never where another service builds its image"
+
+
 def is_watched(service: Service) -> Iterator[str]:
     """Whoever stays has a health check that asks grpc.health.v1 on its own port, without a shell."""
     if not service.stays:
@@ -134,6 +140,7 @@ RULES: tuple[Rule, ...] = (
     is_no_root,
     is_confined,
     has_a_tagged_image,
+    is_never_pulled,
     is_watched,
     listens_where_it_is_published,
     stops_gently,
@@ -163,6 +170,11 @@ def compose_problems(file: ComposeFile) -> Iterator[str]:
             source = volume.partition(":")[0]
             if source not in file.volumes:
                 yield f"{name} mounts {source}: by default only volumes that the file declares are mounted"
+    built = {service.image for service in file.services.values() if service.build is not None}
+    for name, service in file.services.items():
+        if service.image not in built:
+            yield f"{name} runs {service.image}, which no service builds"
+    yield from _twice(file, "the build of", lambda s: [s.image] if s.build is not None else [])
     yield from _twice(file, "the port", lambda s: [port.rpartition(":")[0] for port in s.ports])
     yield from _twice(file, "the GPU", lambda s: [gpu for device in s.devices for gpu in device.device_ids])
     yield from _twice(
