@@ -10,12 +10,29 @@ The pool keeps its own counts and states; it does not know sequences. Callers ke
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
 
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
+
+_NUMBERS_PER_PIECE = 1 << 16
+
+
+def counting(count: int) -> array[int]:
+    """The numbers 0 … count − 1. Written byte by byte, in pieces, because `array("I", range(count))` takes 20 ms a million."""
+    places = range(4) if sys.byteorder == "little" else range(3, -1, -1)
+    piece = bytearray(4 * _NUMBERS_PER_PIECE)
+    piece[places[0] :: 4] = bytes(range(256)) * 256
+    piece[places[1] :: 4] = b"".join(bytes((byte,)) * 256 for byte in range(256))
+    numbers = array("I")
+    for high in range(-(-count // _NUMBERS_PER_PIECE)):
+        piece[places[2] :: 4] = bytes((high & 0xFF,)) * _NUMBERS_PER_PIECE
+        piece[places[3] :: 4] = bytes((high >> 8,)) * _NUMBERS_PER_PIECE
+        numbers.frombytes(memoryview(piece)[: 4 * (count - high * _NUMBERS_PER_PIECE)])
+    return numbers
 
 
 class State(IntEnum):
@@ -42,13 +59,14 @@ class BlockPool:
         """Cached blocks whose content was dropped for a grant."""
         self._tree = tree
         self._state = bytearray(num_blocks)
-        self._ref_count = array("I", bytes(4 * num_blocks))
-        self._generation = array("Q", bytes(8 * num_blocks))
+        self._ref_count = array("I", [0]) * num_blocks
+        self._generation = array("Q", [0]) * num_blocks
         self._node: list[Node | None] = [None] * num_blocks
-        self._next = array("I", range(1, num_blocks + 1))
-        self._previous = array("I", range(num_blocks - 1))
-        self._previous.insert(0, num_blocks - 1)
+        self._next = counting(num_blocks + 1)
+        del self._next[0]
         self._next[num_blocks - 1] = 0
+        self._previous = counting(num_blocks - 1)
+        self._previous.insert(0, num_blocks - 1)
         self._duplicates: dict[Node, dict[int, None]] = {}
         """Held blocks that hold the same content as the copy that serves hits; by node, oldest first."""
         self._num_free = num_blocks - 1
@@ -104,11 +122,6 @@ class BlockPool:
         """Whether the block belongs to the reserve by the grant with that stamp."""
         return 0 < block < self.num_blocks and self._state[block] == RESERVED and self._generation[block] == generation
 
-    def duplicates(self) -> Iterator[tuple[Node, tuple[int, ...]]]:
-        """Nodes that more than one block of this pool holds, with the blocks that do not serve hits, oldest first."""
-        for node, blocks in self._duplicates.items():
-            yield node, tuple(blocks)
-
     def free_list(self) -> Iterator[int]:
         """Blocks from the next to be granted to the last. The list must not change meanwhile."""
         block = self._next[0]
@@ -116,9 +129,53 @@ class BlockPool:
             yield block
             block = self._next[block]
 
-    def previous(self, block: int) -> int:
-        """The block before `block` on the free list; 0 at its head. Meaningless off the list."""
-        return self._previous[block]
+    # -- looking, for audits
+
+    def rows(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int, Node | None]]:
+        """Of the blocks `begin` … `end` − 1: block, state, ref_count, generation, node. As they are when it is called."""
+        span = slice(begin, end)
+        return zip(
+            range(begin, end),
+            self._state[span],
+            self._ref_count[span],
+            self._generation[span],
+            self._node[span],
+            strict=False,
+        )
+
+    def photograph_states(self) -> bytes:
+        """The state of every block, as of now; a copy of one byte per block."""
+        return bytes(self._state)
+
+    def photograph_ref_counts(self) -> array[int]:
+        """The ref_count of every block, as of now; a copy of four bytes per block."""
+        return self._ref_count[:]
+
+    def photograph_list(self) -> array[int]:
+        """What follows each block on the free list, block 0 being before its head and behind its tail, as of now; a copy of
+        four bytes per block."""
+        return self._next[:]
+
+    def is_linked_back(self, block: int) -> bool:
+        """Whether a block of the free list, or block 0, points back at the block of the list that points at it."""
+        before = self._previous[block]
+        return (
+            before < self.num_blocks
+            and self._next[before] == block
+            and (before == 0 or self._state[before] in (FREE, CACHED))
+        )
+
+    def duplicated(self) -> list[Node]:
+        """Nodes that more than one block of this pool holds, as of now."""
+        return list(self._duplicates)
+
+    def duplicates_of(self, node: Node) -> tuple[int, ...]:
+        """The blocks that hold `node` beside the copy that serves hits, oldest first."""
+        return tuple(self._duplicates.get(node, ()))
+
+    def is_duplicate(self, block: int, node: Node) -> bool:
+        """Whether the block is kept as a further one that holds `node`, beside the copy that serves hits."""
+        return block in self._duplicates.get(node, ())
 
     # -- the list
 
@@ -257,12 +314,47 @@ class BlockPool:
         if others is not None and not others:
             del self._duplicates[node]
 
+    # -- what a worker reports of an earlier session
+
+    def restore_cached(self, block: int, generation: int, node: Node) -> None:
+        """A free block holds `node` and serves its hits, of which the pool has no copy yet; most recently used for now."""
+        self._restore(block, generation)
+        self._state[block] = CACHED
+        self._num_cached += 1
+        self._push_tail(block)
+        self.seal(block, node)
+
+    def restore_held(self, block: int, generation: int) -> None:
+        """A free block is named by one table."""
+        self._restore(block, generation)
+        self._state[block] = HELD
+        self._ref_count[block] = 1
+
+    def restore_reserved(self, block: int, generation: int) -> None:
+        """A free block is in the worker's reserve."""
+        self._restore(block, generation)
+        self._state[block] = RESERVED
+        self._num_reserved += 1
+
+    def _restore(self, block: int, generation: int) -> None:
+        assert self._state[block] == FREE
+        self._unlink(block)
+        self._num_free -= 1
+        self._generation[block] = generation
+
+    def touch(self, block: int) -> None:
+        """Make a cached block the most recently used one."""
+        assert self._state[block] == CACHED
+        self._unlink(block)
+        self._push_tail(block)
+
     # -- the end of a session
 
     def sweep(self, begin: int, budget: int) -> int:
         """Take the content of blocks `begin` … of a retired pool out of the tree; returns the first block not done.
 
-        Stops when more than `budget` blocks and pruned nodes were visited: the last leaf of a long chain prunes all of it.
+        Stops when `budget` blocks and pruned nodes were visited. What is then left of a long chain whose last leaf went, the
+        tree prunes in `prune_condemned`.
         """
         assert self.retired
         tree = self._tree
@@ -273,10 +365,9 @@ class BlockPool:
             node = self._node[block]
             if node is not None:
                 self._node[block] = None
+                if self._duplicates:
+                    self._duplicates.pop(node, None)
                 if node.copy_in(self):
                     node.drop_copy(self)
-                    num_nodes = tree.num_nodes
-                    tree.prune(node)
-                    budget -= num_nodes - tree.num_nodes
-        self._duplicates.clear()
+                    budget -= tree.prune(node, max(budget, 1))
         return self.num_blocks

@@ -15,7 +15,7 @@ from .attempts import Attempts
 from .block_pool import BlockPool
 from .description import BlockDescription, describe_blocks
 from .hashing import HashFunction, xxh64
-from .integrity import Audit, audit
+from .integrity import Audit, OnlineAudit, World, audit
 from .messages import (
     TOKEN_BYTES,
     AllocateItem,
@@ -246,10 +246,11 @@ class CacheManager:
 
     def sweep(self) -> bool:
         """Reclaim one slice of what retired sessions left in the tree; returns whether more is left."""
-        if not self._retired:
-            return False
-        session = self._retired[0]
         budget = SWEEP_SLICE_NODES
+        budget -= self._tree.prune_condemned(budget)
+        if not self._retired:
+            return self._tree.has_condemned
+        session = self._retired[0]
         while session.sequences and budget > 0:
             sequence = next(iter(session.sequences.values()))
             budget -= 1 + len(sequence.nodes)
@@ -260,7 +261,7 @@ class CacheManager:
         if self._sweep_position == session.pool.num_blocks:
             self._retired.popleft()
             self._sweep_position = 0
-        return bool(self._retired)
+        return bool(self._retired) or self._tree.has_condemned
 
     # -- the link
 
@@ -396,5 +397,12 @@ class CacheManager:
         return describe_blocks(self.worker(worker_id), first_block, max_blocks)
 
     def check(self) -> Audit:
-        """Audit every law. Time grows with the number of blocks."""
-        return audit(self._tree, self._attempts, list(self._sessions.values()), list(self._retired), self._last_stamp)
+        """Audit every law at once. Time grows with the number of blocks, some seconds for a million."""
+        return audit(self._world())
+
+    def begin_audit(self) -> OnlineAudit:
+        """An audit of every law in slices, between which this manager may do anything. One at a time; `close` it."""
+        return OnlineAudit(self._world())
+
+    def _world(self) -> World:
+        return World(self._tree, self._attempts, self._sessions, self._retired, lambda: self._last_stamp)

@@ -8,6 +8,7 @@ dropped node is freed by reference counting alone (the process runs without the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
+FAN_CHILDREN = 4096
+"""A node with more children than this keeps them in a Fan."""
+
+FAN_PARTS = 256
+
+
 class Node:
     """One block's worth of tokens behind one prefix. The first child, copy and leader are stored inline, because nearly all
-    nodes have at most one of each."""
+    nodes have at most one of each. A node is 128 bytes; one slot more would make it 144."""
 
     __slots__ = (
         "block_hash",
@@ -34,6 +41,7 @@ class Node:
         "leaders",
         "num_sequences",
         "parent",
+        "seen",
         "tokens",
     )
 
@@ -45,7 +53,8 @@ class Node:
         self.block_hash: int | None = None
         """Name of the block; None until some worker has sealed a copy."""
         self.child: Node | None = None
-        self.children: dict[bytes, Node] | None = None
+        self.children: dict[bytes, Node] | Fan | None = None
+        """Further children."""
         self.copy_pool: BlockPool | None = None
         self.copy_block = 0
         self.copies: dict[BlockPool, int] | None = None
@@ -53,6 +62,8 @@ class Node:
         """Live sequences whose deepest node this is."""
         self.leaders: Sequence | dict[Sequence, None] | None = None
         """Live sequences that are computing this block, oldest first."""
+        self.seen = 0
+        """Number of the last walk that has given the node out, or during which it was made."""
 
     def __repr__(self) -> str:
         name = "unsealed" if self.block_hash is None else f"{self.block_hash:016x}"
@@ -78,6 +89,8 @@ class Node:
                 self.children = {tokens: node}
             else:
                 self.children[tokens] = node
+                if len(self.children) > FAN_CHILDREN and isinstance(self.children, dict):
+                    self.children = Fan(self.children)
         return node
 
     def _drop_child(self, node: Node) -> None:
@@ -147,6 +160,10 @@ class Node:
         else:
             self.leaders = {self.leaders: None, sequence: None}
 
+    def is_led_by(self, sequence: Sequence) -> bool:
+        """Whether `sequence` is one of those that are computing this block."""
+        return self.leaders is sequence or (isinstance(self.leaders, dict) and sequence in self.leaders)
+
     def drop_leader(self, sequence: Sequence) -> None:
         """`sequence` has sealed its block, or has ended."""
         if self.leaders is sequence:
@@ -169,6 +186,40 @@ class Node:
         )
 
 
+class Fan:
+    """The further children of a node that has thousands: what a dict would be, as many small ones, which grow and are looked
+    through without a pause that others would notice."""
+
+    __slots__ = ("num_children", "parts")
+
+    def __init__(self, children: dict[bytes, Node]) -> None:
+        self.num_children = 0
+        self.parts: tuple[dict[bytes, Node], ...] = tuple({} for _ in range(FAN_PARTS))
+        for tokens, node in children.items():
+            self[tokens] = node
+
+    def __len__(self) -> int:
+        return self.num_children
+
+    def get(self, tokens: bytes) -> Node | None:
+        """The child that holds exactly `tokens`."""
+        return self.parts[hash(tokens) % FAN_PARTS].get(tokens)
+
+    def __setitem__(self, tokens: bytes, node: Node) -> None:
+        """Add a child that is not here yet."""
+        self.parts[hash(tokens) % FAN_PARTS][tokens] = node
+        self.num_children += 1
+
+    def __delitem__(self, tokens: bytes) -> None:
+        del self.parts[hash(tokens) % FAN_PARTS][tokens]
+        self.num_children -= 1
+
+    def values(self) -> Iterator[Node]:
+        """All of them."""
+        for part in self.parts:
+            yield from part.values()
+
+
 class RootNode(Node):
     """Where the chains of one root and one block size begin. Its `tokens` are the root's encoding."""
 
@@ -187,6 +238,11 @@ class PrefixTree:
         self._roots: dict[tuple[Root, int], RootNode] = {}
         self.num_nodes = 0
         """Nodes behind the roots, the roots themselves not counted."""
+        self.walk: Walk | None = None
+        """The walk that is under way in portions, if one is; told of every node that comes or goes."""
+        self._num_walks = 0
+        self._condemned: deque[Node] = deque()
+        """Unused nodes at which a bounded `prune` has stopped: kept until `prune_condemned`, unless they come into use again."""
 
     def find_root(self, root: Root, block_size: int) -> Node | None:
         """The node of a root; None if nothing is known behind it."""
@@ -213,18 +269,23 @@ class PrefixTree:
             node = child
         return path
 
+    def intern(self, parent: Node, tokens: bytes) -> Node:
+        """The child of `parent` that holds exactly `tokens`, made if there is none."""
+        child = parent.find(tokens)
+        if child is None:
+            child = parent.intern(tokens)
+            self.num_nodes += 1
+            if self.walk is not None:
+                self.walk.on_made(child)
+        return child
+
     def extend(self, path: list[Node], root: Node, tokens: bytes | bytearray, block_size: int, num_blocks: int) -> None:
         """Intern the nodes of the full blocks len(path) … num_blocks − 1 of `tokens` and append them to `path`."""
         node = path[-1] if path else root
         step = block_size * TOKEN_BYTES
         for begin in range(len(path) * step, num_blocks * step, step):
-            piece = bytes(tokens[begin : begin + step])
-            child = node.find(piece)
-            if child is None:
-                child = node.intern(piece)
-                self.num_nodes += 1
-            path.append(child)
-            node = child
+            node = self.intern(node, bytes(tokens[begin : begin + step]))
+            path.append(node)
 
     def name(self, node: Node) -> None:
         """Compute the block hash of a node that is being sealed; its parent has one."""
@@ -233,23 +294,126 @@ class PrefixTree:
             assert node.parent.block_hash is not None
             node.block_hash = block_hash(self._hash_function, node.parent.block_hash, node.tokens)
 
-    def prune(self, node: Node) -> None:
-        """Drop `node` and then its ancestors as far as nothing keeps them. Iterative: chains are thousands of blocks long."""
+    def prune(self, node: Node, most: int = -1) -> int:
+        """Drop `node` and then its ancestors as far as nothing keeps them; returns how many were dropped.
+
+        Iterative: chains are thousands of blocks long. After `most` nodes the rest of the way is left to `prune_condemned`.
+        """
+        num_dropped = 0
         while node.is_unused():
+            if num_dropped == most:
+                self._condemned.append(node)
+                break
             parent = node.parent
             if parent is None:
-                if isinstance(node, RootNode):
-                    self._roots.pop(node.key, None)
-                return
+                if isinstance(node, RootNode) and self._roots.get(node.key) is node:
+                    del self._roots[node.key]
+                break
+            if self.walk is not None:
+                self.walk.on_dropped(node)
             parent._drop_child(node)
             node.parent = None
-            self.num_nodes -= 1
+            num_dropped += 1
             node = parent
+        self.num_nodes -= num_dropped
+        return num_dropped
+
+    def prune_condemned(self, most: int) -> int:
+        """Go on where bounded prunes have stopped, for at most `most` nodes; returns how many were dropped."""
+        num_dropped = 0
+        while self._condemned and num_dropped < most:
+            num_dropped += self.prune(self._condemned.popleft(), most - num_dropped)
+        return num_dropped
+
+    @property
+    def has_condemned(self) -> bool:
+        """Whether `prune_condemned` has anything to do."""
+        return bool(self._condemned)
+
+    def is_condemned(self, node: Node) -> bool:
+        """Whether the node waits for `prune_condemned`."""
+        return node in self._condemned
+
+    def begin_walk(self, *, in_portions: bool) -> Walk:
+        """Begin a walk through all nodes. With `in_portions` the tree may change on the way; then `end_walk` must follow."""
+        if not in_portions:
+            return Walk(self, 0)
+        assert self.walk is None, "one walk in portions at a time"
+        self._num_walks += 1
+        self.walk = Walk(self, self._num_walks)
+        return self.walk
+
+    def end_walk(self, walk: Walk) -> None:
+        """Tell this walk nothing any more. Idempotent."""
+        if self.walk is walk:
+            self.walk = None
+
+    def roots(self) -> list[Node]:
+        """All roots, as of now."""
+        return list(self._roots.values())
+
+    def holds(self, node: Node) -> bool:
+        """Whether the node was not pruned."""
+        if isinstance(node, RootNode):
+            return self._roots.get(node.key) is node
+        return node.parent is not None
 
     def iter_nodes(self) -> Iterator[Node]:
-        """All nodes, the roots first. Only for audits: the tree must not change meanwhile."""
-        stack: list[Node] = list(self._roots.values())
+        """All nodes, the roots first. The tree must not change meanwhile."""
+        stack = self.roots()
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.iter_children())
+
+
+class Walk:
+    """The way through all nodes in portions, while nodes may come and go between these.
+
+    Each node that is there from the beginning to the end is given out. With a `number` other than 0 the nodes given out are
+    marked with it, because nodes come and go; a node that comes is marked at once.
+    """
+
+    def __init__(self, tree: PrefixTree, number: int) -> None:
+        self._tree = tree
+        self._number = number
+        self._nodes = tree.roots()
+        self._parts: list[tuple[Node, dict[bytes, Node]]] = []
+        self.num_seen = 0
+        """Nodes given out, the roots not counted."""
+        self.num_unseen = tree.num_nodes
+        """Nodes counted that are still to be given out: 0 at the end, if the tree counts right and loses none."""
+
+    def step(self) -> tuple[Node, list[Node]] | None:
+        """The next node, with its children; None at the end. A node with a Fan is given out again with each part of it."""
+        while self._nodes:
+            node = self._nodes.pop()
+            if not self._tree.holds(node):
+                continue  # pruned since its parent was given out
+            if node.depth >= 0 and not (self._number and node.seen == self._number):
+                self.num_seen += 1
+                self.num_unseen -= 1
+            if self._number:
+                node.seen = self._number
+            if isinstance(node.children, Fan):
+                self._parts += [(node, part) for part in node.children.parts]
+                children = [] if node.child is None else [node.child]
+            else:
+                children = list(node.iter_children())
+            self._nodes += children
+            return node, children
+        if self._parts:
+            node, part = self._parts.pop()
+            children = list(part.values())
+            self._nodes += children
+            return node, children
+        return None
+
+    def on_made(self, node: Node) -> None:
+        """A node has come: it need not be given out."""
+        node.seen = self._number
+
+    def on_dropped(self, node: Node) -> None:
+        """A node goes."""
+        if node.seen != self._number:
+            self.num_unseen -= 1

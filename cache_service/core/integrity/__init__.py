@@ -1,0 +1,24 @@
+"""Check: the manager's laws, recomputed from first principles and compared with what it keeps. Changes nothing.
+
+Each violation names the law, the worker, and the block and sequence if there is one. The laws:
+
+* conservation: free + cached + held + reserved = capacity, and each kept count is the number of blocks in that state
+* references: a block's ref_count is the number of table entries of live sequences that name it
+* free list: linked both ways without a cycle, and exactly the free and cached blocks are on it
+* state: held means ref_count ≥ 1; free and reserved blocks hold nothing; cached blocks serve hits
+* null block: block 0 is in no table and in no state but free
+* generation: every granted block has a stamp, none larger than the last one given
+* sealing: a node's copy in a pool and that pool's block point at each other; blocks shared by several tables are sealed;
+  exactly the full computed blocks of a sequence are sealed
+* chain: a sequence's nodes hold its tokens, each the child of the one before
+* tree: child and parent point at each other; a node without copy, child and sequence is gone; counts and leaders are right
+* attempts: the index of attempts holds exactly the live sequences
+
+An audit runs in slices, between which the manager goes on (`OnlineAudit` says why it can), or at once (`audit`).
+"""
+
+from .findings import Audit, Violation
+from .online import OnlineAudit, audit
+from .world import World
+
+__all__ = ["Audit", "OnlineAudit", "Violation", "World", "audit"]

@@ -1,0 +1,75 @@
+"""The laws of the prefix tree. Copies in retired pools are waiting for the sweep and count as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from ..block_pool import BlockPool
+from ..prefix_tree import Node, PrefixTree, Walk
+from ..sequence import Sequence
+from .findings import Course, Findings
+from .world import World
+
+
+class NodeLaws:
+    """Checks each node, as it is. `standing` are the nodes that were found to count their sequences right or wrong already."""
+
+    def __init__(self, world: World, walk: Walk, standing: Container[Node], findings: Findings) -> None:
+        self._world = world
+        self._tree: PrefixTree = world.tree
+        self._walk = walk
+        self._standing = standing
+        self._findings = findings
+        self.suspects: list[Node] = []
+        """Nodes that count sequences and on which none was found standing: perhaps it came later."""
+
+    def course(self) -> Course:
+        """All of them."""
+        tree, walk = self._tree, self._walk
+        while (step := walk.step()) is not None:
+            node, children = step
+            self._node(node)
+            for child in children:
+                if child.parent is not node or child.depth != node.depth + 1 or node.find(child.tokens) is not child:
+                    self._add("tree", f"{child!r} and its parent {node!r} disagree", child)
+            yield 4 + 2 * len(children)
+        self._findings.num_nodes = walk.num_seen
+        if walk.num_unseen:
+            self._findings.add(
+                "tree", f"{tree.num_nodes - walk.num_unseen} nodes are reachable, {tree.num_nodes} are counted"
+            )
+
+    def _add(self, law: str, message: str, node: Node) -> None:
+        """Names a block that holds the node; its owner follows from that."""
+        for pool in node.pools():
+            session = self._world.session_of(pool)
+            if session is not None:
+                self._findings.add(law, message, session, node.copy_in(pool))
+                return
+        self._findings.add(law, message)
+
+    def _node(self, node: Node) -> None:
+        if node.is_unused() and self._tree.holds(node) and not self._tree.is_condemned(node):
+            self._add("tree", f"{node!r} has no copy, child or sequence and is still there", node)
+        if node.num_sequences and node not in self._standing:
+            self.suspects.append(node)
+        for pool in node.pools():
+            self._copy(node, pool)
+        for leader in node.iter_leaders():
+            if not self._lives(leader):
+                message = f"{node!r} is led by a sequence that has ended"
+                self._findings.add("tree", message, leader.session, -1, leader)
+
+    def _copy(self, node: Node, pool: BlockPool) -> None:
+        block = node.copy_in(pool)
+        if not 0 < block < pool.num_blocks or pool.node(block) is not node:
+            message = f"{node!r} names block {block} as its copy, which holds something else"
+            self._findings.add("sealing", message, self._world.session_of(pool), block)
+        if pool.retired and self._world.session_of(pool) is None:
+            self._add("tree", f"{node!r} has a copy in a pool of no session", node)
+
+    def _lives(self, sequence: Sequence) -> bool:
+        key = sequence.key
+        return sequence.session.sequences.get((key.sequence_id, key.attempt)) is sequence and (
+            self._world.session_of(sequence.session.pool) is sequence.session
+        )

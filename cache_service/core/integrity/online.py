@@ -1,0 +1,102 @@
+"""The audit, in slices or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .findings import Audit, Course, Findings
+from .nodes import NodeLaws
+from .pools import PoolLaws
+from .sequences import RollCall, SequenceLaws
+from .world import World
+
+SLICE = 4096
+"""Units of one slice; some 1 to 2 ms."""
+
+PORTION = 512
+"""Blocks, table entries or nodes that are looked at in one go."""
+
+
+class OnlineAudit:
+    """An audit in slices, between which the manager may do anything.
+
+    Every law is evaluated on a state that the manager was in between two of its calls. There are three kinds:
+
+    * Laws about one block, one sequence's figures, one entry of a table or one node are evaluated on the objects as they are,
+      within one slice. What has ended since it was listed is passed over.
+    * Laws about a whole pool (conservation, references, free list) are evaluated on a photograph: copies of the pool's arrays,
+      and the lists of its tables with their lengths, all taken within one slice. The arithmetic on them takes many slices, and
+      does not depend on what happens meanwhile: entries of a table's list never change, they are only added.
+    * Laws about all sequences together (attempts, how many stand on a node) are evaluated within one slice, the roll call. A node
+      that counts sequences, though none stood on it then, is put to a second roll call at the end.
+
+    So (a) what is reported was so at some moment: there are no false alarms. And (b) what is broken at one place from before the
+    beginning until the end is reported, because each place is come by: all sessions, blocks, sequences and entries that are there
+    all the time are in the lists made at their turn, and all nodes that are there all the time are given out by the tree's walk.
+    Whether the tree counts its nodes right is known at the end of that walk, which is told of the nodes that come and go.
+    Two cases are no places in this sense. A session that ends is passed over with all its blocks. And whatever is repaired and
+    broken again during the audit may be missed.
+
+    `step` runs one slice. `close` must be called in the end, also by who gives up: until then the tree tells the audit of its
+    nodes. Only one audit in slices may be under way at a time; one at once may run between its slices.
+    """
+
+    def __init__(self, world: World, *, portion: int = PORTION, in_slices: bool = True) -> None:
+        self._world = world
+        self._findings = Findings(portion)
+        self._walk = world.tree.begin_walk(in_portions=in_slices)
+        self._course: Iterator[int] = self._run()
+
+    def step(self, units: int = SLICE) -> bool:
+        """One slice; returns whether another one is needed."""
+        for cost in self._course:
+            units -= cost
+            if units <= 0:
+                return True
+        return False
+
+    def result(self) -> Audit:
+        """What was found; all of it once `step` has returned False."""
+        found = self._findings
+        return Audit(found.violations, found.num_blocks, found.num_sequences, found.num_nodes, found.num_sessions)
+
+    def close(self) -> None:
+        """Leave nothing behind. Idempotent."""
+        self._world.tree.end_walk(self._walk)
+        self._course = iter(())
+
+    def _run(self) -> Course:
+        world, findings = self._world, self._findings
+        roll = RollCall(world.all_sessions())
+        roll.compare_standing(roll.standing, findings)
+        yield 6 * roll.standing.total()
+        nodes = NodeLaws(world, self._walk, roll.standing, findings)
+        yield from nodes.course()
+        if nodes.suspects:
+            yield SLICE
+            RollCall(world.all_sessions()).compare_standing(nodes.suspects, findings)
+        yield SLICE
+        roll = RollCall(world.all_sessions())
+        roll.compare_attempts(world.attempts, findings)
+        yield 6 * roll.standing.total()
+        sessions = list(world.sessions.values())
+        for session in sessions:
+            for laws in (PoolLaws(session, world.last_generation, findings), SequenceLaws(session, findings)):
+                for cost in laws.course():
+                    yield cost
+                    if session.pool.retired:
+                        break
+            if not session.pool.retired:
+                findings.num_blocks += session.pool.capacity
+                findings.num_sessions += 1
+        for session in sessions:
+            yield from findings.name_owners(session)
+
+
+def audit(world: World) -> Audit:
+    """Check every law now, in one go. Time grows with the number of blocks, some seconds for a million."""
+    run = OnlineAudit(world, in_slices=False)
+    while run.step(1 << 60):
+        pass
+    run.close()
+    return run.result()

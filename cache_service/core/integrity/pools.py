@@ -1,0 +1,176 @@
+"""The laws of one pool's blocks: conservation, references, free list, state, null block, generation, sealing."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from ..block_pool import CACHED, FREE, HELD, RESERVED, BlockPool, State
+from ..prefix_tree import Node
+from ..session import Session
+from .findings import Course, Findings
+
+_LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
+"""Translates states into whether blocks in them are on the free list."""
+
+
+class PoolLaws:
+    """Checks the pool of one session."""
+
+    def __init__(self, session: Session, last_generation: Callable[[], int], findings: Findings) -> None:
+        self._session = session
+        self._pool: BlockPool = session.pool
+        self._last_generation = last_generation
+        self._findings = findings
+
+    def course(self) -> Course:
+        """All of them."""
+        yield from self._counts_and_references()
+        yield from self._free_list()
+        yield from self._blocks()
+        yield from self._duplicates()
+        self._null_block()
+
+    def _add(self, law: str, message: str, block: int = -1) -> None:
+        self._findings.add(law, message, self._session, block)
+
+    def _photograph_cost(self) -> int:
+        """Of a copy of some five bytes per block, and a note per sequence."""
+        return self._pool.num_blocks // 128 + len(self._session.sequences) // 2
+
+    def _counts_and_references(self) -> Course:
+        """On a photograph of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
+        is left as it is when that ends, so the list and its length are all there is to remember."""
+        pool, portion = self._pool, self._findings.portion
+        yield self._photograph_cost()
+        states, ref_counts, counts = pool.photograph_states(), pool.photograph_ref_counts(), pool.counts()
+        tables = [(sequence.table, len(sequence.table)) for sequence in self._session.sequences.values()]
+        yield self._photograph_cost()
+
+        found = [0] * len(State)
+        num_shared = 0
+        for begin in range(1, pool.num_blocks, portion):
+            piece = states[begin : begin + portion]
+            for state in range(len(found)):
+                found[state] += piece.count(state)
+            num_shared += sum(map((1).__lt__, ref_counts[begin : begin + portion]))
+            yield portion // 4
+        kept = {FREE: counts.free, CACHED: counts.cached, HELD: counts.held, RESERVED: counts.reserved}
+        for state, count in kept.items():
+            if found[state] != count:
+                name = State(state).name.lower()
+                self._add("conservation", f"{found[state]} blocks are {name}, the pool counts {count}")
+        if num_shared != counts.shared:
+            self._add("conservation", f"{num_shared} blocks are shared, the pool counts {counts.shared}")
+
+        num_entries = array("I", [0]) * pool.num_blocks
+        yield self._photograph_cost()
+        for table, length in tables:
+            for begin in range(0, length, portion):
+                piece_end = min(begin + portion, length)
+                for block in table[begin:piece_end]:
+                    if 0 <= block < pool.num_blocks:
+                        num_entries[block] += 1
+                yield (piece_end - begin) // 4
+            yield 1
+        for begin in range(1, pool.num_blocks, portion):
+            end = begin + portion
+            if ref_counts[begin:end] != num_entries[begin:end]:
+                for block in range(begin, min(end, pool.num_blocks)):
+                    if ref_counts[block] != num_entries[block]:
+                        self._add(
+                            "references",
+                            f"block {block} has ref_count {ref_counts[block]}, {num_entries[block]} table entries name it",
+                            block,
+                        )
+                yield portion // 4
+            yield portion // 64
+
+    def _free_list(self) -> Course:
+        """The list itself on a photograph of its links and the states; the way back block by block in `_blocks`."""
+        pool, portion = self._pool, self._findings.portion
+        yield self._photograph_cost()
+        follows, states = pool.photograph_list(), pool.photograph_states()
+        yield self._photograph_cost()
+        listed = bytearray(pool.num_blocks)
+        listed[0] = 1
+        block, count = follows[0], 0
+        while block:
+            if block >= pool.num_blocks or listed[block]:
+                self._add("free list", f"the list runs into block {block} twice or outside the pool", block)
+                return
+            listed[block] = 1
+            block = follows[block]
+            count += 1
+            if count % portion == 0:
+                yield portion // 2
+        for begin in range(0, pool.num_blocks, portion):
+            end = begin + portion
+            if listed[begin:end] != states[begin:end].translate(_LISTED):
+                for block in range(max(begin, 1), min(end, pool.num_blocks)):
+                    if listed[block] != _LISTED[states[block]]:
+                        where = "on" if listed[block] else "not on"
+                        name = State(states[block]).name.lower()
+                        self._add("free list", f"block {block} is {name} and {where} the list", block)
+                yield portion // 4
+            yield portion // 64
+
+    def _blocks(self) -> Course:
+        """What can be said of one block at a time, on the blocks as they are."""
+        pool, portion = self._pool, self._findings.portion
+        for begin in range(1, pool.num_blocks, portion):
+            end = min(begin + portion, pool.num_blocks)
+            last_generation = self._last_generation()
+            for block, state, ref_count, generation, node in pool.rows(begin, end):
+                if (state == HELD) != (ref_count > 0):
+                    name = State(state).name.lower()
+                    self._add("state", f"block {block} is {name} with ref_count {ref_count}", block)
+                if generation > last_generation or (generation == 0 and state != FREE):
+                    self._add(
+                        "generation",
+                        f"block {block} is {State(state).name.lower()} with generation {generation}; the last given is "
+                        f"{last_generation}",
+                        block,
+                    )
+                if _LISTED[state] and not pool.is_linked_back(block):
+                    self._add("free list", f"block {block} does not point back at the block that it follows", block)
+                if node is not None:
+                    self._sealed(block, state, node)
+                elif state == CACHED:
+                    self._add("state", f"block {block} is cached and serves no hits", block)
+                elif ref_count >= 2:
+                    self._add("sealing", f"block {block} is shared by {ref_count} tables and not sealed", block)
+            yield 2 * (end - begin)
+        if not pool.is_linked_back(0):
+            self._add("free list", "the end of the list is not where the list says", 0)
+
+    def _sealed(self, block: int, state: int, node: Node) -> None:
+        pool = self._pool
+        copy = node.copy_in(pool)
+        if state in (FREE, RESERVED):
+            self._add("state", f"block {block} is {State(state).name.lower()} and still sealed", block)
+        elif state == CACHED and copy != block:
+            self._add("state", f"block {block} is cached and serves no hits", block)
+        if node.block_hash is None:
+            self._add("sealing", f"block {block} is sealed and has no hash", block)
+        if node.parent is None:
+            self._add("tree", f"block {block} holds a node that was dropped from the tree", block)
+        if not copy:
+            self._add("sealing", f"block {block} is sealed, its node knows no copy in this pool", block)
+        elif copy != block and not pool.is_duplicate(block, node):
+            self._add("sealing", f"block {block} is sealed, its node knows only block {copy}", block)
+
+    def _duplicates(self) -> Course:
+        pool = self._pool
+        yield self._photograph_cost()
+        for node in pool.duplicated():
+            blocks = pool.duplicates_of(node)
+            for block in blocks:
+                if pool.node(block) is not node or pool.state(block) is not State.HELD:
+                    self._add("sealing", f"block {block} is listed as a duplicate and is none", block)
+            yield 1 + 2 * len(blocks)
+
+    def _null_block(self) -> None:
+        pool = self._pool
+        if pool.state(0) is not State.FREE or pool.ref_count(0) or pool.node(0) is not None:
+            self._add("null block", "block 0 was granted, named or sealed", 0)

@@ -1,0 +1,113 @@
+"""The laws of sequences: sealing, chain, null block; and those that need all of them together: attempts, and who stands where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ..attempts import Attempts
+from ..prefix_tree import Node
+from ..sequence import Sequence
+from ..session import Session
+from .findings import Course, Findings
+
+
+class SequenceLaws:
+    """Checks the sequences of one session, on the sequences as they are; those that have ended meanwhile are left out."""
+
+    def __init__(self, session: Session, findings: Findings) -> None:
+        self._session = session
+        self._findings = findings
+
+    def course(self) -> Course:
+        """All of them."""
+        living = self._session.sequences
+        listed = list(living.items())
+        yield len(listed) // 8
+        for kept_as, sequence in listed:
+            if living.get(kept_as) is not sequence:
+                continue
+            self._findings.num_sequences += 1
+            self._figures(kept_as, sequence)
+            yield 8
+            begin = 0
+            while living.get(kept_as) is sequence and begin < max(len(sequence.nodes), len(sequence.table)):
+                end = begin + self._findings.portion
+                self._nodes(sequence, begin, end)
+                self._table(sequence, begin, end)
+                yield 3 * (min(end, len(sequence.table)) - begin)
+                begin = end
+
+    def _add(self, law: str, message: str, sequence: Sequence, block: int = -1) -> None:
+        self._findings.add(law, message, self._session, block, sequence)
+
+    def _figures(self, kept_as: tuple[str, int], sequence: Sequence) -> None:
+        size = self._session.pool.block_size
+        if (sequence.key.sequence_id, sequence.key.attempt) != kept_as or sequence.session is not self._session:
+            self._add("attempts", "a session's sequence is kept under another key", sequence)
+        if sequence.num_sealed != sequence.num_computed_tokens // size:
+            self._add(
+                "sealing",
+                f"{sequence.num_computed_tokens} tokens are computed and {sequence.num_sealed} blocks of {size} sealed",
+                sequence,
+            )
+        if sequence.num_computed_tokens > min(sequence.num_tokens, len(sequence.table) * size):
+            self._add(
+                "sealing",
+                f"{sequence.num_computed_tokens} tokens are computed, {sequence.num_tokens} known, in {len(sequence.table)} blocks",
+                sequence,
+            )
+
+    def _nodes(self, sequence: Sequence, begin: int, end: int) -> None:
+        nodes, num_sealed = sequence.nodes, sequence.num_sealed
+        before = nodes[begin - 1] if begin else sequence.root
+        for index, node in enumerate(nodes[begin:end], begin):
+            if (
+                node.parent is not before
+                or node.tokens != sequence.block_tokens(index)
+                or (before.child is not node and before.find(node.tokens) is not node)
+            ):
+                self._add("chain", f"node {index} is not the child that holds the sequence's tokens", sequence)
+            if node.is_led_by(sequence) != (index >= num_sealed):
+                self._add("tree", f"node {index} and the sequence disagree who computes it", sequence)
+            before = node
+
+    def _table(self, sequence: Sequence, begin: int, end: int) -> None:
+        pool, nodes, num_sealed = self._session.pool, sequence.nodes, sequence.num_sealed
+        for index, block in enumerate(sequence.table[begin:end], begin):
+            if not 0 < block < pool.num_blocks:
+                self._add("null block", f"entry {index} names block {block}", sequence, block)
+            elif pool.node(block) is not (nodes[index] if index < min(num_sealed, len(nodes)) else None):
+                self._add("sealing", f"entry {index} (block {block}) is not sealed as it should be", sequence, block)
+
+
+class RollCall:
+    """The laws that need all live sequences at one moment. One roll call is one slice: about 0.3 ms per 1,000 of them."""
+
+    def __init__(self, sessions: Iterable[Session]) -> None:
+        self._sequences = [sequence for session in sessions for sequence in session.sequences.values()]
+        self.standing: Counter[Node] = Counter(map(deepest, self._sequences))
+        """How many sequences stand on a node."""
+
+    def compare_attempts(self, attempts: Attempts, findings: Findings) -> None:
+        """The index of attempts holds exactly the live sequences."""
+        living, indexed = set(self._sequences), set(attempts)
+        if living == indexed:
+            return
+        for sequence in living - indexed:
+            findings.add("attempts", "a live sequence is not in the index", sequence.session, -1, sequence)
+        for sequence in indexed - living:
+            findings.add("attempts", "the index holds a sequence that no session has", sequence.session, -1, sequence)
+
+    def compare_standing(self, nodes: Iterable[Node], findings: Findings) -> None:
+        """Each of the nodes counts the sequences that stand on it."""
+        for node in nodes:
+            if node.num_sequences != self.standing[node]:
+                message = f"{node!r} counts {node.num_sequences} sequences, {self.standing[node]} stand on it"
+                sequence = next((s for s in self._sequences if deepest(s) is node), None)
+                findings.add("tree", message, None if sequence is None else sequence.session, -1, sequence)
+
+
+def deepest(sequence: Sequence) -> Node:
+    """The node that a sequence stands on."""
+    return sequence.nodes[-1] if sequence.nodes else sequence.root

@@ -1,0 +1,33 @@
+"""All that an audit looks at, as it is at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from ..attempts import Attempts
+from ..block_pool import BlockPool
+from ..prefix_tree import PrefixTree
+from ..session import Session
+
+
+class World(NamedTuple):
+    """The manager's own objects, not copies."""
+
+    tree: PrefixTree
+    attempts: Attempts
+    sessions: Mapping[int, Session]
+    """Live ones, by number."""
+    retired: List[Session]
+    """Those whose sweep has not ended."""
+    last_generation: Callable[[], int]
+
+    def all_sessions(self) -> list[Session]:
+        """Live ones and retired ones, as of now."""
+        return [*self.sessions.values(), *self.retired]
+
+    def session_of(self, pool: BlockPool) -> Session | None:
+        """The session that a pool belongs to, if there is one."""
+        among = self.retired if pool.retired else self.sessions.values()
+        return next((session for session in among if session.pool is pool), None)
