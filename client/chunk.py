@@ -43,11 +43,12 @@ class Usage:
     num_prompt_tokens: int
     """Tokens of the prompt."""
     num_cached_tokens: int
-    """Prompt tokens served from the cache at the first admission: a multiple of the block size."""
+    """Prompt tokens served from the cache at the first admission by the worker that delivered the first token: a multiple of
+    the block size."""
     num_generated_tokens: int
-    """Tokens generated so far."""
+    """Tokens generated so far, over all attempts."""
     num_preemptions: int
-    """How often the sequence was preempted and recomputed."""
+    """How often the sequence was preempted and recomputed by the worker of this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Chunk:
     worker_id: str
     """The worker that computed it."""
     attempt: int
-    """1 for the first worker tried, larger for every further one."""
+    """1 for the first worker tried, larger for every further one; larger than in the chunk before: the stream has moved."""
 
 
 def chunk_from_proto(

@@ -29,7 +29,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per token if they were asked for."""
     num_preemptions: int
-    """How often the sequence was preempted and recomputed."""
+    """How often the sequence was preempted and recomputed by the worker that ended it."""
     num_attempts: int
     """Workers tried, this one included."""
 

@@ -30,9 +30,12 @@ class ClientConfig:
     worker_wait: float = 5.0
     """How long to wait for a live worker when the manager knows none: after its restart they register again."""
     max_attempts: int = 8
-    """Workers tried for one request at most."""
+    """Workers tried for one request at most, over its whole life."""
     liveness_interval: float = 2.0
-    """How often to ask the manager whether the worker still lives while the first token is not there."""
+    """How often to ask the manager whether the worker still lives while nothing comes from it."""
+    continuation: bool = True
+    """Whether a stream whose worker dies, freezes or leaves behind its first token goes on at another one. If not, it ends
+    with Unavailable, and the tokens delivered are all there is."""
 
     def __post_init__(self) -> None:
         host, _, port = self.manager.rpartition(":")

@@ -34,6 +34,11 @@ class Gate:
         """Tokens taken so far, over all attempts."""
         return self._num_delivered
 
+    @property
+    def base(self) -> int:
+        """Tokens that earlier attempts delivered."""
+        return self._base
+
     def open(self, attempt: int) -> None:
         """From now on only `attempt` may deliver; it starts behind what was delivered. Attempts only grow."""
         assert attempt > self._attempt, (attempt, self._attempt)

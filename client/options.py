@@ -125,9 +125,17 @@ class GenerateSettings:
         )
 
     def request(
-        self, *, token_ids: Sequence[int], sequence_id: str, attempt: int, model_fingerprint: str
+        self,
+        *,
+        token_ids: Sequence[int],
+        num_delivered: int,
+        sequence_id: str,
+        attempt: int,
+        model_fingerprint: str,
     ) -> worker_pb2.GenerateRequest:
-        """The message for one attempt."""
+        """The message for one attempt. `token_ids`: the prompt and behind it the `num_delivered` tokens of earlier
+        attempts, fewer than max_tokens."""
+        assert not 0 < self.max_tokens <= num_delivered, (self.max_tokens, num_delivered)
         return worker_pb2.GenerateRequest(
             sequence_id=sequence_id,
             attempt=attempt,
@@ -139,12 +147,13 @@ class GenerateSettings:
                 temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
             ),
             stop=worker_pb2.StopConditions(
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens - num_delivered if self.max_tokens else 0,
                 stop_token_ids=self.stop_token_ids,
                 stop_strings=self.stop_strings,
                 ignore_eos=self.ignore_eos,
             ),
             logprobs=self.logprobs,
+            num_delivered_tokens=num_delivered,
         )
 
 

@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
-import grpc.aio
-from kvpool.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import common_pb2, worker_pb2_grpc
 
 from .attempts import Attempts, Target
 from .channels import MAX_MESSAGE_BYTES, Channels
-from .chunk import Chunk, chunk_from_proto
+from .chunk import Chunk, FinishReason, chunk_from_proto
 from .completion import Completion, CompletionBuilder
 from .config import ClientConfig
+from .continuation import Account, another_may_begin, another_may_go_on
 from .deadline import Deadline
-from .errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvpoolError,
-    ProtocolError,
-    ResourceExhausted,
-    Unavailable,
-    from_rpc_error,
-)
+from .errors import Cancelled, InvalidRequest, KvpoolError, Unavailable
 from .gate import Gate
 from .manager import Manager
 from .model import Model
 from .models import Models
 from .options import GenerateSettings
+from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
-# Longer than a channel waits before it dials a dead address again, so that the second round really dials.
-_SECOND_ROUND_PAUSE_SECONDS: Final = 1.3
-
-Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
+# Longer than a channel waits before it dials a dead address again, so that the next round really dials.
+_NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
 
 
 class GenerateStream:
-    """The chunks of one answer, in order. Nothing happens before the first is asked for.
+    """The chunks of one answer, in order, however many workers it takes. Nothing happens before the first is asked for.
+
+    When its worker dies, freezes or leaves, the stream goes on at another one, behind the last token delivered: the next
+    chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation).
 
     Use it as `async with client.generate(…) as stream: async for chunk in stream: …`: leaving the block cancels the call,
     and the worker frees the sequence's blocks. Without the block the call ends with the last chunk, or when the object
@@ -71,8 +65,8 @@ class GenerateStream:
         self._deadline: Deadline | None = None
         self._model: Model | None = None
         self._token_ids: list[int] = []
-        self._target: Target | None = None
-        self._call: Call | None = None
+        self._account = Account()
+        self._call: WatchedCall | None = None
         self._is_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -83,7 +77,7 @@ class GenerateStream:
             self._loop.call_soon_threadsafe(self._call.cancel)
 
     def __repr__(self) -> str:
-        return f"GenerateStream({self._sequence_id}, {self._target}, {self._gate}, ended={self._is_ended})"
+        return f"GenerateStream({self._sequence_id}, {self._call}, {self._gate}, ended={self._is_ended})"
 
     @property
     def sequence_id(self) -> str:
@@ -141,17 +135,21 @@ class GenerateStream:
             self._deadline = Deadline(self._settings.timeout or self._config.timeout)
             self._loop = asyncio.get_running_loop()
         while True:
-            if self._call is None or self._target is None:
-                self._call, self._target = await self._open(self._deadline)
-            target = self._target
+            if self._call is None:
+                self._call = await self._open_next(self._deadline)
+            target = self._call.target
             try:
-                message = await self._read(self._call, target, self._deadline)
+                message = await self._call.read(self._gate.num_delivered)
             except KvpoolError as error:
-                # Behind the first token only a continuation would do: prompt + delivered tokens, under a larger attempt.
-                if self._gate.num_delivered > 0 or not _another_may_answer(error):
+                if not self._may_move(error):
                     raise
-                self._attempts.failed(target, error)
                 self._drop_call()
+                if self._gate.num_delivered > self._gate.base:
+                    self._attempts.broke_off(target, error)
+                else:
+                    self._attempts.failed(target, error)
+                if self._has_all_tokens():
+                    return self._add(self._missing_end(target), self._deadline)
                 continue
             accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
             if accepted is None:
@@ -163,20 +161,63 @@ class GenerateStream:
                 attempt=target.attempt,
                 want_logprobs=self._settings.logprobs is not None,
             )
-            self._builder.add(chunk, self._deadline.elapsed() * 1000)
-            return chunk
+            if chunk.usage is not None:
+                chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
+            return self._add(chunk, self._deadline)
 
-    async def _open(self, deadline: Deadline) -> tuple[Call, Target]:
+    def _add(self, chunk: Chunk, deadline: Deadline) -> Chunk:
+        self._builder.add(chunk, deadline.elapsed() * 1000)
+        return chunk
+
+    def _may_move(self, error: KvpoolError) -> bool:
+        if self._gate.num_delivered == 0:
+            return another_may_begin(error)
+        return self._config.continuation and another_may_go_on(error)
+
+    def _has_all_tokens(self) -> bool:
+        """Whether no token can follow: the worker went away between the last one and the finish reason."""
+        assert self._model is not None
+        num_delivered = self._gate.num_delivered
+        limit = self._model.max_model_len - len(self._token_ids)
+        return num_delivered > 0 and num_delivered >= min(self._settings.max_tokens or limit, limit)
+
+    def _missing_end(self, target: Target) -> Chunk:
+        """The chunk that such a worker owes us. A worker of ours sends its last token and what it held back of the text
+        together with the finish reason, so no text is missing."""
+        num_delivered = self._gate.num_delivered
+        return Chunk(
+            start_index=num_delivered,
+            token_ids=(),
+            text="",
+            logprobs=None if self._settings.logprobs is None else (),
+            usage=self._account.at_the_end(len(self._token_ids), num_delivered),
+            finish_reason=FinishReason.LENGTH,
+            worker_id=target.worker_id,
+            attempt=target.attempt,
+        )
+
+    async def _open_next(self, deadline: Deadline) -> WatchedCall:
+        try:
+            return await self._open(deadline)
+        except KvpoolError as error:
+            if self._gate.num_delivered == 0 or isinstance(error, Cancelled):
+                raise
+            raise self._attempts.gave_up(error, self._gate.num_delivered) from error
+
+    async def _open(self, deadline: Deadline) -> WatchedCall:
         """Begin the next attempt. Its first message may still be an error."""
         if self._attempts.wants_ranking:
-            if self._attempts.has_failed:
-                await asyncio.sleep(min(_SECOND_ROUND_PAUSE_SECONDS, deadline.remaining()))
+            if self._attempts.wants_pause:
+                await asyncio.sleep(min(_NEXT_ROUND_PAUSE_SECONDS, deadline.remaining()))
             await self._rank(deadline)
         deadline.check("looking for a worker")
+        if self._is_ended:
+            raise Cancelled("the stream was closed while it looked for a worker", reason="CANCELLED")
         target = self._attempts.next()
         assert self._model is not None
         request = self._settings.request(
-            token_ids=self._token_ids,
+            token_ids=[*self._token_ids, *self._builder.token_ids],
+            num_delivered=self._gate.num_delivered,
             sequence_id=self._sequence_id,
             attempt=target.attempt,
             model_fingerprint=self._model.fingerprint,
@@ -187,25 +228,28 @@ class GenerateStream:
             )
         self._gate.open(target.attempt)
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(target.address))
-        return stub.Generate(request, timeout=deadline.remaining()), target
+        return WatchedCall(
+            stub.Generate(request, timeout=deadline.remaining()),
+            target,
+            manager=self._manager,
+            liveness_interval=self._config.liveness_interval,
+            deadline=deadline,
+        )
 
     async def _rank(self, deadline: Deadline) -> None:
-        """Know the model, tokenise for it and let the manager rank its workers; waits a little for a first worker."""
+        """Know the model, tokenise for it and let the manager rank its workers, by all tokens that there are; waits a little
+        for a first worker."""
         waited = Deadline(self._config.worker_wait, deadline.clock)
         while True:
             try:
-                model = await self._models.get(self._settings.model, deadline)
-                if model is not self._model:
-                    self._token_ids = await self._encode_within(model, deadline)
-                    self._model = model
+                model = await self._model_to_ask(deadline)
                 root = common_pb2.Root(
                     model_fingerprint=model.fingerprint,
                     adapter=self._settings.adapter,
                     tenant_salt=self._settings.tenant_salt,
                 )
-                response = await self._manager.route(
-                    deadline, root, self._token_ids, max_workers=self._config.max_attempts
-                )
+                token_ids = [*self._token_ids, *self._builder.token_ids]
+                response = await self._manager.route(deadline, root, token_ids, max_workers=self._config.max_attempts)
                 if response.workers:
                     self._attempts.rank(response.workers)
                     return
@@ -216,9 +260,20 @@ class GenerateStream:
                     reason="NO_WORKER",
                 )
             except Unavailable as error:
-                if error.reason == "NO_MANAGER" or min(waited.remaining(), deadline.remaining()) == 0:
+                if error.reason == "NO_MANAGER" or waited.remaining() == 0:
                     raise
-                await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining()))
+                deadline.check(f"waiting for a worker: {error}")
+                await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
+
+    async def _model_to_ask(self, deadline: Deadline) -> Model:
+        """The model that is served by now, its prompt tokenised; behind the first token only the one that began."""
+        if self._model is not None and self._gate.num_delivered > 0:
+            return self._model
+        model = await self._models.get(self._settings.model, deadline)
+        if model is not self._model:
+            self._token_ids = await self._encode_within(model, deadline)
+            self._model = model
+        return model
 
     async def _encode_within(self, model: Model, deadline: Deadline) -> list[int]:
         """Tokenise off the event loop. A chat template that never ends costs its thread, not the caller."""
@@ -229,66 +284,7 @@ class GenerateStream:
             deadline.check("rendering and tokenising the prompt")
             raise
 
-    async def _read(self, call: Call, target: Target, deadline: Deadline) -> worker_pb2.GenerateResponse:
-        """The next message of the call, or what became of it as a KvpoolError."""
-        who = f"{target.worker_id} ({target.address})"
-        try:
-            # While the first token is not there, a frozen worker looks like a busy one: the manager knows the difference.
-            if self._gate.num_delivered == 0:
-                message = await self._read_watched(call, target, deadline)
-            else:
-                message = await call.read()
-        except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error, who)
-            if isinstance(error, DeadlineExceeded) and not error.reason:
-                error = deadline.exceeded(f"{who} was answering, {self._gate.num_delivered} tokens were there")
-            raise error from rpc_error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # grpc.aio raises this also for a status CANCELLED, sent by the server or made by our own aclose().
-            raise Cancelled(f"{who}: the stream was closed before its end", reason="CANCELLED") from None
-        if isinstance(message, worker_pb2.GenerateResponse):
-            return message
-        raise ProtocolError(f"{who} ended its stream without a finish reason", reason="INCOMPLETE")
-
-    async def _read_watched(self, call: Call, target: Target, deadline: Deadline) -> object:
-        read = asyncio.ensure_future(call.read())
-        num_missing = 0
-        try:
-            while True:
-                done, _ = await asyncio.wait({read}, timeout=self._config.liveness_interval)
-                if done:
-                    return read.result()
-                # Once may be a manager that has just restarted and waits for registrations.
-                num_missing = 0 if await self._is_live(target, deadline) else num_missing + 1
-                # The answer may have come while we asked.
-                if num_missing == 2 and not read.done():
-                    raise Unavailable(
-                        f"{target.worker_id} ({target.address}): does not answer, and its lease has ended",
-                        reason="LEASE_ENDED",
-                    )
-        finally:
-            read.cancel()
-
-    async def _is_live(self, target: Target, deadline: Deadline) -> bool:
-        """Whether the manager still counts on the worker; also if the manager itself cannot say."""
-        brief = Deadline(min(self._config.liveness_interval, max(deadline.remaining(), 0.001)), deadline.clock)
-        try:
-            response = await self._manager.describe(brief)
-        except KvpoolError:
-            return True
-        return any(
-            worker.worker_id == target.worker_id and worker.address == target.address for worker in response.workers
-        )
-
     def _drop_call(self) -> None:
-        call, self._call, self._target = self._call, None, None
+        call, self._call = self._call, None
         if call is not None:
             call.cancel()
-
-
-def _another_may_answer(error: KvpoolError) -> bool:
-    # RESOURCE_EXHAUSTED without a reason is gRPC's own, about the size of a message: the same everywhere.
-    return isinstance(error, Unavailable) or (isinstance(error, ResourceExhausted) and error.reason != "")

@@ -101,6 +101,7 @@ class FakeModel:
     name: str = "tiny"
     fingerprint: str = "fp-tiny"
     max_model_len: int = 32
+    vocab_size: int = len(WORDS)
     files: dict[int, bytes] = field(
         default_factory=lambda: {
             worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer().encode(),
@@ -118,7 +119,7 @@ class FakeModel:
             model_fingerprint=self.fingerprint,
             architecture="tiny",
             dtype="float32",
-            vocab_size=len(WORDS),
+            vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             block_size=4,
             eos_token_ids=[2],
@@ -152,6 +153,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
+        self.incarnation = 1
 
     async def GetModel(
         self,
@@ -196,6 +198,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=self.worker_id,
             address=self.address,
             session=SESSION,
+            incarnation=self.incarnation,
             model_name=self.model.name,
             model_fingerprint=self.model.fingerprint,
             kv_cache_config=config,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kvpool.v1 import cache_pb2
 
-from client import ProtocolError, ResourceExhausted, Unavailable
-from client.attempts import Attempts
+from client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
+from client.attempts import Attempts, Target
 from client.gate import Gate
 
 
@@ -16,6 +16,7 @@ def test_a_continuation_joins_on_to_what_was_delivered() -> None:
     gate.open(1)
     assert gate.take(1, 0, 3) == (0,)
     gate.open(2)
+    assert gate.base == 3
     assert gate.take(2, 0, 2) == (3,)
     assert gate.take(2, 2, 1) == (5,)
     assert gate.num_delivered == 6
@@ -89,3 +90,65 @@ def test_one_worker_that_is_away_makes_full_ones_unavailable() -> None:
     with pytest.raises(Unavailable) as caught:
         attempts.next()
     assert caught.value.retry_after == 3.0
+
+
+def broken(max_attempts: int) -> Attempts:
+    """One answer on the workers a, b and c; a broke off behind its first tokens."""
+    attempts = Attempts(max_attempts)
+    attempts.rank(ranked("a", "b", "c"))
+    attempts.broke_off(attempts.next(), Unavailable("a is gone"))
+    return attempts
+
+
+def test_an_answer_that_broke_off_is_ranked_anew_at_once_and_its_worker_comes_last() -> None:
+    """What the others were ranked by has changed: there are more tokens now. Only a round in vain is a reason to wait."""
+    attempts = broken(max_attempts=8)
+    assert attempts.wants_ranking
+    assert not attempts.wants_pause
+    attempts.rank(ranked("a", "b", "c"))
+    tried: list[tuple[str, int]] = []
+    while not attempts.wants_ranking:
+        target = attempts.next()
+        tried.append((target.worker_id, target.attempt))
+        attempts.failed(target, Unavailable("no"))
+    assert tried == [("b", 2), ("c", 3), ("a", 4)]
+    assert attempts.wants_pause
+
+
+def test_a_worker_that_came_back_elsewhere_has_not_failed() -> None:
+    attempts = broken(max_attempts=8)
+    attempts.failed(attempts_next(attempts, "b"), Unavailable("no"))
+    attempts.rank([cache_pb2.RoutedWorker(worker_id="a", address="a:2"), *ranked("b")])
+    assert attempts.next().address == "a:2"
+
+
+def attempts_next(attempts: Attempts, name: str) -> Target:
+    attempts.rank(ranked(name))
+    return attempts.next()
+
+
+def test_an_answer_that_has_begun_is_ranked_until_its_attempts_are_used_up() -> None:
+    """A worker that is started again needs a while: longer than the two rankings that a new request gets."""
+    attempts = broken(max_attempts=6)
+    for _ in range(5):
+        assert attempts.wants_ranking
+        attempts.failed(attempts_next(attempts, "a"), Unavailable("a still starts"))
+    assert not attempts.wants_ranking
+    with pytest.raises(Unavailable, match="6 attempts: a is gone; a still starts"):
+        attempts.next()
+
+
+def test_what_a_reader_is_told_names_its_tokens_and_everybody_tried_once() -> None:
+    attempts = broken(max_attempts=1)
+    with pytest.raises(Unavailable) as caught:
+        attempts.next()
+    exhausted = attempts.gave_up(caught.value, 17)
+    assert isinstance(exhausted, Unavailable)
+    assert exhausted.reason == "NO_WORKER_ANSWERED"
+    assert exhausted.metadata["num_delivered_tokens"] == "17"
+    assert exhausted.message.startswith("the answer broke off after 17 tokens")
+    timed_out = attempts.gave_up(DeadlineExceeded("too late", reason="TIMEOUT"), 17)
+    assert isinstance(timed_out, DeadlineExceeded)
+    for error in (exhausted, timed_out):
+        assert error.message.count("a is gone") == 1
+        assert error.message.endswith("ask again, with the prompt and these tokens or from the start")

@@ -55,7 +55,7 @@ def test_options_reach_the_message() -> None:
             logprobs=0,
         )
     )
-    request = settings.request(token_ids=[1, 2], sequence_id="s", attempt=3, model_fingerprint="f")
+    request = settings.request(token_ids=[1, 2], num_delivered=0, sequence_id="s", attempt=3, model_fingerprint="f")
     assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
@@ -64,6 +64,17 @@ def test_options_reach_the_message() -> None:
     assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
     assert request.HasField("logprobs")
     assert request.logprobs == 0
+
+
+@pytest.mark.parametrize(("max_tokens", "left"), [(7, 4), (None, 0)])
+def test_a_continuation_asks_for_what_is_left(max_tokens: int | None, left: int) -> None:
+    """0 on the wire is "as many as fit", before the move and behind it."""
+    settings = GenerateSettings.from_options({"max_tokens": max_tokens})
+    request = settings.request(
+        token_ids=[1, 2, 5, 6, 7], num_delivered=3, sequence_id="s", attempt=2, model_fingerprint="f"
+    )
+    assert (request.stop.max_tokens, request.num_delivered_tokens) == (left, 3)
+    assert list(request.token_ids.ids) == [1, 2, 5, 6, 7]
 
 
 def test_one_stop_string_is_not_taken_for_its_letters() -> None:

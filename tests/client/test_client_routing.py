@@ -177,10 +177,10 @@ async def test_an_error_that_another_worker_would_repeat_is_raised_at_once(
     assert not second.requests
 
 
-async def test_a_failure_behind_the_first_token_is_raised() -> None:
-    """No silent restart: the tokens delivered stay delivered, the error says who failed."""
+async def test_without_continuation_a_failure_behind_the_first_token_is_raised() -> None:
+    """The tokens delivered stay delivered, the error says who failed."""
     first, second = FakeWorker("w1", [*answer(THE)[:1], UNAVAILABLE]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager, continuation=False) as client:
         stream = client.generate("the")
         assert (await anext(stream)).token_ids == (THE,)
         with pytest.raises(Unavailable, match="w1"):

@@ -1,0 +1,56 @@
+"""A stream that goes on elsewhere: when it may, and how the further attempts' accounts join on. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from .chunk import Usage
+from .errors import FailedPrecondition, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable
+
+# Of another worker only: it has fewer blocks than the one that began, or by now another model.
+_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "OTHER_MODEL")
+
+
+def another_may_begin(error: KvpoolError) -> bool:
+    """Whether a request that has no token yet may be answered by another worker."""
+    # RESOURCE_EXHAUSTED without a reason is gRPC's own, about the size of a message: the same everywhere.
+    return isinstance(error, Unavailable) or (isinstance(error, ResourceExhausted) and error.reason != "")
+
+
+def another_may_go_on(error: KvpoolError) -> bool:
+    """The same behind the first token: a worker has taken the request, so one that says it never can speaks for itself."""
+    return another_may_begin(error) or (
+        isinstance(error, InvalidRequest | FailedPrecondition) and error.reason in _REASONS_OF_ONE_WORKER
+    )
+
+
+class Account:
+    """Usage of a whole answer out of that of its attempts, each of which knows only itself."""
+
+    def __init__(self) -> None:
+        self._num_cached = 0
+
+    def join(self, usage: Usage, base: int) -> Usage:
+        """`usage` of an attempt that began behind `base` delivered tokens, as the answer's.
+
+        Its prompt holds those tokens, which are none of the caller's prompt. What the cache served is told of the attempt
+        that delivered the first token: of a later one it may be more than the prompt.
+        """
+        if base == 0:
+            self._num_cached = usage.num_cached_tokens
+        return replace(
+            usage,
+            num_prompt_tokens=usage.num_prompt_tokens - base,
+            num_cached_tokens=self._num_cached,
+            num_generated_tokens=base + usage.num_generated_tokens,
+        )
+
+    def at_the_end(self, num_prompt: int, num_delivered: int) -> Usage:
+        """Usage of an answer whose worker went away before it could tell."""
+        return Usage(
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=self._num_cached,
+            num_generated_tokens=num_delivered,
+            num_preemptions=0,
+        )
