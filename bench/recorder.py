@@ -154,6 +154,7 @@ class Recorder:
         elif isinstance(request, cache_pb2.AppendRequest):
             response = self._append(request)
         else:
+            assert isinstance(request, cache_pb2.FreeRequest), "a trace without faults needs no report"
             response = self._free(request)
         self._cache.on_reply(call, _over_the_wire(response), now)
 

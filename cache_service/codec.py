@@ -19,12 +19,15 @@ from .core.messages import (
     AppendItem,
     AppendOutcome,
     BlockCounts,
+    ContentRun,
     DownlinkEntry,
     Grant,
     Granted,
     PoolConfig,
     Registration,
     Reply,
+    ReportedSequence,
+    ReportPart,
     ReservedBlock,
     Root,
     SequenceKey,
@@ -183,7 +186,9 @@ def _decode_pool(config: common_pb2.KVCacheConfig) -> PoolConfig:
 # -- the link
 
 
-def decode_uplink(request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest) -> Uplink:
+def decode_uplink(
+    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest,
+) -> Uplink:
     """What leads a mutating call. Raises Refusal: BAD_FIELD."""
     if not request.HasField("uplink"):
         raise bad_field("uplink", "a mutating call needs its session and call_no")
@@ -194,11 +199,27 @@ def decode_uplink(request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest |
     if message.reserve_wishes:
         _check_place(message.reserve_wishes[0].group, message.reserve_wishes[0].tier, "uplink.reserve_wishes[0]")
         wish = message.reserve_wishes[0].num_blocks
-    returned: tuple[ReservedBlock, ...] = ()
-    for index, run in enumerate(message.returned):
-        _check_run(run, f"uplink.returned[{index}]")
-        returned += tuple(map(ReservedBlock, run.block_ids, run.generations))
+    returned = _decode_blocks(message.returned, "uplink.returned")
     return Uplink(message.session, message.call_no, message.downlink_ack, wish, returned)
+
+
+def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[ReservedBlock, ...]:
+    """Runs that are sets of blocks."""
+    blocks: list[ReservedBlock] = []
+    for index, run in enumerate(runs):
+        _check_run(run, f"{field}[{index}]")
+        blocks += map(ReservedBlock, run.block_ids, run.generations)
+    return tuple(blocks)
+
+
+def _decode_entries(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[TableEntry, ...]:
+    """Runs that are pieces of one block table."""
+    entries: list[TableEntry] = []
+    for index, run in enumerate(runs):
+        _check_run(run, f"{field}[{index}]")
+        indexes = range(run.start_index, run.start_index + len(run.block_ids))
+        entries += map(TableEntry, indexes, run.block_ids, run.generations)
+    return tuple(entries)
 
 
 def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
@@ -216,6 +237,40 @@ def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
 def encode_downlink(reply: Reply) -> cache_pb2.Downlink:
     """What ends every reply on the link."""
     return cache_pb2.Downlink(entries=map(_encode_entry, reply.entries), counts=[encode_counts(reply.counts)])
+
+
+# -- reports
+
+
+def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
+    """One part of what a worker holds. Raises Refusal: BAD_FIELD."""
+    return ReportPart(
+        part=request.part,
+        last=request.last,
+        contents=tuple(map(_decode_contents, request.contents)),
+        sequences=tuple(_decode_reported(index, sequence) for index, sequence in enumerate(request.sequences)),
+        reserve=_decode_blocks(request.reserve, "reserve"),
+        idle_blocks=tuple(request.idle_blocks),
+    )
+
+
+def _decode_contents(run: cache_pb2.ContentRun) -> ContentRun:
+    root = decode_root(run.root) if run.HasField("root") else None
+    return ContentRun(run.parent, root, run.tokens, tuple(run.block_ids), tuple(run.generations))
+
+
+def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> ReportedSequence:
+    for name in ("key", "root"):
+        if not message.HasField(name):
+            raise bad_field(f"sequences[{index}].{name}", "missing")
+    return ReportedSequence(
+        key=_decode_key(message.key),
+        root=decode_root(message.root),
+        tokens=message.tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        table=_decode_entries(message.tables, f"sequences[{index}].tables"),
+    )
 
 
 # -- sequences
@@ -241,17 +296,12 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
         raise bad_field("update.key", "missing")
     if message.released:
         raise bad_field("update.released", "must be empty in this version: it has no sliding windows")
-    bound: list[TableEntry] = []
-    for index, run in enumerate(message.bound):
-        _check_run(run, f"update.bound[{index}]")
-        indexes = range(run.start_index, run.start_index + len(run.block_ids))
-        bound += map(TableEntry, indexes, run.block_ids, run.generations)
     return SequenceUpdate(
         key=_decode_key(message.key),
         start=message.start,
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
-        bound=tuple(bound),
+        bound=_decode_entries(message.bound, "update.bound"),
     )
 
 

@@ -103,7 +103,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             )
         _log_registered(registration, number)
         return cache_pb2.RegisterResponse(
-            epoch=epoch, session=number, lease_ms=self._lease_ms, keep_alive_interval_ms=self._keep_alive_ms
+            epoch=epoch,
+            session=number,
+            lease_ms=self._lease_ms,
+            keep_alive_interval_ms=self._keep_alive_ms,
+            report_wanted=registration.holds_state,
         )
 
     async def _outgrow(self, seen: int, registration: Registration) -> None:
@@ -135,7 +139,19 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
-        _unsupported("Report: this version takes none; register with holds_state = false")
+        session, reply = self._manager.report(codec.decode_uplink(request), codec.decode_report(request))
+        if request.last:
+            log.info(
+                "report taken in",
+                worker_id=session.worker_id,
+                session=f"{session.number:#x}",
+                parts=request.part + 1,
+                cached=reply.counts.cached,
+                held=reply.counts.held,
+                reserved=reply.counts.reserved,
+                sequences=len(session.sequences),
+            )
+        return cache_pb2.ReportResponse(downlink=codec.encode_downlink(reply))
 
     @answering
     async def KeepAlive(

@@ -20,9 +20,6 @@ DOMAIN = "kvpool"
 MAX_MESSAGE_BYTES = 1000
 """A failed call's status travels twice in HTTP headers, of which peers take 8 KiB; messages can quote what the peer sent."""
 
-RECOVERING = "RECOVERING"
-"""`ErrorInfo.reason` while the manager cannot serve."""
-
 INTERNAL = "INTERNAL"
 """`ErrorInfo.reason` of a bug."""
 
@@ -57,6 +54,8 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.SEQUENCE_ELSEWHERE: _Row(code_pb2.ALREADY_EXISTS),
     Reason.TOKENS_DIFFER: _Row(code_pb2.ABORTED),
     Reason.GAP: _Row(code_pb2.ABORTED),
+    Reason.BAD_REPORT: _Row(code_pb2.INVALID_ARGUMENT, bad_request=True),
+    Reason.RECOVERING: _Row(code_pb2.UNAVAILABLE, retry_seconds=0.2),
     Reason.UNSUPPORTED: _Row(code_pb2.UNIMPLEMENTED),
 }
 assert _TABLE.keys() == set(Reason), "every reason has its status"
@@ -90,7 +89,7 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
 
 def of_unavailable(error: Unavailable) -> status_pb2.Status:
     """The status of a call that cannot be served now."""
-    return _status(code_pb2.UNAVAILABLE, RECOVERING, _clip(str(error)), [_retry(0.5)])
+    return _status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, _clip(str(error)), [_retry(0.5)])
 
 
 def of_bug() -> status_pb2.Status:

@@ -94,6 +94,7 @@ def encode_worker(session: Session, blocks: Iterable[BlockDescription], now: flo
             num_calls=session.num_calls,
         ),
         draining=session.draining,
+        recovering=session.recovery is not None,
     )
 
 

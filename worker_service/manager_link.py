@@ -19,7 +19,9 @@ log = structlog.get_logger("kvpool.link")
 
 CALL_SECONDS = 2.0
 """Deadline of every call; a call that is given up goes out again with the state of then."""
-REGISTER_RETRY_SECONDS = 0.5
+REGISTER_RETRY_SECONDS = 0.2
+REGISTER_PAUSE_SECONDS = 0.02
+"""Between the end of a session and the next: should sessions end as soon as they begin, this is what is left of the CPU."""
 _FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 """A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -67,6 +69,7 @@ class ManagerLink:
         self._keep_alive_seconds = 1.0
         self._complained = False
         self._heartbeat_due = asyncio.Event()
+        self._is_announced = False
 
     def send_heartbeat(self) -> None:
         """Send the next heartbeat at once: there is something in it that the manager should know."""
@@ -83,8 +86,10 @@ class ManagerLink:
             while True:
                 await self._register(stub)
                 await self._hold_session(stub)
+                self._is_announced = False
                 self._on_session(False)
                 await self._until_reset()
+                await asyncio.sleep(REGISTER_PAUSE_SECONDS)
         finally:
             await self._deregister(stub)
 
@@ -109,6 +114,7 @@ class ManagerLink:
             request.CopyFrom(self._introduction)
             request.register_no = self._register_no
             request.highest_epoch_seen = self._highest_epoch
+            request.holds_state = self._cache.holds_state
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
@@ -120,8 +126,14 @@ class ManagerLink:
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
             self._session = response.session
             self._cache.on_registered(response)
-            log.info("registered", manager=self._address, epoch=response.epoch, session=f"{response.session:#x}")
-            self._on_session(True)
+            log.info(
+                "registered",
+                manager=self._address,
+                epoch=response.epoch,
+                session=f"{response.session:#x}",
+                report=request.holds_state,
+            )
+            self._announce_if_ready()
             self._engine.on_cache_changed()
             return
 
@@ -137,12 +149,18 @@ class ManagerLink:
             f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
         )
 
+    def _announce_if_ready(self) -> None:
+        """Say once in a session that the worker serves: when its report is in, if it has one."""
+        if self._cache.is_ready() and not self._is_announced:
+            self._is_announced = True
+            self._on_session(True)
+
     async def _until_reset(self) -> None:
-        """Until the engine has ended its streams and steps and forgotten all blocks."""
-        while self._cache.is_lost:
+        """If all is given up: until the engine has ended its streams and steps and forgotten all blocks."""
+        while self._cache.is_given_up:
             self._engine.on_cache_changed()
             self._engine.changed_for_link.clear()
-            if self._cache.is_lost:
+            if self._cache.is_given_up:
                 await self._engine.changed_for_link.wait()
 
     async def _deregister(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
@@ -192,8 +210,15 @@ class ManagerLink:
     async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
         request = call.request
         try:
-            response: cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse
-            if isinstance(request, cache_pb2.AllocateRequest):
+            response: (
+                cache_pb2.AllocateResponse
+                | cache_pb2.AppendResponse
+                | cache_pb2.FreeResponse
+                | cache_pb2.ReportResponse
+            )
+            if isinstance(request, cache_pb2.ReportRequest):
+                response = await stub.Report(request, timeout=CALL_SECONDS)
+            elif isinstance(request, cache_pb2.AllocateRequest):
                 response = await stub.Allocate(request, timeout=CALL_SECONDS)
             elif isinstance(request, cache_pb2.AppendRequest):
                 response = await stub.Append(request, timeout=CALL_SECONDS)
@@ -203,10 +228,11 @@ class ManagerLink:
             self._on_call_failed(call, error)
         else:
             self._cache.on_reply(call, response, self._clock())
+            self._announce_if_ready()
 
     def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
         reason = reason_of_failure(error)
-        retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
+        retriable = reason in ("STALE_CALL", "STALE_SESSION", "BAD_REPORT") or error.code() in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
             grpc.StatusCode.CANCELLED,
@@ -215,7 +241,7 @@ class ManagerLink:
         if retriable:
             self._cache.on_failure(call, reason, self._clock())
         else:
-            # The same state would be refused again; a new session starts from what both sides know: nothing.
+            # The same call would be refused again; a new session starts from what this worker reports.
             self._cache.lose(f"the manager refused a call: {error.details()}")
 
 

@@ -62,11 +62,16 @@ class Attempts:
             self._live[sequence.key.sequence_id] = [sequence]
             return
         for other in others:
-            if other.key.attempt < sequence.key.attempt and not other.fenced:
-                other.fenced = True
-                if not other.session.downlink.is_full:
-                    other.session.downlink.push(Stop(other.key))
+            if other.key.attempt < sequence.key.attempt:
+                self.fence(other)
         others.append(sequence)
+
+    def fence(self, sequence: Sequence) -> None:
+        """A larger attempt lives elsewhere: only Free is still accepted, and the worker is told to stop."""
+        if not sequence.fenced:
+            sequence.fenced = True
+            if not sequence.session.downlink.is_full:
+                sequence.session.downlink.push(Stop(sequence.key))
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""

@@ -7,7 +7,7 @@ messages repeated or reordered, without harm.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as List
 
 from . import allocation, updates
@@ -28,6 +28,7 @@ from .messages import (
     Registered,
     Registration,
     Reply,
+    ReportPart,
     ReservedBlock,
     Root,
     SequenceUpdate,
@@ -35,6 +36,7 @@ from .messages import (
     WorkerLoad,
 )
 from .prefix_tree import PrefixTree
+from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
 from .session import Downlink, Session
@@ -72,6 +74,8 @@ class CacheManager:
         self._workers: dict[str, Session] = {}
         self._incarnations: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """Newest (incarnation, register_no) seen of each worker, live or not; the oldest of the dead ones go first."""
+        self.reconciled: Counter[Case] = Counter()
+        """What the reports taken in so far have said, by case."""
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
@@ -102,7 +106,7 @@ class CacheManager:
         self._last_stamp = self._last_session = epoch << EPOCH_SHIFT
 
     def register(self, registration: Registration, now: float) -> Registered:
-        """Begin a session and fence the worker's earlier one.
+        """Begin a session and fence the worker's earlier one. A worker that holds state must report it before it is served.
 
         Raises Refusal: BAD_FIELD, UNSUPPORTED, STALE_INCARNATION, STALE_REGISTER, TOO_MANY_WORKERS.
         """
@@ -121,6 +125,8 @@ class CacheManager:
         pool = BlockPool(config.num_blocks, config.block_size, self._tree)
         downlink = Downlink(self.limits.max_downlink_entries)
         session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds)
+        if registration.holds_state:
+            session.recovery = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
 
@@ -146,12 +152,6 @@ class CacheManager:
             raise bad_field(
                 "kv_cache_config.pools",
                 f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {registration.pool.num_blocks}",
-            )
-        if registration.holds_state:
-            raise Refusal(
-                Reason.UNSUPPORTED,
-                "this manager takes no reports yet: complete running steps, forget all blocks and register with "
-                "holds_state = false",
             )
         incarnation, register_no = self._incarnations.get(registration.worker_id, (0, 0))
         if registration.incarnation < incarnation:
@@ -237,9 +237,51 @@ class CacheManager:
             )
         return session
 
+    def report(self, uplink: Uplink, part: ReportPart) -> tuple[Session, Reply]:
+        """Take in the next part of a worker's report; with the last one the worker is served again.
+
+        Raises Refusal: STALE_SESSION, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the reports of
+        too many other workers are on their way in: ask again), BAD_REPORT (the session has ended).
+        """
+        session = self._begin(uplink, 0, reporting=True)
+        recovery = session.recovery
+        num_parts = session.num_report_parts if recovery is None else recovery.num_parts
+        if part.part < num_parts:
+            return session, self._reply(session)
+        if recovery is None or part.part > num_parts:
+            raise Refusal(
+                Reason.GAP,
+                f"part {part.part} of the report was sent, part {num_parts} is needed"
+                if recovery is not None
+                else f"part {part.part} was sent, but no further part is wanted: the session serves",
+                position=num_parts,
+            )
+        if not num_parts and self._num_reports_begun() >= self.limits.max_reports_at_once:
+            raise Refusal(
+                Reason.RECOVERING,
+                f"the reports of {self.limits.max_reports_at_once} workers are on their way in: send part 0 again",
+            )
+        try:
+            recovery.apply(self._tree, self._attempts, part, self.limits)
+        except Refusal as refusal:
+            self._retire(session)
+            raise refusal.with_traceback(None) from None
+        if part.last:
+            session.num_report_parts = recovery.num_parts
+            self.reconciled.update(recovery.cases)
+            session.recovery = None
+        return session, self._reply(session)
+
+    def _num_reports_begun(self) -> int:
+        """Reports of which a part is in, and not the last."""
+        return sum(
+            session.recovery is not None and session.recovery.num_parts > 0 for session in self._sessions.values()
+        )
+
     def _retire(self, session: Session) -> None:
         """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
         session.pool.retired = True
+        session.recovery = None  # the two refer to each other
         del self._sessions[session.number]
         del self._workers[session.worker_id]
         self._retired.append(session)
@@ -265,9 +307,14 @@ class CacheManager:
 
     # -- the link
 
-    def _begin(self, uplink: Uplink, num_items: int) -> Session:
+    def _begin(self, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
         """Accept a mutating call, or refuse it whole, having done nothing."""
         session = self._session(uplink.session)
+        if session.recovery is not None and not reporting:
+            raise Refusal(
+                Reason.RECOVERING,
+                f"worker {session.worker_id!r} has registered with state: its report must be complete before anything else",
+            )
         if num_items > self.limits.max_items_per_call:
             raise bad_field(
                 "items",
@@ -379,7 +426,9 @@ class CacheManager:
         candidates = [
             session
             for session in self._sessions.values()
-            if session.registration.model_fingerprint == root.model_fingerprint and not session.draining
+            if session.registration.model_fingerprint == root.model_fingerprint
+            and not session.draining
+            and session.recovery is None
         ]
         ranked = route(self._tree, candidates, root, tokens, self._hash_function)
         return ranked[:max_workers] if max_workers else ranked

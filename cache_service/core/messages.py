@@ -29,6 +29,10 @@ class Limits(NamedTuple):
     max_downlink_entries: int = 8192
     """Beside these a session may have one Drain."""
     max_grace_seconds: float = 3600.0
+    max_contents_per_report_part: int = 4096
+    """Of contents, and of sequences' tables: what takes a part as long as others may be kept waiting."""
+    max_reports_at_once: int = 4
+    """Workers whose reports are taken in at the same time; the others are asked to wait."""
 
 
 class Root(NamedTuple):
@@ -136,6 +140,42 @@ class DownlinkEntry(NamedTuple):
 
     number: int
     entry: Grant | Stop | Drain
+
+
+class ContentRun(NamedTuple):
+    """A chain of contents that a worker reports; see ReportPart."""
+
+    parent: int
+    """Number of the content that the first is a child of; 0: `root`."""
+    root: Root | None
+    tokens: bytes
+    blocks: tuple[int, ...]
+    """The block that holds each content, 0 for none; its length is that of the chain."""
+    generations: tuple[int, ...]
+
+
+class ReportedSequence(NamedTuple):
+    """A sequence that lives at a worker."""
+
+    key: SequenceKey
+    root: Root
+    tokens: bytes
+    num_computed_tokens: int
+    num_cached_tokens: int
+    table: tuple[TableEntry, ...]
+    """From index 0 on, without gaps."""
+
+
+class ReportPart(NamedTuple):
+    """One part of the snapshot of what a worker holds. Contents are numbered from 1 over all parts, parents before children."""
+
+    part: int
+    last: bool
+    contents: tuple[ContentRun, ...] = ()
+    sequences: tuple[ReportedSequence, ...] = ()
+    reserve: tuple[ReservedBlock, ...] = ()
+    idle_blocks: tuple[int, ...] = ()
+    """Complete blocks in no table, least recently used first."""
 
 
 class BlockCounts(NamedTuple):

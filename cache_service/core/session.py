@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .block_pool import BlockPool
 from .messages import DownlinkEntry, Drain, Grant, Registration, Stop, WorkerLoad
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .recovery import Recovery
 
 
 class Downlink:
@@ -61,6 +66,10 @@ class Session:
         self.reserve_wish = 0
         """Blocks that the worker wants in its reserve."""
         self.load = WorkerLoad()
+        self.recovery: Recovery | None = None
+        """The report on its way in; until it is complete, look-ups and calls pass the session by."""
+        self.num_report_parts = 0
+        """Parts of the report that this session began with, once it is complete."""
         self.draining = False
         """The worker takes no further requests: it was told so, or has said so."""
         self.num_calls = 0

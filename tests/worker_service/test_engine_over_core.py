@@ -174,26 +174,6 @@ async def test_a_cut_wire_stops_nobody_who_decodes_from_the_reserve() -> None:
         assert await asyncio.gather(*map(read, requests)) == [expected_text([i] * 5, 12) for i in range(3)]
 
 
-async def test_after_a_restart_of_the_manager_streams_end_and_new_requests_are_served() -> None:
-    """A session that the manager does not know ends its streams with UNAVAILABLE; the worker starts over, empty."""
-    world = World(num_blocks=100, block_size=4)
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        requests = [world.submit(list(range(20 + i)), 50) for i in range(4)]
-        while not any(request.sequence.in_step for request in requests):
-            await asyncio.sleep(0.001)
-        world.wire.manager = CacheManager(2)
-        await asyncio.sleep(0.1)
-        gate.set()
-        for request in requests:
-            with pytest.raises(EngineError) as caught:
-                await read(request)
-            assert caught.value.kind is ErrorKind.UNAVAILABLE
-        await asyncio.wait_for(world.is_open.wait(), 5)
-        assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
-        assert world.manager.worker("w0").num_cached_tokens == 0, "what was computed before is forgotten"
-
-
 async def test_an_idle_worker_finds_a_restarted_manager_too() -> None:
     """Nothing is in flight but heartbeats; the worker registers again all the same."""
     world = World(num_blocks=100, block_size=4)

@@ -7,6 +7,7 @@ block table. So the digest at the last position stands for everything before it,
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence as List
 
 from worker_service.engine.step import SampledToken, Step
@@ -42,11 +43,15 @@ class TracerModel:
         self.fail_next = False
         self.gate: threading.Event | None = None
         """If set, a step waits for it: a slow device."""
+        self.step_seconds = 0.0
+        """How long a step takes at least."""
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
 
     def execute(self, step: Step) -> list[SampledToken | None]:
         if self.gate is not None:
             assert self.gate.wait(10)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device fell off the bus")

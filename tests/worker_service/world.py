@@ -82,7 +82,13 @@ class Wire:
         manager = self.manager
         if name == "Register":
             epoch, session = manager.register(codec.decode_registration(request), self.now())
-            return cache_pb2.RegisterResponse(epoch=epoch, session=session, lease_ms=6000, keep_alive_interval_ms=50)
+            return cache_pb2.RegisterResponse(
+                epoch=epoch,
+                session=session,
+                lease_ms=6000,
+                keep_alive_interval_ms=50,
+                report_wanted=request.holds_state,
+            )
         if name == "KeepAlive":
             load = codec.decode_load(request.load)
             reply = manager.keep_alive(
@@ -93,6 +99,9 @@ class Wire:
             manager.deregister(request.session)
             return cache_pb2.DeregisterResponse()
         uplink = codec.decode_uplink(request)
+        if name == "Report":
+            _, reply = manager.report(uplink, codec.decode_report(request))
+            return cache_pb2.ReportResponse(downlink=codec.encode_downlink(reply))
         if name == "Allocate":
             allocated, reply = manager.allocate(uplink, [codec.decode_allocate_item(item) for item in request.items])
             results = [codec.encode_allocate_outcome(outcome) for outcome in allocated]
@@ -125,6 +134,7 @@ class World:
             block_size=block_size,
             num_blocks=num_blocks,
             report_seconds=limits.pop("report_seconds", 0.005),
+            reserve_seconds=limits.pop("reserve_seconds", 2.0),
             prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
             max_call_bytes=limits.pop("max_call_bytes", 8 << 20),
         )
@@ -175,9 +185,13 @@ class World:
     async def until_idle(self) -> None:
         """Until the manager has acknowledged that nothing is held."""
         async with asyncio.timeout(20):
-            while not (self.cache.is_ready() and self.cache.is_idle):
+            while not (self.cache.is_ready() and self.cache.is_idle and self._is_known()):
                 self.engine.changed_for_link.set()
                 await asyncio.sleep(0.002)
+
+    def _is_known(self) -> bool:
+        """Whether the manager that stands there now knows the session that the worker believes in."""
+        return any(session.number == self.cache.session for session in self.manager.sessions)
 
     def submit(
         self, prompt: list[int], count: int, *, sequence_id: str = "", attempt: int = 1, **params: Any
@@ -186,7 +200,7 @@ class World:
         self._count += 1
         return self.engine.submit(
             GenerationParams(
-                sequence_id or f"s{self._count}", attempt, list(prompt), SamplingParams(), max_tokens=count, **params
+                sequence_id or f"s{self._count}", attempt, list(prompt), sampling=SamplingParams(), max_tokens=count, **params
             )
         )
 

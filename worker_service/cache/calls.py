@@ -45,6 +45,14 @@ def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tupl
     return update, Stated(sequence, num_tokens, len(sequence.table), num_computed)
 
 
+def report_call(link: Link, part: cache_pb2.ReportRequest) -> Call:
+    """Tell the next part of the report."""
+    request = cache_pb2.ReportRequest()
+    request.CopyFrom(part)
+    request.uplink.CopyFrom(link.uplink(0, ()))
+    return Call(request, (), ())
+
+
 def free_call(link: Link, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
     """End these sequences, stating all that was computed so that it is sealed first."""
     request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))

@@ -8,21 +8,25 @@ from . import events, parking
 from .ledger import DisagreementError
 from .link import Call, Link, Stated
 from .sequence import CacheSequence, SequenceId, SequenceState
-from .session_state import SessionState
+from .state import CacheState
 from .status import reason_of
 
 _NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES"})
 
-Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse
+Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
 
 
-def take_reply(state: SessionState, link: Link, call: Call, response: Response, now: float) -> None:
+def take_reply(state: CacheState, link: Link, call: Call, response: Response, now: float) -> None:
     """The call was executed, and this is its answer."""
     if call.returned:
         state.reserve.returned(call.returned)
         state.ask_again_at = now
     # The downlink first: it holds what was granted to the reserve before the tables of this answer.
     take_entries(state, link, response.downlink)
+    if isinstance(response, cache_pb2.ReportResponse):
+        if link.report is not None and link.report.told():
+            link.report = None
+        return
     if isinstance(response, cache_pb2.AllocateResponse):
         for stated, allocated in zip(call.stated, response.results, strict=True):
             _on_allocated(state, stated.sequence, allocated, now)
@@ -38,7 +42,7 @@ def take_reply(state: SessionState, link: Link, call: Call, response: Response, 
     state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
 
 
-def take_entries(state: SessionState, link: Link, downlink: cache_pb2.Downlink) -> None:
+def take_entries(state: CacheState, link: Link, downlink: cache_pb2.Downlink) -> None:
     """Apply the entries that are new, in order."""
     for entry in link.new_entries(downlink):
         if entry.HasField("grant"):
@@ -54,7 +58,7 @@ def take_entries(state: SessionState, link: Link, downlink: cache_pb2.Downlink) 
             state.events.append(events.DrainAsked(grace))
 
 
-def _on_allocated(state: SessionState, sequence: CacheSequence, result: cache_pb2.AllocateResult, now: float) -> None:
+def _on_allocated(state: CacheState, sequence: CacheSequence, result: cache_pb2.AllocateResult, now: float) -> None:
     is_withdrawn = sequence.state is SequenceState.ENDING
     if result.status.code == 0 and result.HasField("granted"):
         _take_table(state, sequence, result.granted)
@@ -83,7 +87,7 @@ def _on_allocated(state: SessionState, sequence: CacheSequence, result: cache_pb
         state.ask_again_at = now + state.settings.no_blocks_retry_seconds
 
 
-def _take_table(state: SessionState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
+def _take_table(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
     """Enter a granted table: its leading blocks as hits, the others as grants."""
     run = granted.tables[0]
     num_hits = granted.num_cached_tokens // state.settings.block_size
@@ -102,7 +106,7 @@ def _take_table(state: SessionState, sequence: CacheSequence, granted: cache_pb2
     sequence.acked_computed_tokens = granted.num_cached_tokens
 
 
-def _on_appended(state: SessionState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
+def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
     sequence = stated.sequence
     if result.status.code:
         reason = reason_of(result.status)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import downlink, events, parking, uplink
-from .ledger import DisagreementError
+from . import calls, downlink, events, parking, uplink
+from .ledger import Content, DisagreementError
 from .link import Call, Link
 from .sequence import CacheSequence, SequenceState
-from .session_state import SessionState
 from .settings import CacheSettings
+from .state import CacheState
 
 _RATE_WEIGHT = 0.1
 """Weight of the newest step in the decoding rate."""
@@ -44,12 +44,12 @@ class EngineCache:
         self.num_calls = 0
         """Mutating calls sent, over all sessions."""
         self._last_step_at: float | None = None
-        self._state = SessionState(settings)
+        self._state = CacheState(settings)
 
     # -- for the engine
 
     def is_ready(self) -> bool:
-        """Whether a session is open."""
+        """Whether a session is open and what is held here is known in it."""
         return self._state.open_link() is not None
 
     @property
@@ -117,7 +117,9 @@ class EngineCache:
         if first == last:
             return
         for index in range(first, last):
-            state.ledger.complete(sequence.table[index])
+            parent = state.ledger.content(sequence.table[index - 1]) if index else None
+            tokens = calls.pack_tokens(sequence.tokens[index * size : (index + 1) * size])
+            state.ledger.complete(sequence.table[index], Content(parent, sequence.root, tokens))
         if state.report_due_at is None:
             state.report_due_at = now + self.settings.report_seconds
         state.is_urgent = state.is_urgent or parking.is_waited_for(state, sequence)
@@ -154,17 +156,26 @@ class EngineCache:
     @property
     def session(self) -> int:
         """Number of the open session; 0 while there is none."""
-        link = self._state.open_link()
+        link = self._state.link
         return 0 if link is None else link.session
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the session must be given up: the engine has to end its streams and steps, then `reset`."""
-        return self._state.is_lost
+    def holds_state(self) -> bool:
+        """Whether the next session must begin with a report."""
+        return self._state.holds_anything
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether what is held here must be forgotten: the engine has to end its streams and steps, then `reset`."""
+        return self._state.is_given_up
 
     def lose(self, why: str) -> None:
-        """Give the session up; the engine is told by an event."""
-        self._state.lose(why)
+        """The session is over. Sequences live on and decode out of the reserve; the next session begins with a report."""
+        self._state.lose_session(why)
+
+    def give_up(self, why: str) -> None:
+        """What is held here cannot be made known to the manager; the engine is told by an event."""
+        self._state.give_up(why)
 
     def reset(self) -> None:
         """Forget all blocks. Only when no step is running and no stream lives."""
@@ -172,15 +183,18 @@ class EngineCache:
         for sequence in [*state.sequences.values(), *state.ending, *state.parked]:
             assert not sequence.in_step
             state.end(sequence)
-        self._state = SessionState(self.settings)
+        self._state = CacheState(self.settings)
 
     def on_registered(self, response: cache_pb2.RegisterResponse) -> None:
         """A session is open; whatever was unanswered before belongs to the past."""
-        self._state.link = Link(response.session)
+        if self._state.holds_anything and not response.report_wanted:
+            self.give_up("the manager takes no report of what this worker holds")
+            return
+        self._state.begin_session(Link(response.session))
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
         """The next heartbeat; None without a session. `draining`: no further requests are taken."""
-        link = self._state.open_link()
+        link = self._state.link
         if link is None:
             return None
         request = cache_pb2.KeepAliveRequest(
@@ -197,7 +211,7 @@ class EngineCache:
 
     def on_keep_alive(self, session: int, response: cache_pb2.KeepAliveResponse) -> None:
         """A heartbeat of `session` was answered."""
-        link = self._state.open_link()
+        link = self._state.link
         if link is not None and link.session == session:
             self._guarded(lambda: downlink.take_entries(self._state, link, response.downlink))
 
@@ -208,7 +222,7 @@ class EngineCache:
 
         `candidates` names the WAITING sequences that the engine would run now, in order.
         """
-        link = self._state.open_link()
+        link = self._state.link
         if link is None or link.in_flight is not None or now < link.retry_at:
             return None
         link.in_flight = uplink.next_call(self._state, link, candidates, now)
@@ -217,14 +231,14 @@ class EngineCache:
 
     def next_call_at(self, now: float) -> float | None:
         """When to ask `next_call` again if nothing else happens; None: only when something does."""
-        link = self._state.open_link()
+        link = self._state.link
         if link is None or link.in_flight is not None:
             return None
         return uplink.next_call_at(self._state, link, now)
 
     def on_reply(self, call: Call, response: downlink.Response, now: float) -> None:
         """The call was executed. A reply to a call given up before is dropped whole."""
-        link = self._state.open_link()
+        link = self._state.link
         if link is not None and link.in_flight is call:
             link.succeeded()
             self._guarded(lambda: downlink.take_reply(self._state, link, call, response, now))
@@ -234,12 +248,15 @@ class EngineCache:
 
         Its state goes out again under a larger call_no. What it may have done meanwhile comes to light with the next reply.
         """
-        link = self._state.open_link()
+        link = self._state.link
         if link is None or link.in_flight is not call:
             return
         link.failed(now)
         if reason == "STALE_SESSION":
             self.lose("the manager no longer knows this session")
+            return
+        if reason == "BAD_REPORT":
+            self.give_up("the manager cannot take in what this worker holds")
             return
         self._state.is_urgent = True
         for stated in call.stated:

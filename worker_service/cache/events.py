@@ -36,9 +36,16 @@ class DrainAsked(NamedTuple):
 
 
 class SessionLost(NamedTuple):
-    """The manager no longer knows this session, or disagrees with this worker: end all streams, then `reset` and register."""
+    """The manager no longer knows this session, or disagrees with this worker. Everything goes on; the next session begins with a
+    report."""
 
     why: str
 
 
-Event = Granted | Refused | Stopped | DrainAsked | SessionLost
+class GivenUp(NamedTuple):
+    """What is held here cannot be kept: end all streams, then `reset`."""
+
+    why: str
+
+
+Event = Granted | Refused | Stopped | DrainAsked | SessionLost | GivenUp

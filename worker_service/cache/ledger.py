@@ -1,20 +1,35 @@
-"""The worker's own book of its blocks: generation, users, and whether their KV is complete.
+"""The worker's own book of its blocks: generation, users, and what each complete one holds. It outlives sessions.
 
 It stands guard over the rule of one writer: a grant is accepted only with a larger generation and only for a block that nothing
-here still uses; a hit only for a block whose KV this process has completed under that very generation.
+here still uses; a hit only for a block whose KV this process has completed under that very generation. And it is the truth from
+which a manager is told what this worker holds.
 """
 
 from __future__ import annotations
 
 from array import array
 
+from kvpool.v1 import common_pb2
+
 
 class DisagreementError(Exception):
     """The manager and this worker do not mean the same by a block. The session must be given up before anything is written."""
 
 
+class Content:
+    """What a complete block holds: its tokens, behind those of the parent. Lives as long as its block or a child."""
+
+    __slots__ = ("parent", "root", "tokens")
+
+    def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes) -> None:
+        self.parent = parent
+        self.root = root
+        self.tokens = tokens
+        """block_size token ids, little-endian uint32."""
+
+
 class BlockLedger:
-    """Generations, table references and sealed flags of `num_blocks` blocks; block 0 is the null block."""
+    """Generations, table references and contents of `num_blocks` blocks; block 0 is the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -22,7 +37,9 @@ class BlockLedger:
         """Blocks that at least one table names."""
         self._generation = array("Q", bytes(8 * num_blocks))
         self._num_users = array("I", bytes(4 * num_blocks))
-        self._complete = bytearray(num_blocks)
+        self._contents: list[Content | None] = [None] * num_blocks
+        self._idle: dict[int, None] = {}
+        """Complete blocks that no table names, in the order in which they were let go."""
 
     def accept_grant(self, block: int, generation: int) -> None:
         """A block is granted to this worker, empty. Raises DisagreementError."""
@@ -36,21 +53,25 @@ class BlockLedger:
                 f"block {block} was granted (generation {generation}) while {self._num_users[block]} tables name it"
             )
         self._generation[block] = generation
-        self._complete[block] = 0
+        if self._contents[block] is not None:
+            self._contents[block] = None
+            del self._idle[block]
 
     def accept_hit(self, block: int, generation: int) -> None:
         """A block is handed out as holding a prefix. Raises DisagreementError."""
         self._check_range(block)
-        if generation != self._generation[block] or not self._complete[block]:
+        content = self._contents[block]
+        if generation != self._generation[block] or content is None:
             raise DisagreementError(
                 f"block {block} was handed out as cached with generation {generation}; here it has generation "
-                f"{self._generation[block]} and its KV is {'complete' if self._complete[block] else 'not complete'}"
+                f"{self._generation[block]} and its KV is {'not complete' if content is None else 'complete'}"
             )
 
     def use(self, block: int) -> None:
         """One more table names the block."""
         if not self._num_users[block]:
             self.num_used += 1
+            self._idle.pop(block, None)
         self._num_users[block] += 1
 
     def drop(self, block: int) -> None:
@@ -58,10 +79,35 @@ class BlockLedger:
         self._num_users[block] -= 1
         if not self._num_users[block]:
             self.num_used -= 1
+            if self._contents[block] is not None:
+                self._idle[block] = None
 
-    def complete(self, block: int) -> None:
-        """All slots of the block hold their KV."""
-        self._complete[block] = 1
+    def complete(self, block: int, content: Content) -> None:
+        """All slots of a block that a table names hold their KV."""
+        self._contents[block] = content
+
+    def content(self, block: int) -> Content | None:
+        """What a complete block holds; None for others."""
+        return self._contents[block]
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether a table names a block, or a complete block could serve another."""
+        return bool(self.num_used or self._idle)
+
+    # -- snapshots, for reports
+
+    def contents(self) -> list[Content | None]:
+        """What each block holds now, by block."""
+        return self._contents.copy()
+
+    def generations(self) -> array[int]:
+        """The generation of each block now."""
+        return self._generation[:]
+
+    def idle_blocks(self) -> list[int]:
+        """Complete blocks that no table names, least recently used first."""
+        return list(self._idle)
 
     def _check_range(self, block: int) -> None:
         if not 0 < block < self.num_blocks:

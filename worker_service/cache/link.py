@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .reserve import ReservedBlock
 from .sequence import CacheSequence
+
+if TYPE_CHECKING:
+    from .report import Report
 
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MOST_SECONDS = 1.0
@@ -31,7 +34,7 @@ class Stated(NamedTuple):
 class Call:
     """One mutating call, to be sent now. Hand the reply to `EngineCache.on_reply`, any failure to `on_failure`."""
 
-    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest
+    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest
     stated: tuple[Stated, ...]
     returned: tuple[ReservedBlock, ...]
 
@@ -42,6 +45,8 @@ class Link:
     def __init__(self, session: int) -> None:
         self.session = session
         self.in_flight: Call | None = None
+        self.report: Report | None = None
+        """What is to be told before anything else; None once it is told."""
         self.retry_at = 0.0
         """No call before this time, in monotonic seconds."""
         self.applied_number = 0

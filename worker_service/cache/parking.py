@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvpool.v1 import cache_pb2
 
 from .sequence import CacheSequence, SequenceId, SequenceState
-from .session_state import SessionState
+from .state import CacheState
 
 
-def park(state: SessionState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
+def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
     """Let the sequence wait for the manager's acknowledgement that the leader has reached the position."""
     sequence.state = SequenceState.PARKED
     sequence.parked_on = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
@@ -20,7 +20,7 @@ def park(state: SessionState, sequence: CacheSequence, wait: cache_pb2.Wait, now
         state.is_urgent = True  # computed already, only the report is missing
 
 
-def is_waited_for(state: SessionState, leader: CacheSequence) -> bool:
+def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:
     """Whether somebody waits for what the leader has computed by now."""
     return any(
         sequence.parked_on == leader.id and leader.num_computed_tokens >= sequence.parked_position
@@ -28,7 +28,7 @@ def is_waited_for(state: SessionState, leader: CacheSequence) -> bool:
     )
 
 
-def wake(state: SessionState, now: float) -> None:
+def wake(state: CacheState, now: float) -> None:
     """Let sequences ask again whose prefix is reported, whose leader has ended, or whose leader makes no progress; the last
     compute it themselves."""
     still: list[CacheSequence] = []

@@ -24,6 +24,10 @@ class Reserve:
     def __len__(self) -> int:
         return len(self._spare)
 
+    def spare(self) -> list[ReservedBlock]:
+        """The spare blocks, oldest grant first."""
+        return list(self._spare)
+
     def add(self, block: int, generation: int) -> None:
         """Take in a granted block."""
         self._spare.append(ReservedBlock(block, generation))

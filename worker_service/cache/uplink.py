@@ -8,21 +8,23 @@ from collections.abc import Sequence as List
 from . import calls, parking
 from .link import Call, Link
 from .sequence import CacheSequence, SequenceState
-from .session_state import SessionState
+from .state import CacheState
 
 
-def next_call(
-    state: SessionState, link: Link, candidates: Callable[[], List[CacheSequence]], now: float
-) -> Call | None:
+def next_call(state: CacheState, link: Link, candidates: Callable[[], List[CacheSequence]], now: float) -> Call | None:
     """The next call, if there is something to say. `candidates` is asked after parked sequences have been woken."""
+    if link.report is not None:
+        return calls.report_call(link, link.report.part)
     parking.wake(state, now)
     return _free(state, link) or _append(state, link, now) or _allocate(state, link, candidates(), now)
 
 
-def next_call_at(state: SessionState, link: Link, now: float) -> float | None:
+def next_call_at(state: CacheState, link: Link, now: float) -> float | None:
     """When there will be something to say if nothing happens until then; None: never."""
     if now < link.retry_at:
         return link.retry_at
+    if link.report is not None:
+        return now
     times = []
     if state.report_due_at is not None:
         times.append(state.report_due_at)
@@ -38,7 +40,7 @@ _ENTRY_BYTES = 12
 """Of a table entry in a message: block id and generation as varints."""
 
 
-def _one_call(state: SessionState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
+def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
     """As many of the first sequences as fit into one call, at least one if there is one. The others go with the next call."""
     chosen: list[CacheSequence] = []
     num_bytes = 0
@@ -53,7 +55,7 @@ def _one_call(state: SessionState, sequences: Iterable[CacheSequence]) -> list[C
     return chosen
 
 
-def _wish(state: SessionState, named: Iterable[CacheSequence]) -> int:
+def _wish(state: CacheState, named: Iterable[CacheSequence]) -> int:
     """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: spare, and bound to other
     sequences but not named yet."""
     skip = {id(sequence) for sequence in named}
@@ -70,7 +72,7 @@ def _wish(state: SessionState, named: Iterable[CacheSequence]) -> int:
     return max(target, len(state.reserve)) + unnamed
 
 
-def _free(state: SessionState, link: Link) -> Call | None:
+def _free(state: CacheState, link: Link) -> Call | None:
     ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
@@ -80,7 +82,7 @@ def _free(state: SessionState, link: Link) -> Call | None:
     return calls.free_call(link, ready, _wish(state, ready), state.reserve.returning)
 
 
-def _append(state: SessionState, link: Link, now: float) -> Call | None:
+def _append(state: CacheState, link: Link, now: float) -> Call | None:
     size = state.settings.block_size
     reports = _one_call(
         state,
@@ -99,16 +101,16 @@ def _append(state: SessionState, link: Link, now: float) -> Call | None:
     return calls.append_call(link, reports, size, _wish(state, reports), state.reserve.returning)
 
 
-def _wants_refill(state: SessionState) -> bool:
+def _wants_refill(state: CacheState) -> bool:
     """Whether the reserve has shrunk so far that it should not wait for the next report."""
     return not state.pool_is_empty and len(state.reserve) < (state.spare_target() + 1) // 2
 
 
-def _has_idle_surplus(state: SessionState) -> bool:
+def _has_idle_surplus(state: CacheState) -> bool:
     return bool(state.reserve.returning) or (bool(state.reserve) and state.spare_target() == 0)
 
 
-def _allocate(state: SessionState, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
+def _allocate(state: CacheState, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
     is_short = state.pool_is_empty and len(state.reserve) < state.spare_target()
     hold_back = is_short or now < state.ask_again_at
     # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.

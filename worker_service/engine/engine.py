@@ -304,13 +304,17 @@ class Engine:
             elif isinstance(event, events.DrainAsked):
                 self.drain_grace_seconds = event.grace_seconds
                 self.drain_asked.set()
+            elif isinstance(event, events.SessionLost):
+                log.warning("session lost", why=event.why, num_running=self.scheduler.num_running)
             else:
-                self._give_up_session(event.why)
+                self._forget_everything(event.why)
 
-    def _give_up_session(self, why: str) -> None:
+    def _forget_everything(self, why: str) -> None:
         """No step is running here: end all streams, forget all blocks; the edge then registers again."""
-        log.warning("session lost", why=why, num_requests=self.scheduler.num_running + self.scheduler.num_waiting)
-        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker lost its session with the manager: {why}"))
+        log.error(
+            "all blocks are given up", why=why, num_requests=self.scheduler.num_running + self.scheduler.num_waiting
+        )
+        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker has to give up its blocks: {why}"))
         self.cache.reset()
         self.changed_for_link.set()
 

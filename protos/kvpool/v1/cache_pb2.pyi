@@ -20,8 +20,9 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
   tokens differ from those known, a gap      ABORTED              TOKENS_DIFFER, GAP (metadata "position")
+  a report contradicts itself                INVALID_ARGUMENT     BAD_REPORT (+ BadRequest); the session has ended
   not in this version                        UNIMPLEMENTED        UNSUPPORTED
-  manager recovering or shutting down        UNAVAILABLE          RECOVERING (+ RetryInfo)
+  report not in yet, manager stopping        UNAVAILABLE          RECOVERING (+ RetryInfo)
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
 The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
@@ -271,7 +272,7 @@ class RegisterRequest(_message.Message):
     model_fingerprint: _builtins.str
     """Fingerprint of the model; see Root."""
     holds_state: _builtins.bool
-    """Whether the worker still holds blocks of an earlier session. Must be false in this version."""
+    """Whether the worker still holds blocks of an earlier session, which it is ready to report."""
     max_model_len: _builtins.int
     """Largest sequence, prompt and generated tokens together, that the worker takes."""
     engine: _builtins.str
@@ -319,7 +320,7 @@ class RegisterResponse(_message.Message):
     keep_alive_interval_ms: _builtins.int
     """How often to send KeepAlive."""
     report_wanted: _builtins.bool
-    """Whether the manager wants a Report before it serves. Always false in this version."""
+    """Whether the manager wants a Report before it serves: whenever the worker holds state."""
     def __init__(
         self,
         *,
@@ -339,25 +340,146 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
 class ReportRequest(_message.Message):
-    """Reserved for recovery: one part of a snapshot."""
+    """One part of a snapshot of what a worker holds. Blocks that no part mentions are free."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UPLINK_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    IDLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """Parts are numbered from 0 and come in order. One that is ahead is ABORTED (GAP) with the number needed as "position"."""
+    last: _builtins.bool
     @_builtins.property
     def uplink(self) -> Global___Uplink: ...
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRun]:
+        """What complete blocks hold, parents before children: also blocks of live tables, and content without a block that a child
+        needs. Contents come before everything else.
+        """
+
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
+        """Live sequences, and those that have ended while a step still names their blocks."""
+
+    @_builtins.property
+    def reserve(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Granted blocks that no sequence is bound to."""
+
+    @_builtins.property
+    def idle_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Complete blocks that no table names, least recently used first. One that is not listed counts as less recent than all."""
+
     def __init__(
         self,
         *,
         uplink: Global___Uplink | None = ...,
+        part: _builtins.int = ...,
+        last: _builtins.bool = ...,
+        contents: _abc.Iterable[Global___ContentRun] | None = ...,
+        sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
+        reserve: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        idle_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "idle_blocks", b"idle_blocks", "last", b"last", "part", b"part", "reserve", b"reserve", "sequences", b"sequences", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class ContentRun(_message.Message):
+    """A chain of contents: the second is the child of the first, and so on. Contents are numbered from 1 in the order in which they
+    come, over all parts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """Number of the content that the first one is a child of; 0: it stands behind the root."""
+    tokens: _builtins.bytes
+    """block_size token ids for each content."""
+    @_builtins.property
+    def root(self) -> _common_pb2.Root:
+        """Needed where parent is 0."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The block that holds each content, 0 where none does any more."""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its generation; 0 where there is no block."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        root: _common_pb2.Root | None = ...,
+        tokens: _builtins.bytes = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "parent", b"parent", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentRun: _TypeAlias = ContentRun  # noqa: Y015
+
+@_typing.final
+class ReportedSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """All tokens known, from position 0."""
+    num_computed_tokens: _builtins.int
+    """Tokens from position 0 whose KV is completed."""
+    num_cached_tokens: _builtins.int
+    """Tokens that the cache served when the sequence was granted; for the books."""
+    @_builtins.property
+    def key(self) -> _common_pb2.SequenceKey: ...
+    @_builtins.property
+    def root(self) -> _common_pb2.Root: ...
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Its block tables, one run per group."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.SequenceKey | None = ...,
+        root: _common_pb2.Root | None = ...,
+        tokens: _builtins.bytes = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        tables: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "root", b"root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "root", b"root", "tables", b"tables", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedSequence: _TypeAlias = ReportedSequence  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
@@ -1130,6 +1252,7 @@ class WorkerDescription(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    RECOVERING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     session: _builtins.int
@@ -1142,6 +1265,8 @@ class WorkerDescription(_message.Message):
     """Until the lease ends unless it is renewed."""
     draining: _builtins.bool
     """It takes no further requests and is about to leave."""
+    recovering: _builtins.bool
+    """Its report is not complete yet."""
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     @_builtins.property
@@ -1172,10 +1297,11 @@ class WorkerDescription(_message.Message):
         blocks: _abc.Iterable[Global___BlockDescription] | None = ...,
         totals: Global___WorkerTotals | None = ...,
         draining: _builtins.bool = ...,
+        recovering: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config", "load", b"load", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "recovering", b"recovering", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

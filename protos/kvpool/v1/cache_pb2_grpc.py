@@ -108,7 +108,9 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Takes in what a worker still holds. UNIMPLEMENTED in this version: workers register holding nothing.
+        """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+        Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+        contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

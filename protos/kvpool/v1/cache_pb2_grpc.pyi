@@ -20,8 +20,9 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
   tokens differ from those known, a gap      ABORTED              TOKENS_DIFFER, GAP (metadata "position")
+  a report contradicts itself                INVALID_ARGUMENT     BAD_REPORT (+ BadRequest); the session has ended
   not in this version                        UNIMPLEMENTED        UNSUPPORTED
-  manager recovering or shutting down        UNAVAILABLE          RECOVERING (+ RetryInfo)
+  report not in yet, manager stopping        UNAVAILABLE          RECOVERING (+ RetryInfo)
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
 The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
@@ -47,7 +48,10 @@ class CacheServiceStub:
     a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
     """
     Report: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReportRequest, _cache_pb2.ReportResponse]
-    """Takes in what a worker still holds. UNIMPLEMENTED in this version: workers register holding nothing."""
+    """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+    Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+    contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
+    """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_cache_pb2.KeepAliveRequest, _cache_pb2.KeepAliveResponse]
     """Renews the lease and carries the load. Idempotent, takes no call_no."""
     Allocate: _aio.UnaryUnaryMultiCallable[_cache_pb2.AllocateRequest, _cache_pb2.AllocateResponse]
@@ -94,7 +98,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReportRequest,
         context: _aio.ServicerContext[_cache_pb2.ReportRequest, _abc.Awaitable[_cache_pb2.ReportResponse]],
     ) -> _abc.Awaitable[_cache_pb2.ReportResponse]:
-        """Takes in what a worker still holds. UNIMPLEMENTED in this version: workers register holding nothing."""
+        """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+        Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+        contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
+        """
 
     @_abc_1.abstractmethod
     def KeepAlive(

@@ -83,14 +83,6 @@ def test_a_malformed_registration_names_the_field(changes: dict[str, object], fi
     assert manager.register(registration(), 0.0).session
 
 
-def test_a_worker_that_holds_state_is_told_to_forget_it() -> None:
-    """No reports are taken yet: the refusal says what to do instead."""
-    manager, introduction = registered(holds_state=True)
-    refusal = refused(lambda: manager.register(introduction, 0.0))
-    assert refusal.reason is Reason.UNSUPPORTED
-    assert "holds_state = false" in refusal.message
-
-
 def test_max_workers() -> None:
     """One worker too many is refused; one that is known already may always register again."""
     manager = CacheManager(1, limits=LIMITS)

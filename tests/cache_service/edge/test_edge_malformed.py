@@ -105,13 +105,10 @@ async def test_a_malformed_registration_names_its_field(stub: Stub, name: str) -
 
 
 async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
-    windowed, holding = registration(), registration()
+    windowed = registration()
     windowed.kv_cache_config.groups[0].sliding_window.window_tokens = 8
-    holding.holds_state = True
     found = await refused(stub.Register(windowed), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
     assert "got sliding_window" in found.message
-    found = await refused(stub.Register(holding), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "register with holds_state = false" in found.message
 
 
 def spoil_allocate(message: pb.AllocateItem, field: str) -> None:
@@ -363,7 +360,7 @@ def published_codes() -> dict[str, str]:
 def test_every_reason_has_its_row_in_the_published_table() -> None:
     """The table at the top of cache.proto and ours are the same: whoever adds a reason adds it to both."""
     codes = published_codes()
-    assert (codes.pop(status.RECOVERING), codes.pop(status.INTERNAL)) == ("UNAVAILABLE", "INTERNAL")
+    assert codes.pop(status.INTERNAL) == "INTERNAL"
     assert codes.keys() == Reason.__members__.keys()
     for reason in Reason:
         found = status.of_refusal(Refusal(reason, "why", field="f", position=3))

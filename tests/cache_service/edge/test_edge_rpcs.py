@@ -225,9 +225,7 @@ async def test_drain_refuses_what_makes_no_sense(stub: Stub, worker: Worker) -> 
     assert not (await worker.keep_alive()).downlink.entries
 
 
-async def test_report_and_fork_say_what_to_do_instead(stub: Stub) -> None:
-    report = await refused(stub.Report(pb.ReportRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "holds_state = false" in report.message
+async def test_fork_says_what_to_do_instead(stub: Stub) -> None:
     fork = await refused(stub.Fork(pb.ForkRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
     assert "Allocate each child" in fork.message
 

@@ -1,0 +1,285 @@
+"""Taking in what a worker holds from earlier sessions: cached blocks, tables of live sequences, reserve.
+
+The worker is the holder of this truth: nothing that the manager believed about the session before survives, that session is
+fenced. A report comes in parts, so that none of them keeps others waiting, and is built up in the pool of the new session, which
+every look-up ignores until the last part is in; then one flag makes all of it visible.
+
+How each thing is taken that a report can say (`Case`; docs/ARCHITECTURE.md has the same table):
+
+    a complete block                         cached, a hit                                  CACHED
+    the same content in a second block       free; held unsealed-for-hits if a table has it DUPLICATE
+    content without a block                  a node, as long as a child needs it            BLOCKLESS
+    a table's complete block                 held, sealed; several tables: shared           HELD_SEALED, SHARED
+    a table's block that is being filled     held                                           HELD_FILLING
+    a block of the reserve                   reserved                                       RESERVED
+    a block that is not mentioned            free                                           –
+    a sequence that lives nowhere else       live                                           LIVE
+    a smaller attempt of it lives elsewhere  live; the other one is fenced and stopped      FENCES
+    a larger or equal attempt lives elsewhere  fenced, its worker is told to stop           FENCED
+
+A report that says two things of one block, or something that no worker can know, is refused as a whole and ends the session; the
+worker then forgets everything and registers holding nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import NamedTuple, NoReturn
+
+from .attempts import Attempts
+from .block_pool import FREE
+from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
+from .prefix_tree import Node, PrefixTree
+from .refusal import Reason, Refusal
+from .sequence import Sequence
+from .session import Session
+
+
+class Case(Enum):
+    """What a report said of one block or sequence."""
+
+    CACHED = "cached"
+    DUPLICATE = "duplicate"
+    BLOCKLESS = "blockless"
+    HELD_SEALED = "held_sealed"
+    SHARED = "shared"
+    HELD_FILLING = "held_filling"
+    RESERVED = "reserved"
+    LIVE = "live"
+    FENCES = "fences"
+    FENCED = "fenced"
+
+
+class _Content:
+    """A block's worth of tokens behind others."""
+
+    __slots__ = ("node", "parent", "root", "tokens")
+
+    def __init__(self, parent: _Content | None, root: Root | None, tokens: bytes) -> None:
+        self.parent = parent
+        self.root = root
+        self.tokens = tokens
+        self.node: Node | None = None
+        """Made when something needs it: a node that nothing needs would be pruned."""
+
+
+class _Complete(NamedTuple):
+    """A reported block whose slots are all computed."""
+
+    node: Node
+    generation: int
+
+
+class Recovery:
+    """One report on its way in. It belongs to its session and ends with it."""
+
+    def __init__(self, session: Session, last_stamp: int) -> None:
+        self.num_parts = 0
+        """Parts applied."""
+        self.cases: Counter[Case] = Counter()
+        self._session = session
+        self._pool = session.pool
+        self._fingerprint = session.registration.model_fingerprint
+        self._last_stamp = last_stamp
+        """No block can have a larger generation than the largest given before the session began."""
+        self._contents: list[_Content] = []
+        """By number, the first has number 1."""
+        self._blocks: dict[int, _Complete] = {}
+        """The complete blocks reported so far."""
+
+    def apply(self, tree: PrefixTree, attempts: Attempts, part: ReportPart, limits: Limits) -> None:
+        """Take in the next part. Raises Refusal BAD_REPORT, after which the session must be ended."""
+        num_contents = sum(len(run.blocks) for run in part.contents)
+        if num_contents > limits.max_contents_per_report_part:
+            _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
+        for run in part.contents:
+            self._take_contents(tree, run)
+        for reported in part.sequences:
+            self._take_sequence(tree, attempts, reported, limits)
+        for block, generation in part.reserve:
+            self._require_free(block, generation)
+            self._pool.restore_reserved(block, generation)
+            self.cases[Case.RESERVED] += 1
+        for block in part.idle_blocks:
+            # A duplicate is idle at the worker and free here; a block that a table names was idle when the list was made.
+            if 0 < block < self._pool.num_blocks and self._pool.is_cached(block):
+                self._pool.touch(block)
+        self.num_parts += 1
+
+    # -- contents
+
+    def _take_contents(self, tree: PrefixTree, run: ContentRun) -> None:
+        step = self._pool.block_size * TOKEN_BYTES
+        count = len(run.blocks)
+        if len(run.tokens) != count * step or len(run.generations) != count or not count:
+            _refuse(
+                "contents",
+                f"a chain of {count} contents needs {count * step} bytes of tokens and {count} generations, got "
+                f"{len(run.tokens)} and {len(run.generations)}",
+            )
+        if not 0 <= run.parent <= len(self._contents):
+            _refuse(
+                "contents", f"content {len(self._contents) + 1} has the parent {run.parent}, which has not come yet"
+            )
+        if not run.parent and (run.root is None or run.root.model_fingerprint != self._fingerprint):
+            _refuse(
+                "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
+            )
+        parent = self._contents[run.parent - 1] if run.parent else None
+        for index, (block, generation) in enumerate(zip(run.blocks, run.generations, strict=True)):
+            content = _Content(parent, run.root, run.tokens[index * step : (index + 1) * step])
+            self._contents.append(content)
+            if block:
+                self._take_content(tree, content, block, generation)
+            else:
+                self.cases[Case.BLOCKLESS] += 1
+            parent = content
+
+    def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> None:
+        self._require_free(block, generation)
+        if block in self._blocks:
+            _refuse("contents", f"block {block} is said to hold two contents")
+        node = self._node(tree, content)
+        self._blocks[block] = _Complete(node, generation)
+        if node.copy_in(self._pool):
+            self.cases[Case.DUPLICATE] += 1
+        else:
+            self._pool.restore_cached(block, generation, node)
+            self.cases[Case.CACHED] += 1
+
+    def _node(self, tree: PrefixTree, content: _Content) -> Node:
+        """The node of a content, made with all that it hangs from."""
+        missing: list[_Content] = []
+        at: _Content | None = content
+        while at is not None and at.node is None:
+            missing.append(at)
+            at = at.parent
+        node = at.node if at is not None else None
+        for one in reversed(missing):
+            if node is None:
+                assert one.root is not None
+                node = tree.intern_root(one.root, self._pool.block_size)
+            node = one.node = tree.intern(node, one.tokens)
+            tree.name(node)
+        assert node is not None
+        return node
+
+    # -- sequences
+
+    def _take_sequence(self, tree: PrefixTree, attempts: Attempts, reported: ReportedSequence, limits: Limits) -> None:
+        session, pool = self._session, self._pool
+        key = reported.key
+        size = pool.block_size
+        num_tokens, rest = divmod(len(reported.tokens), TOKEN_BYTES)
+        self._check_sequence(reported, num_tokens, rest, limits)
+        root = tree.intern_root(reported.root, size)
+        path = tree.match(root, reported.tokens, size, num_tokens // size)
+        num_sealed = reported.num_computed_tokens // size
+        try:
+            self._check_table(reported, path, num_sealed)
+        except Refusal:
+            tree.prune(root)
+            raise
+        sequence = Sequence(key, session, root, reported.tokens)
+        tree.extend(path, root, reported.tokens, size, num_tokens // size)
+        (path[-1] if path else root).num_sequences += 1
+        for node in path[num_sealed:]:
+            node.add_leader(sequence)
+        sequence.nodes = path
+        for index, (_, block, generation) in enumerate(reported.table):
+            self._take_entry(tree, block, generation, path[index] if index < num_sealed else None)
+        sequence.table = [entry.block for entry in reported.table]
+        sequence.num_sealed = num_sealed
+        sequence.num_named = len(sequence.table)
+        sequence.num_computed_tokens = reported.num_computed_tokens
+        sequence.num_cached_tokens = reported.num_cached_tokens
+        session.sequences[key.sequence_id, key.attempt] = sequence
+        self.cases[self._enter(attempts, sequence)] += 1
+
+    def _check_sequence(self, reported: ReportedSequence, num_tokens: int, rest: int, limits: Limits) -> None:
+        session, key = self._session, reported.key
+        size = self._pool.block_size
+        name = f"sequence {key.sequence_id!r} attempt {key.attempt}"
+        if not 1 <= len(key.sequence_id.encode()) <= limits.max_id_bytes or key.attempt < 1:
+            _refuse("sequences", f"{name}: needed an id of 1 to {limits.max_id_bytes} bytes and an attempt from 1 on")
+        if (key.sequence_id, key.attempt) in session.sequences:
+            _refuse("sequences", f"{name} is reported twice")
+        if len(session.sequences) >= limits.max_sequences_per_session:
+            _refuse("sequences", f"at most {limits.max_sequences_per_session} sequences per worker")
+        if rest or not 0 < num_tokens <= limits.max_tokens_per_sequence:
+            _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
+        if reported.root.model_fingerprint != self._fingerprint:
+            _refuse("sequences", f"{name} has another model fingerprint than the worker")
+        if (
+            not reported.num_cached_tokens
+            <= reported.num_computed_tokens
+            <= min(num_tokens, len(reported.table) * size)
+        ):
+            _refuse(
+                "sequences",
+                f"{name}: {reported.num_computed_tokens} tokens cannot be computed, {reported.num_cached_tokens} of them cached, "
+                f"of {num_tokens} in {len(reported.table)} blocks",
+            )
+        if [entry.table_index for entry in reported.table] != list(range(len(reported.table))):
+            _refuse("sequences", f"{name}: its table must come whole, from index 0 on")
+
+    def _check_table(self, reported: ReportedSequence, path: list[Node], num_sealed: int) -> None:
+        """Refuse a table that contradicts what is known of its blocks. Changes nothing."""
+        seen: set[int] = set()
+        for index, block, generation in reported.table:
+            complete = self._blocks.get(block)
+            if block in seen:
+                _refuse("sequences", f"block {block} stands twice in the table of {reported.key.sequence_id!r}")
+            seen.add(block)
+            if complete is None:
+                self._require_free(block, generation)
+                continue
+            if index >= num_sealed:
+                _refuse("sequences", f"block {block} is complete, but a table that names it has not computed it yet")
+            holds = path[index] if index < len(path) else None
+            if complete.node is not holds or complete.generation != generation:
+                _refuse(
+                    "sequences", f"block {block} of generation {generation:#x} holds something else than a table says"
+                )
+
+    def _take_entry(self, tree: PrefixTree, block: int, generation: int, node: Node | None) -> None:
+        """One entry of a checked table; `node`: what it holds if it is complete."""
+        pool = self._pool
+        if pool.state(block) != FREE:
+            self.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
+            pool.pin(block)
+            return
+        pool.restore_held(block, generation)
+        if node is None:
+            self.cases[Case.HELD_FILLING] += 1
+            return
+        # Another block serves the hits of this content, or the worker left it to the table to say what the block holds.
+        tree.name(node)
+        pool.seal(block, node)
+        self._blocks[block] = _Complete(node, generation)
+        self.cases[Case.HELD_SEALED] += 1
+
+    def _enter(self, attempts: Attempts, sequence: Sequence) -> Case:
+        """Into the book of attempts: against those that live on other workers, the larger one stays."""
+        others = [other for other in attempts.living(sequence.key.sequence_id) if other.session is not self._session]
+        attempts.add(sequence)
+        if any(other.key.attempt >= sequence.key.attempt for other in others):
+            attempts.fence(sequence)
+            return Case.FENCED
+        return Case.FENCES if others else Case.LIVE
+
+    def _require_free(self, block: int, generation: int) -> None:
+        pool = self._pool
+        if not 0 < block < pool.num_blocks:
+            _refuse("blocks", f"block {block} does not exist: the pool has blocks 1 to {pool.num_blocks - 1}")
+        if not 0 < generation <= self._last_stamp:
+            _refuse(
+                "blocks", f"block {block} has generation {generation:#x}, which no manager up to this one has given"
+            )
+        if pool.state(block) != FREE:
+            _refuse("blocks", f"block {block} is reported twice, in different places")
+
+
+def _refuse(field: str, message: str) -> NoReturn:
+    raise Refusal(Reason.BAD_REPORT, f"the report cannot be taken in: {message}", field=field)

@@ -1,0 +1,191 @@
+"""The manager goes and comes back, or forgets the worker: nothing that the worker holds is lost, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import TOKEN_BYTES
+from cache_service.core.recovery import Case
+from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import Wire, World, read
+from worker_service.cache import report as report_module
+from worker_service.engine.errors import EngineError, ErrorKind
+
+
+async def until(condition: object) -> None:
+    """Poll until the callable says yes."""
+    assert callable(condition)
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def restart(world: World) -> None:
+    """The manager dies with all it knows; another one stands in its place."""
+    old = world.manager
+    world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
+
+
+async def test_a_restart_of_the_manager_costs_no_stream_and_no_token() -> None:
+    """In the middle of four streams: each ends with its text, and no token is computed twice."""
+    world = World(num_blocks=100, block_size=4)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        prompts = [[i, *range(20 + i)] for i in range(4)]
+        requests = [world.submit(prompt, 50) for prompt in prompts]
+        await until(lambda: any(request.sequence.in_step for request in requests))
+        restart(world)
+        gate.set()
+        texts = await asyncio.gather(*map(read, requests))
+        assert texts == [expected_text(prompt, 50) for prompt in prompts]
+        assert world.manager.epoch == 2
+        assert world.model.num_forwarded == sum(len(prompt) + 49 for prompt in prompts)
+        assert sum(request.num_preemptions for request in requests) == 0
+
+
+async def test_the_cache_survives_a_restart_of_the_manager() -> None:
+    """Nothing runs: what was cached before is a hit after, in the same blocks, with the same order of eviction."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        prompts = [[i] * 3 + list(range(21)) for i in range(4)]
+        for prompt in [*prompts, prompts[1]]:
+            await world.generate(prompt, 5)
+        await world.until_idle()
+        pool = world.manager.worker("w0").pool
+        before = [block for block in pool.free_list() if pool.is_cached(block)]
+        restart(world)
+        await until(lambda: world.is_open.is_set() and world.manager.sessions)
+        pool = world.manager.worker("w0").pool
+        assert [block for block in pool.free_list() if pool.is_cached(block)] == before
+        forwarded = world.model.num_forwarded
+        for prompt in prompts:
+            request = world.submit(prompt, 5)
+            assert await read(request) == expected_text(prompt, 5)
+            assert request.num_cached_tokens == 20
+        assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_restarts_at_any_moment_on_a_bad_wire_change_no_text(seed: int) -> None:
+    """Small pool, preemption, prefixes in flight, lost and repeated messages; the manager dies again and again, with a report
+    half-way too."""
+    rng = random.Random(seed)
+    wire = Wire(CacheManager(1), seed=seed)
+    wire.lose_request = wire.lose_reply = 0.05
+    wire.repeat_later = 0.1
+    world = World(num_blocks=40, block_size=4, wire=wire, max_num_seqs=6, max_num_batched_tokens=16)
+    async with world.running():
+        prompts = prompts_with_shared_beginnings(rng, 30, 24)
+        requests = [world.submit(prompt, 20) for prompt in prompts]
+        reading = asyncio.gather(*map(read, requests))
+        for _ in range(6):
+            await asyncio.sleep(rng.random() * 0.1)
+            restart(world)
+            assert world.manager.check().violations == []
+        assert await reading == [expected_text(prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_session_that_the_manager_ends_is_followed_by_a_report(seed: int) -> None:
+    """As when the process was frozen for longer than its lease: the same manager takes in what it had forgotten."""
+    rng = random.Random(seed)
+    world = World(num_blocks=40, block_size=4, max_num_seqs=6)
+    async with world.running():
+        prompts = prompts_with_shared_beginnings(rng, 12, 24)
+        requests = [world.submit(prompt, 30) for prompt in prompts]
+        reading = asyncio.gather(*map(read, requests))
+        for _ in range(4):
+            await asyncio.sleep(0.03)
+            for session in world.manager.sessions:
+                world.manager.deregister(session.number)
+            while world.manager.sweep():
+                pass
+        assert await reading == [expected_text(prompt, 30) for prompt in prompts]
+
+
+async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> None:
+    """Then it pauses, and goes on when the manager is back; nothing is computed twice."""
+    world = World(num_blocks=200, block_size=4, reserve_seconds=0.1)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        prompts = [[i, *range(10)] for i in range(3)]
+        requests = [world.submit(prompt, 80) for prompt in prompts]
+        await until(lambda: all(request.num_generated > 2 for request in requests))
+        await until(lambda: world.cache.num_spare_blocks > 6)
+        world.wire.is_cut = True
+        generated = sum(request.num_generated for request in requests)
+        await until(lambda: world.cache.num_spare_blocks == 0)
+        await asyncio.sleep(0.05)
+        assert sum(request.num_generated for request in requests) > generated + 6
+        assert not any(request.stream.is_finished for request in requests)
+        world.wire.is_cut = False
+        restart(world)
+        assert await asyncio.gather(*map(read, requests)) == [expected_text(prompt, 80) for prompt in prompts]
+        assert world.model.num_forwarded == sum(len(prompt) + 79 for prompt in prompts)
+
+
+async def test_a_report_in_many_parts_is_taken_in_whatever_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "_MAX_CONTENTS", 2)
+    monkeypatch.setattr(report_module, "_MAX_BLOCKS", 3)
+    world = World(num_blocks=120, block_size=4)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        prompts = [[i % 3] * 5 + [i, *range(20)] for i in range(6)]
+        for prompt in prompts[:3]:
+            await world.generate(prompt, 4)
+        requests = [world.submit(prompt, 40) for prompt in prompts]
+        reading = asyncio.gather(*map(read, requests))
+        await until(lambda: all(request.num_generated > 3 for request in requests))
+        world.wire.lose_request = world.wire.lose_reply = 0.3
+        restart(world)
+        assert await reading == [expected_text(prompt, 40) for prompt in prompts]
+        await world.until_idle()
+        assert world.wire.num_calls["Report"] > 15
+        cases = world.manager.reconciled
+        assert cases[Case.LIVE] == 6
+        for case in (Case.CACHED, Case.HELD_SEALED, Case.SHARED, Case.HELD_FILLING, Case.RESERVED):
+            assert cases[case], case
+
+
+async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_again() -> None:
+    """A defect, here a content that was spoilt: the streams end with UNAVAILABLE, the next request has its text."""
+    world = World(num_blocks=60, block_size=4)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        request = world.submit(list(range(20)), 200)
+        await until(lambda: request.num_generated > 8)
+        content = world.cache._state.ledger.content(request.sequence.table[1])
+        assert content is not None
+        content.tokens = bytes(4 * TOKEN_BYTES)
+        restart(world)
+        with pytest.raises(EngineError) as caught:
+            await read(request)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        await until(world.is_open.is_set)
+        assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
+        assert world.manager.worker("w0").num_cached_tokens == 0
+
+
+async def test_a_sequence_that_moved_on_is_stopped_when_its_worker_reports_it() -> None:
+    """Attempt 1 was cut off from the manager; attempt 2 lives on another worker by the time it is back."""
+    wire = Wire(CacheManager(1))
+    left, right = (World(num_blocks=60, block_size=4, worker_id=name, wire=wire) for name in ("left", "right"))
+    prompt = list(range(20))
+    for world in (left, right):
+        world.model.step_seconds = 0.003
+    async with right.running(), left.running():
+        old = left.submit(prompt, 150, sequence_id="moving")
+        await until(lambda: old.num_generated > 4)
+        wire.manager.deregister(wire.manager.worker("left").number)
+        new = right.submit(prompt, 30, sequence_id="moving", attempt=2)
+        await until(lambda: new.num_generated > 1)
+        with pytest.raises(EngineError) as caught:
+            await read(old)
+        assert caught.value.kind is ErrorKind.SUPERSEDED
+        assert await read(new) == expected_text(prompt, 30)

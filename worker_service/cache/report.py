@@ -1,0 +1,142 @@
+"""What a worker holds, for a manager that does not know it: a snapshot, told in parts.
+
+The snapshot is taken at once, when the session is open; what happens here while its parts are on their way is stated afterwards,
+as on any other day. The parts are built one by one, so that none keeps the engine waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from .calls import pack_tokens
+from .ledger import BlockLedger, Content
+from .reserve import ReservedBlock
+from .sequence import CacheSequence
+
+_MAX_CONTENTS = 1024
+"""Contents in one part, and entries of tables; the manager takes a part in in a few milliseconds."""
+_MAX_BYTES = 4 << 20
+"""Of tokens in one part."""
+_MAX_BLOCKS = 16384
+"""Of the reserve, or idle, in one part: these cost the manager little."""
+
+
+class _SequenceSnapshot(NamedTuple):
+    key: common_pb2.SequenceKey
+    root: common_pb2.Root
+    tokens: bytes
+    num_computed_tokens: int
+    num_cached_tokens: int
+    table: list[int]
+    generations: list[int]
+
+
+class Report:
+    """One snapshot on its way to the manager. `sequences`: those that hold blocks, each of them now acknowledged as it stands."""
+
+    def __init__(self, ledger: BlockLedger, sequences: list[CacheSequence], reserve: list[ReservedBlock]) -> None:
+        self._contents = ledger.contents()
+        self._generations = ledger.generations()
+        self._idle = ledger.idle_blocks()
+        self._reserve = reserve
+        self._sequences = [
+            _SequenceSnapshot(
+                sequence.key,
+                sequence.root,
+                pack_tokens(sequence.tokens),
+                sequence.num_computed_tokens,
+                sequence.num_cached_tokens,
+                list(sequence.table),
+                list(sequence.generations),
+            )
+            for sequence in sequences
+        ]
+        for sequence in sequences:
+            sequence.acked_tokens = len(sequence.tokens)
+            sequence.acked_entries = len(sequence.table)
+            sequence.acked_computed_tokens = sequence.num_computed_tokens
+        self._numbers: dict[Content, int] = {}
+        """Of the contents told so far, from 1."""
+        self._parts = self._build()
+        self._num_told = 0
+        self._part = next(self._parts)
+
+    @property
+    def part(self) -> cache_pb2.ReportRequest:
+        """The next part to be told, without its uplink."""
+        return self._part
+
+    def told(self) -> bool:
+        """The manager has taken the part in; returns whether it was the last."""
+        if self._part.last:
+            return True
+        self._num_told += 1
+        self._part = next(self._parts)
+        self._part.part = self._num_told
+        return False
+
+    def _build(self) -> Iterator[cache_pb2.ReportRequest]:
+        yield from self._content_parts()
+        yield from self._sequence_parts()
+        for begin in range(0, max(len(self._reserve), len(self._idle)), _MAX_BLOCKS):
+            part = cache_pb2.ReportRequest(idle_blocks=self._idle[begin : begin + _MAX_BLOCKS])
+            reserved = self._reserve[begin : begin + _MAX_BLOCKS]
+            _add_run(part.reserve, [r.block for r in reserved], [r.generation for r in reserved])
+            yield part
+        yield cache_pb2.ReportRequest(last=True)
+
+    def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
+        """Chains from what is told already down to each complete block, so that parents come before their children."""
+        block_of = {content: block for block, content in enumerate(self._contents) if content is not None}
+        part = cache_pb2.ReportRequest()
+        count = num_bytes = 0
+        for content in block_of:
+            chain: list[Content] = []
+            above: Content | None = content
+            while above is not None and above not in self._numbers:
+                chain.append(above)
+                above = above.parent
+            parent = self._numbers[above] if above is not None else 0
+            while chain:
+                room = min(_MAX_CONTENTS - count, 1 + max(0, _MAX_BYTES - num_bytes) // len(content.tokens))
+                piece = [chain.pop() for _ in range(min(room, len(chain)))]
+                run = part.contents.add(parent=parent, tokens=b"".join(one.tokens for one in piece))
+                if not parent:
+                    run.root.CopyFrom(content.root)
+                for one in piece:
+                    block = block_of.get(one, 0)
+                    run.block_ids.append(block)
+                    run.generations.append(self._generations[block])
+                    parent = self._numbers[one] = len(self._numbers) + 1
+                count += len(piece)
+                num_bytes += len(run.tokens)
+                if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
+                    yield part
+                    part = cache_pb2.ReportRequest()
+                    count = num_bytes = 0
+        if count:
+            yield part
+
+    def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
+        part = cache_pb2.ReportRequest()
+        count = 0
+        for key, root, tokens, num_computed, num_cached, table, generations in self._sequences:
+            reported = part.sequences.add(
+                key=key, root=root, tokens=tokens, num_computed_tokens=num_computed, num_cached_tokens=num_cached
+            )
+            _add_run(reported.tables, table, generations)
+            count += len(table)
+            if count >= _MAX_CONTENTS:
+                yield part
+                part = cache_pb2.ReportRequest()
+                count = 0
+        if part.sequences:
+            yield part
+
+
+def _add_run(runs: object, blocks: list[int], generations: list[int]) -> None:
+    if blocks:
+        runs.add(group=0, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)  # type: ignore[attr-defined]

@@ -1,0 +1,115 @@
+"""What a worker holds: blocks, reserve, sequences, and what is due to be said. It outlives sessions; the link does not."""
+
+from __future__ import annotations
+
+from . import events
+from .ledger import BlockLedger
+from .link import Link
+from .report import Report
+from .reserve import Reserve, spare_target
+from .sequence import CacheSequence, SequenceId, SequenceState
+from .settings import CacheSettings
+
+
+class CacheState:
+    """Shared by what the engine does (EngineCache), what goes up (uplink) and what comes down (downlink)."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.link: Link | None = None
+        """None while no session is open."""
+        self.ledger = BlockLedger(settings.num_blocks)
+        self.reserve = Reserve()
+        self.sequences: dict[SequenceId, CacheSequence] = {}
+        """Live and ending sequences, and those the manager may hold blocks for."""
+        self.ending: list[CacheSequence] = []
+        """Done with; their Free is not answered yet."""
+        self.parked: list[CacheSequence] = []
+        """Waiting for a prefix that another sequence is computing."""
+        self.tokens_per_second = 0.0
+        """Decoding rate of late, over all sequences."""
+        self.report_due_at: float | None = None
+        """When the filled blocks that the manager does not know must be reported; None if there are none."""
+        self.is_urgent = False
+        """Somebody waits for the next report."""
+        self.ask_again_at = 0.0
+        """The last Allocate found no blocks: no other before this time, unless something is given back."""
+        self.pool_is_empty = False
+        """The last call left fewer blocks in the pool than the reserve wanted."""
+        self.is_given_up = False
+        """What is held here cannot be made known to the manager: it must be forgotten."""
+        self.events: list[events.Event] = []
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether there is something that a manager would have to know."""
+        return bool(self.ledger.holds_anything or self.reserve)
+
+    def begin_session(self, link: Link) -> None:
+        """A session is open. What is held here is reported in it before anything else is said."""
+        for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
+            self._end_unheard(sequence)
+        self.link = link
+        if self.holds_anything:
+            holders = [sequence for sequence in self.sequences.values() if sequence.table]
+            link.report = Report(self.ledger, holders, self.reserve.spare())
+
+    def lose_session(self, why: str) -> None:
+        """The session is over; what is held here stays, and what it left unanswered never happened."""
+        if self.link is None:
+            return
+        self.link = None
+        self.events.append(events.SessionLost(why))
+        for sequence in list(self.sequences.values()):
+            if sequence.state in (SequenceState.WAITING, SequenceState.ALLOCATING):
+                self.let_go(sequence)
+                sequence.forget()
+                sequence.state = SequenceState.WAITING
+                del self.sequences[sequence.id]
+        for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
+            self._end_unheard(sequence)
+        for sequence in self.parked:
+            sequence.parked_on = None
+            sequence.state = SequenceState.WAITING
+        self.parked = []
+        self.reserve.returning = []
+        self.report_due_at, self.is_urgent = None, False
+        self.ask_again_at, self.pool_is_empty = 0.0, False
+
+    def _end_unheard(self, sequence: CacheSequence) -> None:
+        """A sequence that is done with ends without a Free: the manager will not find it in the report."""
+        self.ending.remove(sequence)
+        self.end(sequence)
+
+    def give_up(self, why: str) -> None:
+        """Nothing that is held here can be kept; the engine is told by an event."""
+        self.link = None
+        if not self.is_given_up:
+            self.is_given_up = True
+            self.events.append(events.GivenUp(why))
+
+    def open_link(self) -> Link | None:
+        """The link of the open session, if its report is in."""
+        return None if self.link is None or self.link.report is not None else self.link
+
+    def spare_target(self) -> int:
+        """Blocks that the reserve should hold for the sequences that are live now."""
+        live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
+        size = self.settings.block_size
+        to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
+        return spare_target(len(live), to_come, self.tokens_per_second, self.settings.reserve_seconds, size)
+
+    def let_go(self, sequence: CacheSequence) -> None:
+        """Nothing here touches the sequence's blocks any more. The last one first, as the manager frees them."""
+        if sequence.uses_blocks:
+            sequence.uses_blocks = False
+            for block in reversed(sequence.table):
+                self.ledger.drop(block)
+
+    def end(self, sequence: CacheSequence) -> None:
+        """The sequence holds nothing any more, here or at the manager."""
+        self.let_go(sequence)
+        sequence.state = SequenceState.ENDED
+        sequence.forget()
+        if self.sequences.get(sequence.id) is sequence:
+            del self.sequences[sequence.id]
