@@ -25,10 +25,12 @@ from cache_service.core.manager import CacheManager
 from cache_service.core.messages import (
     AllocateItem,
     AppendItem,
+    ContentRun,
     Granted,
     Limits,
     PoolConfig,
     Registration,
+    ReportPart,
     ReservedBlock,
     Root,
     SequenceKey,
@@ -193,6 +195,7 @@ def test_the_table_of_reasons_of_workers_is_theirs() -> None:
         ("Allocate", allocation.allocate, {"STALE_SESSION", "STALE_CALL", "NOT_TRIED"}),
         ("Append", updates.append, {"STALE_SESSION", "STALE_CALL"}),
         ("Drain", CacheManager.drain, set()),
+        ("Report", CacheManager.report, {"BAD_FIELD"}),
     ],
 )
 def test_the_errors_of_a_call_are_those_that_its_code_names(
@@ -216,6 +219,7 @@ def test_the_limits_are_the_managers() -> None:
         limits.max_block_size,
     ):
         assert f"{number:,}" in TEXT
+    assert f"at most {limits.max_contents_per_report_part:,} in one" in " ".join(TEXT.split())
     assert f"128 bytes; other names and `address` {limits.max_name_bytes}" in " ".join(TEXT.split())
     assert limits.max_id_bytes == 128
     assert MAX_MESSAGE_BYTES == 16 << 20
@@ -461,6 +465,43 @@ def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     everything = link.grant("c", 32, first=500)
     assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
     assert link.manager.sessions[0].pool.num_evicted == 1
+
+
+def test_a_report_is_taken_in_as_the_document_says() -> None:
+    """Nothing is served before the last part; a part repeated does nothing; a gap names the part; a lie ends the session."""
+    manager = CacheManager(2)
+    pool = PoolConfig(block_size=4, num_blocks=9)
+    hello = Registration("w", 1, 1, "a:1", "", "m", pool, holds_state=True)
+    session = manager.register(hello, NOW).session
+    tokens = struct.pack("<8I", *range(8))
+    generation = 1 << 40 | 7  # of the life before
+    content = ContentRun(0, Root("m"), tokens, (3, 5), (generation, generation))
+    item = AllocateItem(SequenceKey("a", 1, 0), Root("m"), tokens + tokens, no_wait=True)
+
+    def refused(call: Callable[[], object]) -> Refusal:
+        with pytest.raises(Refusal) as caught:
+            call()
+        return caught.value
+
+    def report(call_no: int, part: int, *contents: ContentRun, last: bool = False) -> Any:
+        return manager.report(Uplink(session, call_no), ReportPart(part, last, contents))
+
+    assert refused(lambda: report(1, 1)).position == 0
+    report(2, 0, content)
+    assert refused(lambda: manager.allocate(Uplink(session, 3), [item])).reason is Reason.RECOVERING
+    assert manager.route(Root("m"), tokens + tokens) == []
+    report(4, 0, content)
+    report(5, 1, last=True)
+    report(6, 1, last=True)
+    (granted,), _ = manager.allocate(Uplink(session, 7), [item])
+    assert isinstance(granted, Granted)
+    assert (granted.num_cached_tokens, granted.blocks[:2]) == (8, (3, 5))
+    assert granted.generations[:2] == (generation, generation)
+    assert manager.check().violations == []
+
+    session = manager.register(hello._replace(register_no=2), NOW).session
+    assert refused(lambda: report(1, 0, content, content)).reason is Reason.BAD_REPORT
+    assert manager.sessions == ()
 
 
 # -- the calls from the shell
