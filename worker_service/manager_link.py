@@ -29,10 +29,10 @@ MAX_MESSAGE_BYTES = 16 << 20
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # The default grows to two minutes; a restarted manager must be found again within a second or so.
+    # The default grows to two minutes; a restarted manager must be found again at once: streams live on their reserve meanwhile.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     # Never by way of a proxy that the environment names for the web: it knows no local addresses.

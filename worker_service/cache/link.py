@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .report import Report
 
 BACKOFF_FIRST_SECONDS = 0.05
-BACKOFF_MOST_SECONDS = 1.0
+BACKOFF_MOST_SECONDS = 0.25
 
 
 class Stated(NamedTuple):

@@ -959,7 +959,7 @@ class AppendResult(_message.Message):
     def status(self) -> _status_pb2.Status: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """With want_blocks: all entries beyond those that the engine named in `bound` or got from Allocate."""
+        """With want_blocks: all entries beyond those that the engine named in `bound` or was granted first."""
 
     def __init__(
         self,
