@@ -1,6 +1,7 @@
 """CacheService behind gRPC: each method decodes, makes one call into the core, and encodes.
 
-Everything runs on the event loop, and only Register awaits anything, before it touches the core: so the core has one owner.
+Everything runs on the event loop. Register awaits something before it touches the core, and Check between the slices of an audit,
+which other calls may not disturb: so the core has one owner.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from grpc_status import rpc_status
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import codec, status, views
+from .audits import Audits
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
@@ -73,6 +75,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._manager = manager
         self._epochs = epochs
         self._epoch_lock = asyncio.Lock()
+        self._audits = Audits(manager)
         self._lease_ms = round(manager.lease_seconds * 1000)
         self._keep_alive_ms = round(keep_alive_seconds * 1000)
         self._clock = clock
@@ -249,7 +252,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Check(self, request: cache_pb2.CheckRequest, context: Context[Any, Any]) -> cache_pb2.CheckResponse:
-        audit = self._manager.check()
+        audit = await self._audits.run()
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
         return views.encode_audit(audit)

@@ -335,7 +335,7 @@ async def test_a_bug_is_logged_and_answered_without_leaking_and_the_manager_live
         raise ZeroDivisionError("a secret")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.manager, "check", explode)
+        patch.setattr(server.manager, "begin_audit", explode)
         found = await refused(stub.Check(pb.CheckRequest()), grpc.StatusCode.INTERNAL, "INTERNAL")
     assert "secret" not in str(found)
     assert (await worker.keep_alive()).lease_ms
