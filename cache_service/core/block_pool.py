@@ -6,6 +6,8 @@ head is granted next. Every operation is O(1) in the number of blocks. A block o
 
 The pool keeps its own counts and states; it does not know sequences. Callers keep the tree and the pool in step through
 `seal`, `take` and `release` alone.
+
+What is only told of granted blocks is kept as far as blocks were ever granted: a pool of millions is made in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import sys
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
+from itertools import chain, repeat
 
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
 _NUMBERS_PER_PIECE = 1 << 16
+
+_GROWTH_BLOCKS = 1 << 14
+"""Room is made for so many further blocks at a time."""
 
 
 def counting(count: int) -> array[int]:
@@ -59,9 +65,11 @@ class BlockPool:
         """Cached blocks whose content was dropped for a grant."""
         self._tree = tree
         self._state = bytearray(num_blocks)
-        self._ref_count = array("I", [0]) * num_blocks
-        self._generation = array("Q", [0]) * num_blocks
-        self._node: list[Node | None] = [None] * num_blocks
+        self._num_known = 0
+        """Blocks that `_ref_count`, `_generation` and `_node` have room for. All behind them were never granted."""
+        self._ref_count = array("I")
+        self._generation = array("Q")
+        self._node: list[Node | None] = []
         self._next = counting(num_blocks + 1)
         del self._next[0]
         self._next[num_blocks - 1] = 0
@@ -104,15 +112,24 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """Tables of live sequences that name the block."""
-        return self._ref_count[block]
+        try:
+            return self._ref_count[block]
+        except IndexError:
+            return 0
 
     def generation(self, block: int) -> int:
         """Stamp of the call that granted the block last; 0 if none did."""
-        return self._generation[block]
+        try:
+            return self._generation[block]
+        except IndexError:
+            return 0
 
     def node(self, block: int) -> Node | None:
         """What a sealed block holds; None if the block is not sealed."""
-        return self._node[block]
+        try:
+            return self._node[block]
+        except IndexError:
+            return None
 
     def is_cached(self, block: int) -> bool:
         """Whether the block lies on the free list and is still a hit."""
@@ -137,24 +154,23 @@ class BlockPool:
         return zip(
             range(begin, end),
             self._state[span],
-            self._ref_count[span],
-            self._generation[span],
-            self._node[span],
+            chain(self._ref_count[span], repeat(0)),
+            chain(self._generation[span], repeat(0)),
+            chain(self._node[span], repeat(None)),
             strict=False,
         )
 
-    def photograph_states(self) -> bytes:
-        """The state of every block, as of now; a copy of one byte per block."""
-        return bytes(self._state)
+    def photograph_states(self, into: bytearray) -> None:
+        """Copy the state of every block, as it is now."""
+        into[:] = self._state
 
-    def photograph_ref_counts(self) -> array[int]:
-        """The ref_count of every block, as of now; a copy of four bytes per block."""
-        return self._ref_count[:]
+    def photograph_ref_counts(self, into: array[int]) -> None:
+        """Copy the ref_count of every block that was ever granted, as it is now; the others have none."""
+        memoryview(into)[: self._num_known] = memoryview(self._ref_count)
 
-    def photograph_list(self) -> array[int]:
-        """What follows each block on the free list, block 0 being before its head and behind its tail, as of now; a copy of
-        four bytes per block."""
-        return self._next[:]
+    def photograph_list(self, into: array[int]) -> None:
+        """Copy what follows each block on the free list, as it is now; block 0 is before its head and behind its tail."""
+        memoryview(into)[:] = memoryview(self._next)
 
     def is_linked_back(self, block: int) -> bool:
         """Whether a block of the free list, or block 0, points back at the block of the list that points at it."""
@@ -202,7 +218,8 @@ class BlockPool:
         """Take the head off the list, evicting what it holds. The caller sets the state."""
         block = self._next[0]
         assert block, "taken from an empty free list"
-        assert generation > self._generation[block], "generations must grow"
+        if block >= self._num_known:
+            self._make_room(block)
         after = self._next[block]
         self._next[0] = after
         self._previous[after] = 0
@@ -212,8 +229,17 @@ class BlockPool:
             self._forget(block)
         else:
             self._num_free -= 1
+        assert generation > self._generation[block], "generations must grow"
         self._generation[block] = generation
         return block
+
+    def _make_room(self, block: int) -> None:
+        """For what is kept of granted blocks, up to `block` and some more."""
+        count = min(max(block + 1, self._num_known + _GROWTH_BLOCKS), self.num_blocks) - self._num_known
+        self._ref_count.frombytes(bytes(4 * count))
+        self._generation.frombytes(bytes(8 * count))
+        self._node += [None] * count
+        self._num_known += count
 
     def take_held(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to a table: ref_count 1. The caller has checked num_available."""
@@ -338,6 +364,8 @@ class BlockPool:
 
     def _restore(self, block: int, generation: int) -> None:
         assert self._state[block] == FREE
+        if block >= self._num_known:
+            self._make_room(block)
         self._unlink(block)
         self._num_free -= 1
         self._generation[block] = generation
@@ -358,7 +386,7 @@ class BlockPool:
         """
         assert self.retired
         tree = self._tree
-        for block in range(begin, self.num_blocks):
+        for block in range(begin, self._num_known):
             if budget <= 0:
                 return block
             budget -= 1

@@ -42,8 +42,11 @@ class PoolLaws:
         """On a photograph of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
         is left as it is when that ends, so the list and its length are all there is to remember."""
         pool, portion = self._pool, self._findings.portion
+        states, ref_counts = bytearray(pool.num_blocks), array("I", [0]) * pool.num_blocks
         yield self._photograph_cost()
-        states, ref_counts, counts = pool.photograph_states(), pool.photograph_ref_counts(), pool.counts()
+        counts = pool.counts()
+        pool.photograph_states(states)
+        pool.photograph_ref_counts(ref_counts)
         tables = [(sequence.table, len(sequence.table)) for sequence in self._session.sequences.values()]
         yield self._photograph_cost()
 
@@ -89,8 +92,10 @@ class PoolLaws:
     def _free_list(self) -> Course:
         """The list itself on a photograph of its links and the states; the way back block by block in `_blocks`."""
         pool, portion = self._pool, self._findings.portion
+        follows, states = array("I", [0]) * pool.num_blocks, bytearray(pool.num_blocks)
         yield self._photograph_cost()
-        follows, states = pool.photograph_list(), pool.photograph_states()
+        pool.photograph_list(follows)
+        pool.photograph_states(states)
         yield self._photograph_cost()
         listed = bytearray(pool.num_blocks)
         listed[0] = 1

@@ -81,33 +81,27 @@ class SequenceLaws:
                 self._add("sealing", f"entry {index} (block {block}) is not sealed as it should be", sequence, block)
 
 
-class RollCall:
-    """The laws that need all live sequences at one moment. One roll call is one slice: about 0.3 ms per 1,000 of them."""
-
-    def __init__(self, sessions: Iterable[Session]) -> None:
-        self._sequences = [sequence for session in sessions for sequence in session.sequences.values()]
-        self.standing: Counter[Node] = Counter(map(deepest, self._sequences))
-        """How many sequences stand on a node."""
-
-    def compare_attempts(self, attempts: Attempts, findings: Findings) -> None:
-        """The index of attempts holds exactly the live sequences."""
-        living, indexed = set(self._sequences), set(attempts)
-        if living == indexed:
-            return
-        for sequence in living - indexed:
-            findings.add("attempts", "a live sequence is not in the index", sequence.session, -1, sequence)
-        for sequence in indexed - living:
-            findings.add("attempts", "the index holds a sequence that no session has", sequence.session, -1, sequence)
-
-    def compare_standing(self, nodes: Iterable[Node], findings: Findings) -> None:
-        """Each of the nodes counts the sequences that stand on it."""
-        for node in nodes:
-            if node.num_sequences != self.standing[node]:
-                message = f"{node!r} counts {node.num_sequences} sequences, {self.standing[node]} stand on it"
-                sequence = next((s for s in self._sequences if deepest(s) is node), None)
-                findings.add("tree", message, None if sequence is None else sequence.session, -1, sequence)
+# The laws that need all live sequences at one moment: each of these takes place within one slice, some 0.5 ms per 1,000 of them.
 
 
-def deepest(sequence: Sequence) -> Node:
-    """The node that a sequence stands on."""
-    return sequence.nodes[-1] if sequence.nodes else sequence.root
+def roll_call(sessions: Iterable[Session], suspects: Iterable[Node], findings: Findings) -> Counter[Node]:
+    """Each node that sequences stand on counts them, and each of the suspects. Returns how many stand where."""
+    sequences = [sequence for session in sessions for sequence in session.sequences.values()]
+    standing = Counter([sequence.nodes[-1] if sequence.nodes else sequence.root for sequence in sequences])
+    wrong = [node for node, count in standing.items() if node.num_sequences != count]
+    wrong += [node for node in suspects if node not in standing and node.num_sequences]
+    for node in wrong:
+        message = f"{node!r} counts {node.num_sequences} sequences, {standing[node]} stand on it"
+        sequence = next((s for s in sequences if (s.nodes[-1] if s.nodes else s.root) is node), None)
+        findings.add("tree", message, None if sequence is None else sequence.session, -1, sequence)
+    return standing
+
+
+def compare_attempts(sessions: Iterable[Session], attempts: Attempts, findings: Findings) -> None:
+    """The index of attempts holds exactly the live sequences."""
+    living = {sequence for session in sessions for sequence in session.sequences.values()}
+    indexed = set(attempts)
+    for sequence in living - indexed:
+        findings.add("attempts", "a live sequence is not in the index", sequence.session, -1, sequence)
+    for sequence in indexed - living:
+        findings.add("attempts", "the index holds a sequence that no session has", sequence.session, -1, sequence)
