@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ VARIABLE = "KVPOOL_COMPOSE_TEST"
 
 def run(pytest_arguments: list[str]) -> int:
     """Exit status: 0 if every test passed and nothing is left, else 1."""
+    # Who ends us politely, as `timeout` does, wants to find nothing left either.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with engine() as settings:
             return _run({**os.environ, **settings}, pytest_arguments)

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from scripts.compose.end_to_end import VARIABLE
 from scripts.compose.project import compose_command, compose_environment
-from tests.compose.containers import SERVICES, Containers
+from tests.compose.containers import SERVICES, START_SECONDS, Containers
 
 FOLDER = Path(__file__).parent
 _num_left_out = pytest.StashKey[int]()
@@ -62,7 +62,9 @@ def pytest_runtest_makereport(
 async def containers() -> AsyncIterator[Containers]:
     """The cluster, started as a user starts it; the tests follow one another on it. What is left is removed."""
     cluster = Containers()
-    await cluster.compose("up", "--detach", "--wait", "--no-build")
-    await cluster.until_serving(*SERVICES)
-    yield cluster
-    await cluster.compose("down", "--volumes", "--timeout", "5")
+    try:
+        await cluster.compose("up", "--detach", "--wait", "--wait-timeout", f"{START_SECONDS:.0f}", "--no-build")
+        await cluster.until_serving(*SERVICES)
+        yield cluster
+    finally:
+        await cluster.compose("down", "--volumes", "--timeout", "5")
