@@ -1,4 +1,7 @@
-"""Services that die, freeze and come back: nothing hangs, nothing stays held, and a new request is served within 5 s."""
+"""Services that die, freeze and come back: nothing hangs, nothing stays held, and a new request is served within 5 s.
+
+What a worker tells its streams then is looked at here, so they do not go on elsewhere; test_streams_go_on.py is about that.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ async def test_a_manager_killed_under_load_comes_back_and_serves_within_five_sec
     """Streams go on while it is away; when it is back without its memory they end with UNAVAILABLE, and do not hang."""
     cluster = subject.cluster
     before = (await cluster.worker("a")).session
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         cluster.kill(MANAGER)
         # Decoding lives on the reserve for a while.
@@ -162,7 +165,7 @@ async def test_requests_that_wait_while_the_manager_is_away_are_answered_by_the_
 async def test_a_manager_that_is_told_to_stop_exits_in_peace(subject: Subject) -> None:
     """SIGTERM under load: exit status 0; its successor takes the workers in."""
     cluster = subject.cluster
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 2)
         cluster.processes[MANAGER].send(signal.SIGTERM)
         assert await cluster.processes[MANAGER].ended() == 0
@@ -174,7 +177,7 @@ async def test_a_worker_killed_under_load_comes_back_under_its_name_within_five_
     """Its streams end with UNAVAILABLE at once; the new incarnation fences the old one and starts with free blocks."""
     cluster = subject.cluster
     before = await cluster.worker("a")
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert victims
@@ -218,7 +221,7 @@ async def test_a_client_takes_the_next_worker_when_the_first_is_dead(subject: Su
 async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject: Subject) -> None:
     """SIGSTOP: its connections stay open, yet requests go to the other worker. SIGCONT: it ends what it held and returns."""
     cluster = subject.cluster
-    async with cluster.client(liveness_interval=0.5) as client:
+    async with cluster.client(continuation=False, liveness_interval=0.5) as client:
         frozen = await subject.is_served(client)
         other = {"a": "b", "b": "a"}[frozen]
         streams = await start_streams(client, 6)
@@ -252,7 +255,7 @@ async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject:
 async def test_of_two_workers_with_one_name_the_newer_stays(subject: Subject) -> None:
     """The older one ends its streams with UNAVAILABLE, then exits with status 1 and says why."""
     cluster = subject.cluster
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert victims
@@ -297,7 +300,7 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
 async def test_a_second_signal_cuts_the_grace_short(subject: Subject) -> None:
     """Whoever presses Ctrl-C twice does not want to wait; blocks are freed and the manager is told all the same."""
     cluster = subject.cluster
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert victims
@@ -324,7 +327,7 @@ async def test_a_worker_that_is_told_to_stop_takes_leave_at_once(subject: Subjec
     """SIGTERM under load: streams get their grace and then UNAVAILABLE, the manager forgets the worker before its lease
     would end, and the exit status is 0."""
     cluster = subject.cluster
-    async with cluster.client() as client:
+    async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert victims
