@@ -288,11 +288,11 @@ class CacheManager:
 
     def sweep(self) -> bool:
         """Reclaim one slice of what retired sessions left in the tree; returns whether more is left."""
+        if not self._retired:
+            return False
+        session = self._retired[0]
         budget = SWEEP_SLICE_NODES
         budget -= self._tree.prune_condemned(budget)
-        if not self._retired:
-            return self._tree.has_condemned
-        session = self._retired[0]
         while session.sequences and budget > 0:
             sequence = next(iter(session.sequences.values()))
             budget -= 1 + len(sequence.nodes)
@@ -300,10 +300,10 @@ class CacheManager:
         if session.sequences:
             return True
         self._sweep_position = session.pool.sweep(self._sweep_position, budget)
-        if self._sweep_position == session.pool.num_blocks:
+        if self._sweep_position == session.pool.num_blocks and not self._tree.has_condemned:
             self._retired.popleft()
             self._sweep_position = 0
-        return bool(self._retired) or self._tree.has_condemned
+        return bool(self._retired)
 
     # -- the link
 

@@ -60,6 +60,8 @@ class SequenceLaws:
 
     def _nodes(self, sequence: Sequence, begin: int, end: int) -> None:
         nodes, num_sealed = sequence.nodes, sequence.num_sealed
+        if begin >= len(nodes):
+            return  # the entries of a table that hold what is generated, and not yet sealed
         before = nodes[begin - 1] if begin else sequence.root
         for index, node in enumerate(nodes[begin:end], begin):
             if (

@@ -135,7 +135,7 @@ def _name_the_null_block(scene: Scene) -> int:
 
 def _stamp_from_the_future(scene: Scene) -> int:
     block = scene.table(C)[1]
-    scene.pool._generation[block] = scene.manager.last_generation + 1
+    scene.pool._generation[block] = scene.manager.last_generation + 1000
     return block
 
 
