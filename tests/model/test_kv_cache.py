@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -74,3 +77,25 @@ def test_tensors_have_the_layout_and_the_null_block_stays_zero() -> None:
     for layer in cache.layers:
         assert not layer.k_cache[0].any()
         assert layer.v_cache[1:].isnan().all()
+
+
+def test_memory_is_taken_as_it_is_touched() -> None:
+    """A cache of a gigabyte costs next to nothing before its blocks are used; each tensor is zero and aligned."""
+    size = 1 << 30
+    made = plan(memory=size, free=8 * size)
+    before = resident_bytes()
+    cache = KVCache(made, LAYERS, torch.bfloat16, CPU)
+    assert made.total_bytes > 0.99 * size
+    assert resident_bytes() - before < size // 20
+    for layer in cache.layers:
+        for tensor in (layer.k_cache, layer.v_cache):
+            assert tensor.data_ptr() % 64 == 0
+            assert not tensor[-1].any()
+    cache.layers[0].k_cache.fill_(1.0)
+    assert resident_bytes() - before > size // 4
+
+
+def resident_bytes() -> int:
+    """Memory that this process really has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..attention.layer import KVLayer
@@ -13,6 +15,8 @@ from .layers import AttentionLayer
 
 DEFAULT_SHARE_OF_FREE_MEMORY = {"cpu": 0.2, "cuda": 0.85}
 """Taken where neither a size nor a number of blocks is given. Small on a CPU: other workers share its memory."""
+_ALIGNMENT = 64
+"""Of tensors, in bytes, as torch's own allocator has it."""
 _MIN_BLOCKS = 2
 """The null block and one that can be used."""
 
@@ -95,17 +99,18 @@ class KVCache:
     ) -> None:
         self.plan = plan
         shape = (plan.num_blocks, plan.block_size)
+        zeros = _zeros_on_demand if device.type == "cpu" else torch.zeros
         try:
             self.layers = [
                 KVLayer(
                     group=0,
                     window=layer.window,
-                    k_cache=torch.zeros(*shape, layer.num_kv_heads, layer.k_head_dim, dtype=dtype, device=device),
-                    v_cache=torch.zeros(*shape, layer.num_kv_heads, layer.v_head_dim, dtype=dtype, device=device),
+                    k_cache=zeros(*shape, layer.num_kv_heads, layer.k_head_dim, dtype=dtype, device=device),
+                    v_cache=zeros(*shape, layer.num_kv_heads, layer.v_head_dim, dtype=dtype, device=device),
                 )
                 for layer in layers
             ]
-        except RuntimeError as error:  # torch's out-of-memory error on every device
+        except (RuntimeError, MemoryError) as error:  # torch's out-of-memory error on every device, and numpy's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {_bytes(plan.total_bytes)} for the KV cache: {error}. "
                 "Give a smaller --kv-cache-memory or --num-blocks."
@@ -116,6 +121,15 @@ class KVCache:
         for layer in self.layers:
             layer.k_cache[1:].fill_(value)
             layer.v_cache[1:].fill_(value)
+
+
+def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only where they are touched. torch.zeros writes them all, which takes seconds for a few GiB, and a
+    laptop's memory for blocks that nobody uses yet."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)  # calloc: pages of the kernel's own zeros
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
 def _bytes(count: int) -> str:
