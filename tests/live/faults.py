@@ -1,0 +1,167 @@
+"""What is done to a cluster under load, and what must be so behind each deed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvpool.v1 import cache_pb2
+
+from client import Client
+from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.polling import eventually
+from tests.live.probe import first_grant
+from tests.live.workload import Request
+
+RECOVERED_SECONDS = 60.0
+
+
+class Fault(StrEnum):
+    """What happens to a worker."""
+
+    KILLED = "kill -9"
+    FROZEN_BRIEFLY = "frozen, thawed within its lease"
+    FROZEN_LONG = "frozen, thawed behind its lease"
+    TERMINATED = "SIGTERM"
+    DRAINED = "drained"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long after its kill a manager was there again, in seconds."""
+
+    serves: float
+    """It was started at once, and answers that it serves: mostly the start of its process."""
+    first_grant: float
+    """The first new Allocate has been answered, by any worker."""
+    last_grant: float
+    """Every worker has had a new Allocate answered."""
+    client: float
+    """A new request by way of a client that has been there before had its blocks."""
+
+
+@dataclass
+class Faults:
+    """Does harm, and notes what should not be."""
+
+    cluster: Cluster
+    client: Client
+    workers: list[str]
+    lease_seconds: float
+    draw: random.Random
+    pause_seconds: float = 1.5
+    """Until the next deed at most, when all is well again."""
+    violations: list[str] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    done: Counter[Fault] = field(default_factory=Counter)
+
+    # -- the manager
+
+    async def kill_manager(self, request: Request) -> None:
+        """kill -9 at a random moment, and start it again at once; `request` is what a new client asks meanwhile."""
+        await self._random_moment()
+        killed_at = time.monotonic()
+        self.cluster.kill(MANAGER)
+        starting = asyncio.create_task(self._start_manager())
+        await asyncio.sleep(0)
+        asking = asyncio.create_task(self._ask(request))
+        async with asyncio.timeout(RECOVERED_SECONDS):
+            grants = await asyncio.gather(*(first_grant(self.cluster, name) for name in self.workers))
+            served_at, asked_at = await starting, await asking
+        self.recoveries.append(
+            Recovery(
+                serves=served_at - killed_at,
+                first_grant=min(grants) - killed_at,
+                last_grant=max(grants) - killed_at,
+                client=asked_at - killed_at,
+            )
+        )
+        await self.cluster.until_registered(*self.workers)
+        await self.audit("the manager was killed")
+
+    async def _start_manager(self) -> float:
+        await self.cluster.start_manager()
+        return time.monotonic()
+
+    async def _ask(self, request: Request) -> float:
+        """Until the request's first chunk, which says what the cache served; then it is cancelled."""
+        async with self.client.generate(request.prompt, **request.options("asked meanwhile")) as stream:
+            await anext(stream)
+            return time.monotonic()
+
+    # -- workers
+
+    async def harm_worker(self, fault: Fault) -> None:
+        """One fault at a random moment; returns when the worker is back."""
+        await self._random_moment()
+        name = self.draw.choice(self.workers)
+        process = self.cluster.processes[name]
+        told = len(process.log)
+        if fault is Fault.KILLED:
+            self.cluster.kill(name)
+            self.cluster.start_worker(name)
+        elif fault in (Fault.FROZEN_BRIEFLY, Fault.FROZEN_LONG):
+            self.cluster.suspend(name)
+            if fault is Fault.FROZEN_BRIEFLY:
+                await asyncio.sleep(self.draw.uniform(0.05, 0.5) * self.lease_seconds)
+            else:
+                await self._until_gone(name)
+                await asyncio.sleep(self.draw.uniform(0.0, 0.5) * self.lease_seconds)
+            self.cluster.resume(name)
+            if fault is Fault.FROZEN_LONG:
+                await self._until_back_in_a_new_session(name, told)
+        else:
+            if fault is Fault.TERMINATED:
+                process.send(signal.SIGTERM)
+            else:
+                await self.client.drain(name, grace=self.draw.uniform(0.0, 3.0))
+            status = await process.ended(RECOVERED_SECONDS)
+            if status != 0:
+                self.violations.append(f"{name} was told to leave and exited with status {status}")
+            self.cluster.start_worker(name)
+        await self.cluster.until_registered(*self.workers)
+        self.done[fault] += 1
+        await self.audit(f"{name}: {fault}")
+
+    async def _until_gone(self, name: str) -> None:
+        async def is_gone() -> bool:
+            living = [worker.worker_id for worker in await self.cluster.describe()]
+            return bool(living) and name not in living
+
+        await eventually(is_gone, f"the lease of {name} ends", RECOVERED_SECONDS)
+
+    async def _until_back_in_a_new_session(self, name: str, told: int) -> None:
+        """The thawed worker is told that its session is over, and registers again, with a report of what it holds."""
+
+        async def is_back() -> bool:
+            lines = self.cluster.processes[name].log[told:]
+            _, lost, after = lines.partition("session lost")
+            return bool(lost) and "no longer knows this session" in lines and "registered" in after
+
+        await eventually(is_back, f"{name} hears that its session is over, and registers again", RECOVERED_SECONDS)
+
+    # -- afterwards
+
+    async def audit(self, behind: str) -> None:
+        """Every law of the manager holds, in the middle of the load."""
+        for violation in (await self.cluster.manager_stub.Check(cache_pb2.CheckRequest())).violations:
+            self.violations.append(f"check, behind {behind}: {violation}")
+
+    async def _random_moment(self) -> None:
+        await asyncio.sleep(self.draw.uniform(0.0, self.pause_seconds))
+
+
+def complaints(cluster: Cluster) -> list[str]:
+    """Lines of the logs that no fault excuses: errors, tracebacks, reports that were refused."""
+    signs = ("[error", "[critical", "Traceback", "BAD_REPORT", "all blocks are given up")
+    return [
+        f"log of {name}: {line.strip()}"
+        for name, process in cluster.processes.items()
+        for line in process.log.splitlines()
+        if any(sign in line for sign in signs)
+    ]

@@ -1,0 +1,213 @@
+"""The whole proof: a cluster, load, faults, and the judgement of every stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.cluster.cluster import Cluster
+from tests.live.difference import Doubt, Judge
+from tests.live.faults import Fault, Faults, Recovery, complaints
+from tests.live.load import Ended, Load
+from tests.live.outage import Away, Outage, measure_outages
+from tests.live.workload import Model, Workload, make_requests
+
+MEDIAN_SECONDS: Final = 1.5
+WORST_SECONDS: Final = 4.0
+"""From the kill of a manager to the first new Allocate answered, at most."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be done."""
+
+    model: str
+    kills: int
+    worker_faults: int
+    outage_seconds: float
+    """0: no outage."""
+    reserve_seconds: float
+    """In the outage."""
+    workers: int
+    streams: int
+    requests: int
+    seed: int
+    lease_seconds: float = 6.0
+    keep_alive_seconds: float = 1.0
+    num_new: int | None = None
+    """Tokens of each answer; None: at random, as the model has them."""
+    pause_seconds: float = 1.5
+    """Between two faults at most."""
+
+
+@dataclass
+class Phase:
+    """Faults of one kind under load."""
+
+    name: str
+    faults: int
+    streams: int = 0
+    tokens: int = 0
+    moved: int = 0
+    """Streams that went on at another worker."""
+    ties: int = 0
+    """Streams that differ from the undisturbed answer where either token is right."""
+
+
+@dataclass
+class Result:
+    """What came of it."""
+
+    settings: Settings
+    phases: list[Phase] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    worker_faults: dict[str, int] = field(default_factory=dict)
+    outages: list[Outage] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    """Every token that is not the oracle's own choice, the undisturbed answers' included."""
+    violations: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def judge_times(self) -> None:
+        """Whether new requests were served as soon as they must be."""
+        grants = [recovery.first_grant for recovery in self.recoveries]
+        if grants and statistics.median(grants) >= MEDIAN_SECONDS:
+            self.violations.append(
+                f"median recovery {statistics.median(grants):.2f} s, needed under {MEDIAN_SECONDS} s"
+            )
+        if grants and max(grants) >= WORST_SECONDS:
+            self.violations.append(f"worst recovery {max(grants):.2f} s, needed under {WORST_SECONDS} s")
+
+    def judge_outages(self) -> None:
+        """No decode step may have waited, and every text is undisturbed."""
+        for outage in self.outages:
+            if outage.num_waits:
+                self.violations.append(
+                    f"manager {outage.away} {outage.seconds:.0f} s: {outage.num_waits} decodes waited"
+                )
+            if outage.num_differences:
+                self.violations.append(f"manager {outage.away}: {outage.num_differences} streams differ")
+
+
+Progress = Callable[[str, int, int], None]
+"""What is going on, how much of it is done, of how much."""
+
+
+async def prove(settings: Settings, folder: Path, progress: Progress) -> Result:
+    """Do all of it in a new cluster; raises only if the cluster cannot be made to work at all."""
+    result = Result(settings)
+    model = Model.make(settings.model, folder)
+    await _faults_under_load(settings, model, folder, result, progress)
+    if settings.outage_seconds:
+        progress("the manager is away", 0, len(Away))
+        result.outages = await measure_outages(
+            model,
+            folder,
+            num_workers=settings.workers,
+            num_streams=2 * settings.workers,
+            seconds=settings.outage_seconds,
+            reserve_seconds=settings.reserve_seconds,
+            seed=settings.seed,
+        )
+        result.judge_outages()
+        progress("the manager is away", len(Away), len(Away))
+    return result
+
+
+async def _faults_under_load(
+    settings: Settings, model: Model, folder: Path, result: Result, progress: Progress
+) -> None:
+    draw = random.Random(settings.seed)
+    workload = Workload(make_requests(model, settings.requests, draw, settings.num_new))
+    names = [f"worker-{number}" for number in range(settings.workers)]
+    loads: list[list[Ended]] = []
+    place = folder / "faults"
+    place.mkdir()
+    times = {"lease_seconds": settings.lease_seconds, "keep_alive_seconds": settings.keep_alive_seconds}
+    async with Cluster(place, **times) as cluster:
+        await cluster.start_manager()
+        for name in names:
+            cluster.start_worker(
+                name, model=model.path, block_size=model.block_size, num_blocks=16_385, grace_seconds=2.0
+            )
+        await cluster.until_registered(*names)
+        async with cluster.client() as client:
+            await workload.ask_undisturbed(
+                client, lambda: progress("undisturbed answers", len(workload.answers), settings.requests)
+            )
+            faults = Faults(cluster, client, names, settings.lease_seconds, draw, settings.pause_seconds)
+            phase = Phase("manager killed", settings.kills)
+            async with Load(client, workload, settings.streams, draw) as load:
+                for number in range(settings.kills):
+                    await faults.kill_manager(draw.choice(workload.requests))
+                    progress(f"manager killed, {len(load.ended)} streams have ended", number + 1, settings.kills)
+            _note(phase, load, loads, result)
+            phase = Phase("worker harmed", settings.worker_faults)
+            async with Load(client, workload, settings.streams, draw) as load:
+                for number, fault in enumerate(_in_turn(settings.worker_faults, draw)):
+                    await faults.harm_worker(fault)
+                    progress(
+                        f"worker {fault}, {len(load.ended)} streams have ended", number + 1, settings.worker_faults
+                    )
+            _note(phase, load, loads, result)
+        await cluster.until_clean()
+        result.violations += faults.violations + complaints(cluster)
+    result.recoveries = faults.recoveries
+    result.worker_faults = {fault: faults.done[fault] for fault in Fault}
+    result.judge_times()
+    judge_streams(result, Judge.of(model.path), workload, loads)
+
+
+def _in_turn(count: int, draw: random.Random) -> list[Fault]:
+    """So many faults, each kind as often as the others, in random order."""
+    kinds = list(Fault)
+    faults = [kinds[number % len(kinds)] for number in range(count)]
+    draw.shuffle(faults)
+    return faults
+
+
+def _note(phase: Phase, load: Load, loads: list[list[Ended]], result: Result) -> None:
+    phase.streams = len(load.ended)
+    phase.tokens = load.num_tokens
+    phase.moved = sum(ended.has_moved for ended in load.ended)
+    result.phases.append(phase)
+    loads.append(load.ended)
+
+
+def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[list[Ended]]) -> None:
+    """Every stream tells the undisturbed answer, or differs where either token is right; that answer is the model's own."""
+    for request, answer in zip(workload.requests, workload.answers, strict=True):
+        _weigh(result, "undisturbed", judge.doubts(request, answer.token_ids))
+    for phase, ended_streams in zip(result.phases, loads, strict=True):
+        known: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        for ended in ended_streams:
+            if ended.problem is not None:
+                result.violations.append(f"{phase.name}: request {ended.request} on {ended.workers}: {ended.problem}")
+            elif not ended.is_equal:
+                phase.ties += 1
+                known[ended.request, ended.token_ids] += 1
+        for (number, tokens), times in known.items():
+            _weigh(result, f"{phase.name}, {times} times", judge.doubts(workload.requests[number], tokens))
+        if phase.name == "manager killed":
+            # Their workers lived: whoever had begun had no reason to go elsewhere.
+            for ended in ended_streams:
+                if ended.has_moved:
+                    result.violations.append(f"{phase.name}: request {ended.request} moved over {ended.workers}")
+
+
+def _weigh(result: Result, where: str, doubts: list[Doubt]) -> None:
+    for doubt in doubts:
+        if doubt.is_tie:
+            result.doubts.append(f"{where}: {doubt}")
+        else:
+            # What follows a wrong token is wrong in its own way: the first one tells.
+            result.violations.append(f"{where}: {doubt}")
+            return
