@@ -1,0 +1,260 @@
+"""Real workers that die, freeze or leave in the middle of streams: every reader gets the undisturbed text, once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from client import Client, Completion, GenerateOptions, GenerateStream
+from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.tiny_models import MIN_MARGIN
+from worker_service.model.sampler import uniform
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+]
+
+LEASE_SECONDS = 2.0
+NUM_TOKENS = 600
+NUM_TOKENS_BEFORE = 40
+"""That each stream has delivered when something happens."""
+
+TEMPERATURE = 0.8
+GREEDY_FIRSTS = (14, 44, 55, 7)
+DRAWN = ((200, 28), (202, 70), (201, 1), (203, 15))
+"""First token of the prompt, and seed. Chosen so that no token of the answers is in doubt, as below."""
+MIN_DRAWN_MARGIN = 5e-6
+"""Between each number drawn and the next step of the distribution; computed in one go or token by token, that moves by 1e-6."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One stream and what it must tell."""
+
+    prompt: list[int]
+    options: GenerateOptions
+    expected: Completion
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A cluster of the workers a and b, which serve one model in fp32, and requests with their undisturbed answers."""
+
+    cluster: Cluster
+    requests: list[Request]
+
+    async def both_live(self) -> None:
+        await self.cluster.until_registered("a", "b")
+        await self.cluster.until_clean()
+
+    async def repair(self) -> None:
+        """Let a test that has failed in the middle not take others with it."""
+        if self.cluster.processes[MANAGER].status is not None:
+            await self.cluster.start_manager()
+        for name in ("a", "b"):
+            self.cluster.resume(name)
+            if self.cluster.processes[name].status is not None:
+                self.cluster.start_worker(name)
+
+
+def questions() -> list[tuple[list[int], GenerateOptions]]:
+    """Unrelated prompts; half of the answers are drawn."""
+    common = GenerateOptions(max_tokens=NUM_TOKENS, ignore_eos=True)
+    greedy = [([first, *range(10)], common) for first in GREEDY_FIRSTS]
+    drawn = [
+        ([first, *range(10)], GenerateOptions(**common, temperature=TEMPERATURE, seed=seed)) for first, seed in DRAWN
+    ]
+    return greedy + drawn
+
+
+def check_beyond_doubt(model: PreTrainedModel, request: Request) -> None:
+    """The undisturbed answer is transformers' own, and no rounding can turn one of its tokens into another."""
+    prompt, answer = request.prompt, request.expected.token_ids
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    tokens = torch.tensor(answer)[:, None]
+    if "seed" not in request.options:
+        best = logits.topk(2, dim=-1)
+        assert torch.equal(best.indices[:, :1], tokens)
+        assert float((best.values[:, 0] - best.values[:, 1]).min()) >= MIN_MARGIN
+        return
+    seed = request.options["seed"] or 0
+    cumulative = torch.softmax(logits.double() / TEMPERATURE, dim=-1).cumsum(dim=-1)
+    numbers = [uniform(seed, len(prompt) + index) for index in range(len(answer))]
+    drawn = torch.tensor(numbers, dtype=torch.float64)[:, None]
+    assert torch.equal(torch.searchsorted(cumulative, drawn, right=True), tokens)
+    assert float((cumulative - drawn).abs().min()) >= MIN_DRAWN_MARGIN
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    folder = tmp_path_factory.mktemp("moving")
+    # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
+    model = make_endless_model(folder / "endless", tokenizer=True)
+    async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
+        await cluster.start_manager()
+        for name in ("a", "b"):
+            cluster.start_worker(name, model=model.path, block_size=4, num_blocks=8193, grace_seconds=0.2)
+        await cluster.until_registered("a", "b")
+        async with cluster.client() as client:
+            answers = await asyncio.gather(
+                *(client.generate(prompt, **options).collect() for prompt, options in questions())
+            )
+        assert {answer.num_attempts for answer in answers} == {1}
+        requests = [
+            Request(prompt, options, answer) for (prompt, options), answer in zip(questions(), answers, strict=True)
+        ]
+        oracle = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
+        for request in requests:
+            check_beyond_doubt(oracle.eval(), request)
+        yield Subject(cluster, requests)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def subject(shared: Subject) -> AsyncIterator[Subject]:
+    """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
+    await shared.both_live()
+    try:
+        yield shared
+    finally:
+        await shared.repair()
+        await shared.both_live()
+
+
+class Reader:
+    """Reads one stream to its end and holds every token against its place."""
+
+    def __init__(self, client: Client, request: Request) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._text = ""
+        self.workers: list[str] = []
+        """In the order in which they delivered tokens."""
+        self._stream: GenerateStream = client.generate(request.prompt, **request.options)
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> Completion:
+        async for chunk in self._stream:
+            assert chunk.start_index == len(self._tokens)
+            self._tokens += chunk.token_ids
+            self._text += chunk.text
+            if chunk.token_ids and chunk.worker_id not in self.workers[-1:]:
+                self.workers.append(chunk.worker_id)
+        return await self._stream.collect()
+
+    async def has_begun(self) -> bool:
+        """Whether it is in the middle. Its end would be too early."""
+        assert not self._task.done(), self._task
+        return len(self._tokens) >= NUM_TOKENS_BEFORE
+
+    async def check(self) -> None:
+        """Wait for the end: this is the undisturbed answer."""
+        completion, expected = await self._task, self._request.expected
+        assert tuple(self._tokens) == completion.token_ids == expected.token_ids
+        assert self._text == completion.text == expected.text
+        assert completion.finish_reason == expected.finish_reason
+        assert completion.num_prompt_tokens == expected.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All streams, each in the middle."""
+
+    readers: list[Reader]
+    victim: str
+    """A worker that tells some of them."""
+    other: str
+
+    @classmethod
+    async def begin(cls, client: Client, subject: Subject) -> Scene:
+        readers = [Reader(client, request) for request in subject.requests]
+        for reader in readers:
+            await eventually(reader.has_begun, "every stream has begun")
+        (victim,) = readers[0].workers
+        return cls(readers, victim, {"a": "b", "b": "a"}[victim])
+
+    async def check(self) -> None:
+        """Every stream comes to its end undisturbed."""
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(reader.check() for reader in self.readers))
+
+    async def has_moved(self) -> bool:
+        """Whether a stream of the victim goes on at the other."""
+        return any(reader.workers == [self.victim, self.other] for reader in self.readers)
+
+    async def check_moved(self) -> None:
+        """The same, and the victim's streams have moved to the other."""
+        await self.check()
+        assert await self.has_moved(), [reader.workers for reader in self.readers]
+
+
+HARMS: dict[str, Callable[[Cluster, str], None]] = {
+    "killed": lambda cluster, name: cluster.kill(name),
+    "frozen": lambda cluster, name: cluster.suspend(name),
+    "told to stop": lambda cluster, name: cluster.processes[name].send(signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+async def test_streams_of_a_worker_that_goes_go_on_at_the_other(subject: Subject, harm: str) -> None:
+    """kill -9; SIGSTOP, and its lease ends; SIGTERM, and its grace ends."""
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5) as client:
+        scene = await Scene.begin(client, subject)
+        HARMS[harm](cluster, scene.victim)
+        await scene.check_moved()
+
+
+async def test_streams_of_a_drained_worker_go_on_at_the_other(subject: Subject) -> None:
+    """An order with no grace at all: it leaves in peace at once, and nobody who reads sees it."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        scene = await Scene.begin(client, subject)
+        await client.drain(scene.victim, grace=0.0)
+        await scene.check_moved()
+        assert await cluster.processes[scene.victim].ended() == 0
+
+
+async def test_a_frozen_worker_that_thaws_while_its_streams_go_on_disturbs_nobody(subject: Subject) -> None:
+    """It still generates what it had begun, under attempts that are fenced, until it hears that its session has ended."""
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5) as client:
+        scene = await Scene.begin(client, subject)
+        cluster.suspend(scene.victim)
+        await eventually(scene.has_moved, "a stream has moved", 30.0)
+        cluster.resume(scene.victim)
+        await scene.check_moved()
+
+
+async def test_streams_move_on_when_their_second_worker_goes_too(subject: Subject) -> None:
+    """One dies, the other freezes while the first is started again: for a while nobody is there, and then the streams go on
+    where they began."""
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5, worker_wait=60.0) as client:
+        scene = await Scene.begin(client, subject)
+        cluster.kill(scene.victim)
+        await eventually(scene.has_moved, "a stream has moved", 30.0)
+        cluster.suspend(scene.other)
+        cluster.start_worker(scene.victim)
+        await scene.check()
+    assert any(reader.workers == [scene.victim, scene.other, scene.victim] for reader in scene.readers)
+
+
+async def test_streams_survive_a_manager_that_is_killed(subject: Subject) -> None:
+    """Whether their workers keep them or end them."""
+    cluster = subject.cluster
+    async with cluster.client() as client:
+        scene = await Scene.begin(client, subject)
+        cluster.kill(MANAGER)
+        await cluster.start_manager()
+        await scene.check()
