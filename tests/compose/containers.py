@@ -22,7 +22,7 @@ MANAGER = "manager"
 WORKERS = ("worker-0", "worker-1")
 SERVICES = (MANAGER, *WORKERS)
 NETWORK = f"{NAME}_default"
-START_SECONDS = 180.0
+START_SECONDS = 420.0
 """For a worker to import everything and load its model on a machine that is busy with other things."""
 
 

@@ -12,7 +12,7 @@ from tests.compose.containers import MANAGER, SERVICES, WORKERS, Containers, add
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 MAX_MANAGER_IMAGE_BYTES = 250_000_000

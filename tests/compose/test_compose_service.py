@@ -26,7 +26,7 @@ from tests.compose.containers import MANAGER, NETWORK, SERVICES, WORKERS, Contai
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 QUESTION = "What is the capital of France?"
