@@ -131,6 +131,10 @@ class BlockPool:
         except IndexError:
             return None
 
+    def is_free(self, block: int) -> bool:
+        """Whether the block lies on the free list and holds nothing."""
+        return self._state[block] == FREE
+
     def is_cached(self, block: int) -> bool:
         """Whether the block lies on the free list and is still a hit."""
         return self._state[block] == CACHED

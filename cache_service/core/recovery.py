@@ -25,10 +25,9 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import Enum
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from .attempts import Attempts
-from .block_pool import FREE
 from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
@@ -64,13 +63,6 @@ class _Content:
         """Made when something needs it: a node that nothing needs would be pruned."""
 
 
-class _Complete(NamedTuple):
-    """A reported block whose slots are all computed."""
-
-    node: Node
-    generation: int
-
-
 class Recovery:
     """One report on its way in. It belongs to its session and ends with it."""
 
@@ -85,8 +77,8 @@ class Recovery:
         """No block can have a larger generation than the largest given before the session began."""
         self._contents: list[_Content] = []
         """By number, the first has number 1."""
-        self._blocks: dict[int, _Complete] = {}
-        """The complete blocks reported so far."""
+        self._blocks: dict[int, tuple[Node, int]] = {}
+        """Node and generation of the complete blocks reported so far."""
 
     def apply(self, tree: PrefixTree, attempts: Attempts, part: ReportPart, limits: Limits) -> None:
         """Take in the next part. Raises Refusal BAD_REPORT, after which the session must be ended."""
@@ -127,26 +119,37 @@ class Recovery:
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
         parent = self._contents[run.parent - 1] if run.parent else None
-        for index, (block, generation) in enumerate(zip(run.blocks, run.generations, strict=True)):
-            content = _Content(parent, run.root, run.tokens[index * step : (index + 1) * step])
+        num_cached = num_blockless = 0
+        begin = 0
+        for block, generation in zip(run.blocks, run.generations, strict=True):
+            content = _Content(parent, run.root, run.tokens[begin : begin + step])
             self._contents.append(content)
-            if block:
-                self._take_content(tree, content, block, generation)
-            else:
-                self.cases[Case.BLOCKLESS] += 1
+            if not block:
+                num_blockless += 1
+            elif self._take_content(tree, content, block, generation):
+                num_cached += 1
             parent = content
+            begin += step
+        self.cases[Case.CACHED] += num_cached
+        self.cases[Case.BLOCKLESS] += num_blockless
+        self.cases[Case.DUPLICATE] += count - num_cached - num_blockless
 
-    def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> None:
+    def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> bool:
+        """Returns whether the block serves hits; else another one does."""
         self._require_free(block, generation)
         if block in self._blocks:
             _refuse("contents", f"block {block} is said to hold two contents")
-        node = self._node(tree, content)
-        self._blocks[block] = _Complete(node, generation)
+        parent = content.parent
+        if parent is None or parent.node is None:
+            node = self._node(tree, content)
+        else:  # nearly always
+            node = content.node = tree.intern(parent.node, content.tokens)
+            tree.name(node)
+        self._blocks[block] = node, generation
         if node.copy_in(self._pool):
-            self.cases[Case.DUPLICATE] += 1
-        else:
-            self._pool.restore_cached(block, generation, node)
-            self.cases[Case.CACHED] += 1
+            return False
+        self._pool.restore_cached(block, generation, node)
+        return True
 
     def _node(self, tree: PrefixTree, content: _Content) -> Node:
         """The node of a content, made with all that it hangs from."""
@@ -238,7 +241,7 @@ class Recovery:
             if index >= num_sealed:
                 _refuse("sequences", f"block {block} is complete, but a table that names it has not computed it yet")
             holds = path[index] if index < len(path) else None
-            if complete.node is not holds or complete.generation != generation:
+            if complete[0] is not holds or complete[1] != generation:
                 _refuse(
                     "sequences", f"block {block} of generation {generation:#x} holds something else than a table says"
                 )
@@ -246,7 +249,7 @@ class Recovery:
     def _take_entry(self, tree: PrefixTree, block: int, generation: int, node: Node | None) -> None:
         """One entry of a checked table; `node`: what it holds if it is complete."""
         pool = self._pool
-        if pool.state(block) != FREE:
+        if not pool.is_free(block):
             self.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
             pool.pin(block)
             return
@@ -257,7 +260,7 @@ class Recovery:
         # Another block serves the hits of this content, or the worker left it to the table to say what the block holds.
         tree.name(node)
         pool.seal(block, node)
-        self._blocks[block] = _Complete(node, generation)
+        self._blocks[block] = node, generation
         self.cases[Case.HELD_SEALED] += 1
 
     def _enter(self, attempts: Attempts, sequence: Sequence) -> Case:
@@ -277,7 +280,7 @@ class Recovery:
             _refuse(
                 "blocks", f"block {block} has generation {generation:#x}, which no manager up to this one has given"
             )
-        if pool.state(block) != FREE:
+        if not pool.is_free(block):
             _refuse("blocks", f"block {block} is reported twice, in different places")
 
 

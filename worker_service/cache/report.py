@@ -16,7 +16,7 @@ from .ledger import BlockLedger, Content
 from .reserve import ReservedBlock
 from .sequence import CacheSequence
 
-_MAX_CONTENTS = 1024
+_MAX_CONTENTS = 2048
 """Contents in one part, and entries of tables; the manager takes a part in in a few milliseconds."""
 _MAX_BYTES = 4 << 20
 """Of tokens in one part."""
@@ -91,33 +91,40 @@ class Report:
     def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         """Chains from what is told already down to each complete block, so that parents come before their children."""
         block_of = {content: block for block, content in enumerate(self._contents) if content is not None}
+        numbers = self._numbers
         part = cache_pb2.ReportRequest()
+        run = cache_pb2.ContentRun()
+        tokens: list[bytes] = []
         count = num_bytes = 0
-        for content in block_of:
+        for last in block_of:
             chain: list[Content] = []
-            above: Content | None = content
-            while above is not None and above not in self._numbers:
+            above: Content | None = last
+            while above is not None and above not in numbers:
                 chain.append(above)
                 above = above.parent
-            parent = self._numbers[above] if above is not None else 0
-            while chain:
-                room = min(_MAX_CONTENTS - count, 1 + max(0, _MAX_BYTES - num_bytes) // len(content.tokens))
-                piece = [chain.pop() for _ in range(min(room, len(chain)))]
-                run = part.contents.add(parent=parent, tokens=b"".join(one.tokens for one in piece))
-                if not parent:
-                    run.root.CopyFrom(content.root)
-                for one in piece:
-                    block = block_of.get(one, 0)
-                    run.block_ids.append(block)
-                    run.generations.append(self._generations[block])
-                    parent = self._numbers[one] = len(self._numbers) + 1
-                count += len(piece)
-                num_bytes += len(run.tokens)
-                if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
+            for content in reversed(chain):
+                parent = 0 if content.parent is None else numbers[content.parent]
+                if not tokens or parent != len(numbers):  # not the child of the one before
+                    run.tokens = b"".join(tokens)
+                    tokens = []
+                    run = part.contents.add(parent=parent)
+                    if not parent:
+                        run.root.CopyFrom(content.root)
+                block = block_of.get(content, 0)
+                run.block_ids.append(block)
+                run.generations.append(self._generations[block])
+                tokens.append(content.tokens)
+                numbers[content] = len(numbers) + 1
+                count += 1
+                num_bytes += len(content.tokens)
+                if count == _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
+                    run.tokens = b"".join(tokens)
                     yield part
                     part = cache_pb2.ReportRequest()
+                    tokens = []
                     count = num_bytes = 0
         if count:
+            run.tokens = b"".join(tokens)
             yield part
 
     def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
