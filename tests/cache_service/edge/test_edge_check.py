@@ -1,0 +1,139 @@
+"""Check over the wire: others are answered between its slices, calls share audits, and one that is given up leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc
+
+from cache_service.core.integrity import OnlineAudit
+from cache_service.core.manager import CacheManager
+from cache_service.server import Server
+from tests.cache_service.edge.peer import Worker, item, prompt
+
+Stub = cache_pb2_grpc.CacheServiceStub
+
+
+class Watched:
+    """Audits that pause after every unit of work, and while they are held; and how many began and are open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_begun = 0
+        self.num_closed = 0
+        self.held = False
+        step, begin, close = OnlineAudit.step, CacheManager.begin_audit, OnlineAudit.close
+
+        def begin_audit(manager: CacheManager) -> OnlineAudit:
+            self.num_begun += 1
+            return begin(manager)
+
+        def close_audit(audit: OnlineAudit) -> None:
+            self.num_closed += 1
+            close(audit)
+
+        # An audit that is held goes on asking for another slice, and does nothing in it.
+        monkeypatch.setattr(OnlineAudit, "step", lambda audit: self.held or step(audit, 1))
+        monkeypatch.setattr(OnlineAudit, "close", close_audit)
+        monkeypatch.setattr(CacheManager, "begin_audit", begin_audit)
+
+    async def until_begun(self, count: int) -> None:
+        """Until so many audits have begun."""
+        while self.num_begun < count:
+            await asyncio.sleep(0.001)
+
+    async def until_closed(self, count: int) -> None:
+        """Until so many have ended or were given up."""
+        while self.num_closed < count:
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def watched(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """From now until the end of the test; a server is asked for first, so that its own last check is not watched."""
+    with monkeypatch.context() as patch:
+        watched = Watched(patch)
+        yield watched
+        watched.held = False
+
+
+async def test_other_calls_are_answered_between_the_slices(stub: Stub, worker: Worker, watched: Watched) -> None:
+    """Requests come and go while an audit stands still in the middle, and its verdict is that all is well."""
+    await worker.allocate(item("a", prompt(9)))
+    watched.held = True
+    check = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
+    await watched.until_begun(1)
+    assert (await worker.allocate(item("b", prompt(9, 50)))).results[0].status.code == 0
+    assert (await worker.keep_alive()).lease_ms
+    assert not check.done()
+    watched.held = False
+    assert not (await check).violations
+    assert (watched.num_begun, watched.num_closed) == (1, 1)
+
+
+async def test_calls_that_come_during_an_audit_share_the_next(
+    stub: Stub, server: Server, worker: Worker, watched: Watched
+) -> None:
+    """The one under way may have passed by what was broken before they asked."""
+    table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
+    watched.held = True
+    first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
+    await watched.until_begun(1)
+    audits = server._servicer._audits
+    later = [asyncio.ensure_future(stub.Check(pb.CheckRequest())) for _ in range(3)]
+    while audits._next is None or audits._next.num_waiting < 3:
+        await asyncio.sleep(0.001)
+    watched.held = False
+    answers = [await call for call in (first, *later)]
+    assert [answer.num_sequences_checked for answer in answers] == [1] * 4
+    assert (watched.num_begun, watched.num_closed) == (2, 2)
+    pool = server.manager.worker("w").pool
+    pool._ref_count[table.block_ids[1]] += 1
+    broken = await stub.Check(pb.CheckRequest())
+    pool._ref_count[table.block_ids[1]] -= 1
+    assert "references" in [violation.law for violation in broken.violations]
+
+
+async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: Server, watched: Watched) -> None:
+    """The running one as well as the one that is to come; and the next call is served as if nothing had been."""
+    watched.held = True
+    running = stub.Check(pb.CheckRequest())
+    await watched.until_begun(1)
+    waiting = stub.Check(pb.CheckRequest())
+    audits = server._servicer._audits
+    while audits._next is None:
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    while audits._next is not None:
+        await asyncio.sleep(0.001)
+    running.cancel()
+    await watched.until_closed(1)
+    assert server.manager._tree.walk is None
+    watched.held = False
+    assert not (await stub.Check(pb.CheckRequest())).violations
+    assert (watched.num_begun, watched.num_closed) == (2, 2)
+
+
+async def test_one_that_leaves_does_not_take_the_audit_of_others_with_it(
+    stub: Stub, server: Server, watched: Watched
+) -> None:
+    watched.held = True
+    first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
+    await watched.until_begun(1)
+    leaves, stays = stub.Check(pb.CheckRequest()), stub.Check(pb.CheckRequest())
+    stays_too = asyncio.ensure_future(stays)
+    leaves_too = asyncio.ensure_future(leaves)
+    audits = server._servicer._audits
+    while audits._next is None or audits._next.num_waiting < 2:
+        await asyncio.sleep(0.001)
+    leaves.cancel()
+    while audits._next.num_waiting > 1:
+        await asyncio.sleep(0.001)
+    watched.held = False
+    assert not (await first).violations
+    assert not (await stays_too).violations
+    with pytest.raises(asyncio.CancelledError):
+        await leaves_too
+    assert (watched.num_begun, watched.num_closed) == (2, 2)
