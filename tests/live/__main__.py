@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=(TINY, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)")
     parser.add_argument("--workers", type=int, default=3, help="(default 3)")
     parser.add_argument("--streams", type=int, default=9, help="that run at any time (default 9)")
-    parser.add_argument("--requests", type=int, default=24, help="different ones (default 24)")
+    parser.add_argument("--requests", type=int, default=20, help="different ones (default 20)")
     parser.add_argument("--seed", type=int, default=1, help="of moments, victims and prompts (default 1)")
     parser.add_argument("--logs", type=Path, help="an empty or new folder for the services' logs; they stay there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -92,9 +92,9 @@ def _run(settings: Settings, folder: Path) -> Result:
 
 def show(result: Result, console: Console) -> None:
     """For people."""
-    streams = Table("", "faults", "streams", "tokens", "moved", "ties", title="Streams", title_justify="left")
+    streams = Table("", "faults", "streams", "tokens", "hit", "moved", "ties", title="Streams", title_justify="left")
     for phase in result.phases:
-        counts = (phase.faults, phase.streams, phase.tokens, phase.moved, phase.ties)
+        counts = (phase.faults, phase.streams, phase.tokens, phase.hit, phase.moved, phase.ties)
         streams.add_row(phase.name, *(f"{count:,}" for count in counts))
     console.print(streams)
     if result.recoveries:

@@ -15,6 +15,7 @@ from kvpool.v1 import cache_pb2
 from client import Client
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.polling import eventually
+from tests.live.load import Load
 from tests.live.probe import first_grant
 from tests.live.workload import Request
 
@@ -56,15 +57,18 @@ class Faults:
     draw: random.Random
     pause_seconds: float = 1.5
     """Until the next deed at most, when all is well again."""
+    num_hit: int = 0
+    """Streams in the middle of which a fault fell, each as often as one did."""
     violations: list[str] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     done: Counter[Fault] = field(default_factory=Counter)
 
     # -- the manager
 
-    async def kill_manager(self, request: Request) -> None:
-        """kill -9 at a random moment, and start it again at once; `request` is what a new client asks meanwhile."""
+    async def kill_manager(self, load: Load, request: Request) -> None:
+        """kill -9 at a random moment, and start it again at once; `request` is what a new stream asks meanwhile."""
         await self._random_moment()
+        self.num_hit += load.num_in_the_middle()
         killed_at = time.monotonic()
         self.cluster.kill(MANAGER)
         starting = asyncio.create_task(self._start_manager())
@@ -96,12 +100,13 @@ class Faults:
 
     # -- workers
 
-    async def harm_worker(self, fault: Fault) -> None:
+    async def harm_worker(self, load: Load, fault: Fault) -> None:
         """One fault at a random moment; returns when the worker is back."""
         await self._random_moment()
         name = self.draw.choice(self.workers)
         process = self.cluster.processes[name]
         told = len(process.log)
+        self.num_hit += load.num_in_the_middle(name)
         if fault is Fault.KILLED:
             self.cluster.kill(name)
             self.cluster.start_worker(name)

@@ -42,12 +42,14 @@ class Load:
         self._workload = workload
         self._num_streams = num_streams
         self._draw = draw
-        self._salts = count(1)
+        self._identities = count(1)
         self._is_over = False
         self._tasks: list[asyncio.Task[None]] = []
         self.ended: list[Ended] = []
         self.num_tokens = 0
         """Delivered so far, over all streams."""
+        self._tellers: dict[int, str] = {}
+        """Which worker delivered the last token of each stream that is in the middle."""
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._keep_up()) for _ in range(self._num_streams)]
@@ -68,6 +70,10 @@ class Load:
             for task in done:
                 task.result()
 
+    def num_in_the_middle(self, worker: str | None = None) -> int:
+        """Streams that have delivered a token and not their last, of that worker or of all."""
+        return sum(worker in (None, teller) for teller in self._tellers.values())
+
     async def _keep_up(self) -> None:
         while not self._is_over:
             await self._run(self._draw.randrange(len(self._workload.requests)))
@@ -75,7 +81,8 @@ class Load:
     async def _run(self, number: int) -> None:
         request, expected = self._workload.requests[number], self._workload.answers[number]
         # Every other stream may be served from what others left in the cache, even all of its earlier life.
-        salt = f"alone {next(self._salts)}" if self._draw.random() < 0.5 else "shared"
+        identity = next(self._identities)
+        salt = f"alone {identity}" if self._draw.random() < 0.5 else "shared"
         stream = self._client.generate(request.prompt, **request.options(salt))
         tokens: list[int] = []
         workers: list[str] = []
@@ -88,13 +95,17 @@ class Load:
                 tokens += chunk.token_ids
                 text += chunk.text
                 self.num_tokens += len(chunk.token_ids)
-                if chunk.token_ids and chunk.worker_id not in workers[-1:]:
-                    workers.append(chunk.worker_id)
+                if chunk.token_ids:
+                    self._tellers[identity] = chunk.worker_id
+                    if chunk.worker_id not in workers[-1:]:
+                        workers.append(chunk.worker_id)
             completion = await stream.collect()
         except KvpoolError as error:
             problem = f"{type(error).__name__}: {error}"
         else:
             problem = problem or _wrong(completion, expected, tokens, text)
+        finally:
+            self._tellers.pop(identity, None)
         is_equal = tuple(tokens) == expected.token_ids
         self.ended.append(Ended(number, tuple(tokens), tuple(workers), problem, is_equal))
 

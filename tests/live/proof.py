@@ -54,6 +54,8 @@ class Phase:
     faults: int
     streams: int = 0
     tokens: int = 0
+    hit: int = 0
+    """Streams in the middle of which a fault fell, each as often as one did; with workers, of the one that was harmed."""
     moved: int = 0
     """Streams that went on at another worker."""
     ties: int = 0
@@ -147,17 +149,17 @@ async def _faults_under_load(
             phase = Phase("manager killed", settings.kills)
             async with Load(client, workload, settings.streams, draw) as load:
                 for number in range(settings.kills):
-                    await faults.kill_manager(draw.choice(workload.requests))
+                    await faults.kill_manager(load, draw.choice(workload.requests))
                     progress(f"manager killed, {len(load.ended)} streams have ended", number + 1, settings.kills)
-            _note(phase, load, loads, result)
+            _note(phase, faults, load, loads, result)
             phase = Phase("worker harmed", settings.worker_faults)
             async with Load(client, workload, settings.streams, draw) as load:
                 for number, fault in enumerate(_in_turn(settings.worker_faults, draw)):
-                    await faults.harm_worker(fault)
+                    await faults.harm_worker(load, fault)
                     progress(
                         f"worker {fault}, {len(load.ended)} streams have ended", number + 1, settings.worker_faults
                     )
-            _note(phase, load, loads, result)
+            _note(phase, faults, load, loads, result)
         await cluster.until_clean()
         result.violations += faults.violations + complaints(cluster)
     result.recoveries = faults.recoveries
@@ -174,7 +176,8 @@ def _in_turn(count: int, draw: random.Random) -> list[Fault]:
     return faults
 
 
-def _note(phase: Phase, load: Load, loads: list[list[Ended]], result: Result) -> None:
+def _note(phase: Phase, faults: Faults, load: Load, loads: list[list[Ended]], result: Result) -> None:
+    phase.hit, faults.num_hit = faults.num_hit, 0
     phase.streams = len(load.ended)
     phase.tokens = load.num_tokens
     phase.moved = sum(ended.has_moved for ended in load.ended)

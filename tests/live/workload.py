@@ -37,7 +37,7 @@ class Model:
         if name == TINY:
             # One token per byte: most characters are incomplete, so the text shows where a stream was joined wrongly.
             path = make_endless_model(folder / TINY, tokenizer=True).path
-            return cls(name, path, range(256), 300, 1_200, block_size=4)
+            return cls(name, path, range(256), 800, 3_000, block_size=4)
         path = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
         return cls(name, path, range(1_000, 40_000), 24, 64, block_size=16)
 
