@@ -26,24 +26,45 @@ class RoutedWorker(NamedTuple):
     load: WorkerLoad
 
 
+def _cached(path: list[Node]) -> dict[BlockPool, int]:
+    """Per pool that holds the first node, how many leading nodes of the path it holds.
+
+    A common prefix is held by all workers, node after node. So what is asked of a node is whether any pool ends here, which takes
+    one comparison of sets where the answer is no.
+    """
+    cached: dict[BlockPool, int] = {}
+    if not path:
+        return cached
+    first = path[0].copy_pool
+    others = set(path[0].pools()) - {first}
+    for index, node in enumerate(path):
+        copies = node.copies
+        if node.copy_pool is first and (not others or (copies is not None and copies.keys() >= others)):
+            continue
+        going_on = {*others, first} if first is not None else others
+        holding = {pool for pool in going_on if node.copy_in(pool)}
+        cached.update(dict.fromkeys(going_on - holding, index))
+        if not holding:
+            return cached
+        first = node.copy_pool if node.copy_pool in holding else None
+        others = holding - {first}
+    cached.update(dict.fromkeys(others, len(path)))
+    if first is not None:
+        cached[first] = len(path)
+    return cached
+
+
 def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]]:
     """Per pool, how many leading nodes of the path it holds, and how many it holds or is computing."""
-    cached: dict[BlockPool, int] = {}
-    in_flight: dict[BlockPool, int] = {}
-    for index, node in enumerate(path):
-        advanced = False
-        for pool in node.pools():
-            if cached.get(pool, 0) == index:
-                cached[pool] = index + 1
-            if in_flight.get(pool, 0) == index:
-                in_flight[pool] = index + 1
-                advanced = True
-        for leader in node.iter_leaders():
-            if in_flight.get(leader.pool, 0) == index:
-                in_flight[leader.pool] = index + 1
-                advanced = True
-        if not advanced:
-            break
+    cached = _cached(path)
+    in_flight = dict(cached)
+    nobody: set[BlockPool] = set()
+    leading = [nobody if node.leaders is None else {leader.pool for leader in node.iter_leaders()} for node in path]
+    for pool in nobody.union(*leading):
+        index = cached.get(pool, 0)
+        while index < len(path) and (pool in leading[index] or path[index].copy_in(pool)):
+            index += 1
+        in_flight[pool] = index
     return cached, in_flight
 
 
