@@ -1,0 +1,180 @@
+"""A client's process: the real GenerateStream, gate, attempts and manager calls, over the simulated bus."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from client.config import ClientConfig
+from client.deadline import Deadline
+from client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvpoolError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from client.manager import Manager
+from client.models import Models
+from client.options import GenerateSettings
+from client.stream import GenerateStream
+from tests.simulation import manager
+from tests.simulation.process import Process
+from tests.simulation.rpc import Channel
+from tests.simulation.worker import FINGERPRINT
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+TIMEOUT_SECONDS = 40.0
+_MAY_FAIL_WITH = (Unavailable, DeadlineExceeded, ResourceExhausted)
+"""What a client may be told when its own attempts or its time are used up."""
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """What one request asks for, and how its reader behaves."""
+
+    number: int
+    tenant_salt: str
+    prompt: list[int]
+    max_tokens: int | None
+    cancel_after: float | None
+    """Seconds after which the reader goes away."""
+    pause: float
+    """Seconds that the reader rests between two chunks."""
+
+
+class _Channels:
+    def __init__(self, process: ClientProcess) -> None:
+        self._process = process
+
+    def get(self, address: str) -> Any:
+        return Channel(self._process.world.bus, self._process, address)
+
+
+class ClientProcess(Process):
+    """Sends requests and reads their streams to the end, or not."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name, name)
+        channels: Any = _Channels(self)
+        self._channels = channels
+        self._config = ClientConfig(manager=manager.ADDRESS, timeout=TIMEOUT_SECONDS, unary_timeout=2.0)
+        self._manager = Manager(channels, self._config)
+        self._models = Models(self._manager, channels)
+        self.num_begun = 0
+        self.num_ended = 0
+        """Of its requests."""
+
+    # -- requests
+
+    def ask(self, plan: RequestPlan) -> None:
+        """Begin a request."""
+        if self.is_dead:
+            self.world.ended(plan, "its client had vanished")
+            return
+        self.num_begun += 1
+        self.spawn(self._ask(plan))
+
+    async def _ask(self, plan: RequestPlan) -> None:
+        task = asyncio.create_task(self._read(plan))
+        done, _ = await asyncio.wait({task}, timeout=plan.cancel_after)
+        if not done:
+            self.world.operation("cancel")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self.num_ended += 1
+        self.world.ended(plan, "cancelled" if task.cancelled() else task.result())
+
+    async def _read(self, plan: RequestPlan) -> str:
+        """Read the stream to its end and compare each token; returns how it ended."""
+        right, ends_by_itself = self.world.right_text(plan)
+        stream = GenerateStream(
+            encode=lambda model: list(plan.prompt),
+            settings=GenerateSettings.from_options(
+                {"max_tokens": plan.max_tokens, "tenant_salt": plan.tenant_salt, "logprobs": None}
+            ),
+            models=self._models,
+            manager=self._manager,
+            channels=self._channels,
+            config=self._config,
+        )
+        count = 0
+        attempt = 0
+        laws = self.world.laws
+        try:
+            while True:
+                chunk = await stream.next_chunk()
+                if chunk is None:
+                    break
+                laws.count("one right text")
+                tokens = list(chunk.token_ids)
+                if chunk.attempt > max(attempt, 1) and count:
+                    self.world.counts["streams that went on elsewhere"] += 1
+                attempt = chunk.attempt
+                if chunk.start_index != count or tokens != right[count : count + len(tokens)]:
+                    self.world.fail(
+                        "one right text",
+                        f"request {plan.number}: attempt {attempt} on {chunk.worker_id} gave {tokens} at {chunk.start_index}; right are "
+                        f"{right[count : count + len(tokens)]} at {count}",
+                    )
+                    return "wrong"
+                count += len(tokens)
+                if chunk.finish_reason is not None:
+                    if count != len(right) or (chunk.finish_reason.value == "stop") != ends_by_itself:
+                        self.world.fail(
+                            "one right text",
+                            f"request {plan.number} ended with {chunk.finish_reason} behind {count} of {len(right)} tokens",
+                        )
+                    return "text"
+                if plan.pause:
+                    await asyncio.sleep(plan.pause)
+        except KvpoolError as error:
+            return self._explain(plan, error)
+        finally:
+            await stream.aclose()
+        self.world.fail("one right text", f"request {plan.number} ended without a finish reason")
+        return "wrong"
+
+    def _explain(self, plan: RequestPlan, error: KvpoolError) -> str:
+        name = f"{type(error).__name__} {error.reason}"
+        never_fits = isinstance(error, InvalidRequest) and error.reason == "NEVER_FITS"
+        if never_fits and self.world.may_never_fit(plan):
+            return name
+        if not isinstance(error, _MAY_FAIL_WITH) or not error.message:
+            self.world.fail("explained errors", f"request {plan.number} failed with {error!r}")
+        self.world.laws.count("explained errors")
+        return name
+
+    # -- other operations
+
+    def look(self, kind: str, argument: Any) -> None:
+        """Route, Describe, Check or Drain."""
+        if not self.is_dead:
+            self.spawn(self._look(kind, argument))
+
+    async def _look(self, kind: str, argument: Any) -> None:
+        from kvpool.v1 import common_pb2
+
+        deadline = Deadline(3.0)
+        try:
+            if kind == "route":
+                salt, tokens = argument
+                root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
+                await self._manager.route(deadline, root, tokens)
+            elif kind == "describe":
+                first = 1 if argument else None
+                await self._manager.describe(deadline, worker_id=argument, first_block=first, max_blocks=16)
+            elif kind == "check":
+                response = await self._manager.check(deadline)
+                if response.violations:
+                    self.world.fail("check", f"Check found {response.violations[0]}")
+            else:
+                worker_id, grace = argument
+                await self._manager.drain(deadline, worker_id, grace)
+        except (*_MAY_FAIL_WITH, NotFound):
+            pass
+

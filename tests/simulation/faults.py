@@ -1,0 +1,258 @@
+"""What can go wrong, and how each thing is done to a running world."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.simulation import manager
+from tests.simulation.manager import LEASE_SECONDS
+from tests.simulation.process import Process
+from tests.simulation.rpc import Call
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import WorkerProcess
+    from tests.simulation.world import World
+
+Fault = Callable[["World", random.Random], bool]
+"""Does it; False if there is nothing that it could be done to now."""
+
+
+def _worker(world: World, draw: random.Random) -> WorkerProcess | None:
+    alive = [worker for worker in world.slots.values() if not worker.is_dead]
+    return draw.choice(alive) if alive else None
+
+
+def _drop(world: World, draw: random.Random) -> bool:
+    return _weather(world, draw, drop=draw.choice([0.05, 0.15, 0.4]))
+
+
+def _duplicate(world: World, draw: random.Random) -> bool:
+    return _weather(world, draw, duplicate=draw.choice([0.1, 0.4]))
+
+
+def _delay(world: World, draw: random.Random) -> bool:
+    return _weather(world, draw, delay=draw.choice([0.1, 0.3]), delay_seconds=draw.choice([0.5, 3.0, 8.0]))
+
+
+def _reorder(world: World, draw: random.Random) -> bool:
+    return _weather(world, draw, reorder_seconds=draw.choice([0.05, 0.3]))
+
+
+def _weather(world: World, draw: random.Random, **changes: float) -> bool:
+    weather = world.bus.weather
+    for name, value in changes.items():
+        setattr(weather, name, value)
+
+    def end() -> None:
+        for name in changes:
+            setattr(weather, name, 0.0)
+
+    world.kernel.trace("network", f"weather: {changes}")
+    world.kernel.after(draw.uniform(1.0, 4.0), end)
+    return True
+
+
+def _machines(world: World) -> list[str]:
+    return [manager.MACHINE, *sorted({worker.machine for worker in world.slots.values()}), *world.client_names]
+
+
+def _cut_one_way(world: World, draw: random.Random) -> bool:
+    source, target = draw.sample(_machines(world), 2)
+    if draw.random() < 0.6:
+        pair = [manager.MACHINE, draw.choice(_machines(world)[1:])]
+        draw.shuffle(pair)
+        source, target = pair
+    world.bus.cut(source, target)
+    world.kernel.after(draw.uniform(0.3, 2.5 * LEASE_SECONDS), world.bus.heal, source, target)
+    return True
+
+
+def _cut_off(world: World, draw: random.Random) -> bool:
+    """A machine is cut off from all others, and comes back link by link."""
+    machines = _machines(world)
+    one = draw.choice(machines)
+    begin = draw.uniform(0.3, 2.5 * LEASE_SECONDS)
+    for other in machines:
+        for source, target in ((one, other), (other, one)):
+            if source != target:
+                world.bus.cut(source, target)
+                world.kernel.after(begin + draw.uniform(0.0, 3.0), world.bus.heal, source, target)
+    return True
+
+
+def _manager_crash(world: World, draw: random.Random) -> bool:
+    process = world.manager
+    if process is None or process.is_dead:
+        return False
+    _crash(process, draw)
+    return True
+
+
+def _crash(process: Process, draw: random.Random) -> None:
+    if draw.random() < 0.5:
+        process.crash_soon(draw.randrange(60))
+    else:
+        process.crash(lost_power=draw.random() < 0.5)
+
+
+def _state_lies(world: World, draw: random.Random) -> bool:
+    """The disk says that the epoch is written, and it is not, when the power goes: the write is lost or torn."""
+    process = world.manager
+    if process is None or process.is_dead:
+        return False
+    world.disk.lies = True
+    process.crash(lost_power=True)  # the next life's epoch is written to a disk that lies
+
+    def again() -> None:
+        world.disk.lies = False
+        if world.manager is not None and not world.manager.is_dead:
+            world.manager.crash(lost_power=True)
+
+    world.kernel.after(draw.uniform(3.0, 6.0), again)
+    return True
+
+
+def _state_cut(world: World, draw: random.Random) -> bool:
+    """The power goes while the next epoch is being written."""
+    process = world.manager
+    if process is None or process.is_dead:
+        return False
+    process.crash(lost_power=True)
+    world.disk.operations_left = draw.randrange(9)  # of the next life's
+    return True
+
+
+def _freeze(process: Process | None, world: World, seconds: float) -> bool:
+    if process is None or process.is_dead or process.is_frozen:
+        return False
+    process.freeze()
+    world.kernel.after(seconds, process.thaw)
+    return True
+
+
+def _manager_freeze(world: World, draw: random.Random) -> bool:
+    return _freeze(world.manager, world, draw.choice([draw.uniform(0.1, 1.0), draw.uniform(1.0, 3.0 * LEASE_SECONDS)]))
+
+
+def _worker_crash(world: World, draw: random.Random) -> bool:
+    worker = _worker(world, draw)
+    if worker is None:
+        return False
+    _crash(worker, draw)
+    return True
+
+
+def _worker_freeze_short(world: World, draw: random.Random) -> bool:
+    return _freeze(_worker(world, draw), world, draw.uniform(0.1, 0.7 * LEASE_SECONDS))
+
+
+def _worker_freeze_long(world: World, draw: random.Random) -> bool:
+    return _freeze(_worker(world, draw), world, draw.uniform(1.2, 3.0) * LEASE_SECONDS)
+
+
+def _slow_gpu(world: World, draw: random.Random) -> bool:
+    worker = _worker(world, draw)
+    if worker is None:
+        return False
+    usual = worker.gpu.step_seconds
+    worker.gpu.step_seconds = draw.choice([0.3, 1.0, 4.0])
+
+    def end() -> None:
+        worker.gpu.step_seconds = usual
+
+    world.kernel.after(draw.uniform(1.0, 4.0), end)
+    return True
+
+
+def _clock(world: World, draw: random.Random) -> bool:
+    processes: list[Process] = [*world.live_workers(), *world.clients]
+    if world.manager is not None:
+        processes.append(world.manager)
+    process = draw.choice(processes)
+    jump = draw.choice([0.0, draw.uniform(0.0, 2.0), draw.uniform(0.0, 10.0)])
+    process.change_clock(jump, draw.choice([0.5, 0.9, 1.1, 2.0]))
+    world.kernel.trace(process.name, f"its clock jumps by {jump:.2f} s and drifts")
+    return True
+
+
+def _register_replies(world: World, draw: random.Random) -> bool:
+    """Sessions end, and the first answers to the registrations that follow are lost."""
+    left = draw.randint(1, 4)
+
+    def rule(kind: str, call: Call) -> bool:
+        nonlocal left
+        if left and kind == "reply" and call.method == "Register":
+            left -= 1
+            world.bus.num_faults["register reply lost"] += 1
+            return True
+        return False
+
+    world.bus.rules.append(rule)
+    return _manager_crash(world, draw) or True
+
+
+def _report_cut(world: World, draw: random.Random) -> bool:
+    """The manager comes back and hears a report; in its middle one of the two dies, or the link between them."""
+    begin, what, is_done = draw.randint(1, 5), draw.randrange(4), False
+
+    def rule(kind: str, call: Call) -> bool:
+        nonlocal begin, is_done
+        if is_done or kind != "reply" or call.method != "Report":
+            return False
+        begin -= 1
+        if begin:
+            return False
+        is_done = True
+        world.bus.num_faults["report cut"] += 1
+        process = call.server() if what == 0 else call.process
+        if what <= 1 and process is not None:
+            world.kernel.after(0.0, process.crash)
+        elif what == 2:
+            world.bus.cut(call.process.machine, manager.MACHINE)
+            world.kernel.after(2.0 * LEASE_SECONDS, world.bus.heal, call.process.machine, manager.MACHINE)
+        return True
+
+    world.bus.rules.append(rule)
+    return _manager_crash(world, draw) or True
+
+
+def _client_vanishes(world: World, draw: random.Random) -> bool:
+    alive = [client for client in world.clients if not client.is_dead]
+    if len(alive) < 2:
+        return False
+    draw.choice(alive[1:]).crash(lost_power=draw.random() < 0.5)
+    return True
+
+
+def _rival(world: World, draw: random.Random) -> bool:
+    """Another process is started under the worker's name, elsewhere, while the first one still runs."""
+    worker = _worker(world, draw)
+    if worker is None or worker.is_leaving:
+        return False
+    world.start_rival(worker)
+    return True
+
+
+FAULTS: dict[str, Fault] = {
+    "messages dropped": _drop,
+    "messages duplicated": _duplicate,
+    "messages delayed": _delay,
+    "messages reordered": _reorder,
+    "one-way partition": _cut_one_way,
+    "partition healed link by link": _cut_off,
+    "manager crash": _manager_crash,
+    "manager freeze": _manager_freeze,
+    "state file lost or torn": _state_lies,
+    "state file cut in the middle": _state_cut,
+    "worker crash": _worker_crash,
+    "worker freeze, short": _worker_freeze_short,
+    "worker freeze, longer than its lease": _worker_freeze_long,
+    "slow GPU": _slow_gpu,
+    "clock jump and drift": _clock,
+    "register replies lost": _register_replies,
+    "report cut half-way": _report_cut,
+    "client vanishes": _client_vanishes,
+    "rival incarnation": _rival,
+}

@@ -1,0 +1,165 @@
+"""A fake GPU: runs the tracer model's steps late, in pieces, and goes on while its process is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation import tracer
+from worker_service.cache.sequence import CacheSequence
+from worker_service.engine.step import SampledToken, SequencePart, Step
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import WorkerProcess
+
+
+class _Part:
+    """A sequence's part of the running step."""
+
+    def __init__(self, part: SequencePart, sequence: CacheSequence, generations: list[int]) -> None:
+        self.tokens = part.token_ids
+        self.start = part.start
+        self.table = part.block_table
+        self.samples = part.sampling is not None
+        self.sequence = sequence
+        self.generations = generations
+        """Of the table's blocks when the step was launched."""
+        self.num_done = 0
+
+
+class Gpu:
+    """The KV slots of one worker's process, and the step that is running on them. Dies with its process."""
+
+    def __init__(self, worker: WorkerProcess, num_blocks: int, block_size: int) -> None:
+        self.worker = worker
+        self.block_size = block_size
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.step_seconds = 0.02
+        self.is_busy = False
+        self.num_steps = 0
+        self._right: dict[CacheSequence, list[int]] = {}
+        """What the slots of a sequence must hold."""
+        self._random = worker.kernel.random(f"gpu {worker.name}")
+        self._launches = 0
+
+    def shutdown(self, wait: bool = True) -> None:
+        """As a thread pool's."""
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        """As a StepRunner's; the loop hands steps to `launch` instead."""
+        raise AssertionError("steps are launched")
+
+    def launch(self, step: Step) -> asyncio.Future[Any]:
+        """Begin a step; the future gets what it sampled."""
+        worker = self.worker
+        assert not self.is_busy
+        self.is_busy = True
+        state = worker.cache._state
+        by_table = {id(sequence.table): sequence for sequence in state.sequences.values()}
+        parts = []
+        for part in step.parts:
+            sequence = by_table[id(part.block_table)]
+            generations = [state.ledger._generation[block] for block in part.block_table]
+            parts.append(_Part(part, sequence, generations))
+        future = worker.loop.create_future()
+        kernel, draw = worker.kernel, self._random
+        seconds = self.step_seconds * (0.3 + draw.expovariate(1.2))
+        total = sum(len(part.tokens) for part in parts)
+        if draw.random() < 0.4:
+            kernel.after(seconds * draw.random(), self._compute, parts, draw.randrange(total + 1))
+        kernel.after(seconds, self._finish, parts, total, future)
+        return future
+
+    def _finish(self, parts: list[_Part], total: int, future: asyncio.Future[Any]) -> None:
+        if self.worker.is_dead:
+            return
+        self._compute(parts, total)
+        self.num_steps += 1
+        sampled = [self._sample(part) if part.samples else None for part in parts]
+        self.worker.deliver(self._complete, future, sampled)
+
+    def _complete(self, future: asyncio.Future[Any], sampled: list[SampledToken | None]) -> None:
+        self.is_busy = False
+        if not future.done():
+            future.set_result(sampled)
+
+    def _compute(self, parts: list[_Part], num_tokens: int) -> None:
+        """Write the slots of the first `num_tokens` tokens of the step."""
+        if self.worker.is_dead:
+            return
+        for part in parts:
+            count = min(num_tokens, len(part.tokens))
+            num_tokens -= count
+            if count > part.num_done:
+                self._compute_part(part, count)
+
+    def _compute_part(self, part: _Part, count: int) -> None:
+        first, end = part.start + part.num_done, part.start + count
+        right = self._right.setdefault(part.sequence, [])
+        tracer.extend(right, tracer.root_digest(part.sequence.root.tenant_salt), part.sequence.tokens, end)
+        if not self._may_touch(part, end):
+            return
+        read = self.read(part.table, first)
+        laws = self.worker.world.laws
+        laws.count("exact hits")
+        if read != right[:first]:
+            position = next(i for i in range(first) if read[i] != right[i])
+            block = part.table[position // self.block_size]
+            found = "nothing" if read[position] is None else "something else"
+            self._fail("exact hits", f"{part.sequence!r} reads {found} at position {position}, in block {block}")
+            return
+        size, table, slots = self.block_size, part.table, self.slots
+        for position in range(first, end):
+            slots[table[position // size] * size + position % size] = right[position]
+        part.num_done = count
+
+    def _may_touch(self, part: _Part, end: int) -> bool:
+        """Whether the blocks that the step names are still what they were when it was launched."""
+        ledger = self.worker.cache._state.ledger
+        laws = self.worker.world.laws
+        laws.count("no use after free")
+        size = self.block_size
+        for index in range(-(-end // size)):
+            block = part.table[index]
+            if ledger._generation[block] != part.generations[index] or not ledger._num_users[block]:
+                self._fail(
+                    "no use after free",
+                    f"a running step of {part.sequence!r} names block {block}, which is no longer its own",
+                )
+                return False
+        laws.count("sealed blocks never change")
+        for index in range((part.start + part.num_done) // size, -(-end // size)):
+            block = part.table[index]
+            if block == 0 or ledger._num_users[block] > 1 or ledger._contents[block] is not None:
+                self._fail(
+                    "sealed blocks never change",
+                    f"{part.sequence!r} writes block {block}: {ledger._num_users[block]} tables name it",
+                )
+                return False
+        return True
+
+    def _sample(self, part: _Part) -> SampledToken:
+        read = self.read(part.table, part.start + len(part.tokens))
+        return SampledToken(tracer.next_token(read), None, [])  # type: ignore[arg-type]
+
+    def read(self, table: list[int], end: int) -> list[int | None]:
+        """The slots of positions 0 … end − 1, through a block table."""
+        size, slots = self.block_size, self.slots
+        found: list[int | None] = []
+        for block in table[: -(-end // size)]:
+            found += slots[block * size : (block + 1) * size]
+        del found[end:]
+        return found
+
+    def block(self, block: int) -> list[int | None]:
+        """The slots of a block."""
+        return self.slots[block * self.block_size : (block + 1) * self.block_size]
+
+    def _fail(self, law: str, message: str) -> None:
+        self.worker.world.fail(law, f"{self.worker.name}: {message}")
+
+
+def executor_of(worker: WorkerProcess) -> Callable[..., Any]:
+    """What the loop does with work for the model's thread."""
+    return worker.gpu.launch

@@ -1,0 +1,281 @@
+"""The laws that go beyond one process, and when which law is looked at.
+
+After each event those of what it touched, all of them at every fault and at the end. Each look is counted: a law that was never
+looked at proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from cache_service.core.block_pool import HELD, RESERVED
+from cache_service.core.integrity.findings import Findings
+from cache_service.core.integrity.pools import PoolLaws
+from cache_service.core.integrity.sequences import SequenceLaws
+from cache_service.core.messages import Root
+from cache_service.core.session import Session
+from tests.simulation import tracer
+from tests.simulation.rpc import Failure, reason_in
+from worker_service.cache.ledger import BlockLedger, Content
+
+if TYPE_CHECKING:
+    from tests.simulation.manager import ManagerProcess
+    from tests.simulation.process import Process
+    from tests.simulation.worker import WorkerProcess
+    from tests.simulation.world import World
+
+OF_THE_CORE = (
+    "conservation",
+    "references",
+    "free list",
+    "state",
+    "null block",
+    "generation",
+    "sealing",
+    "chain",
+    "tree",
+    "attempts",
+)
+"""The laws of cache_service/core/integrity."""
+OF_THE_WHOLE = (
+    "one writer",
+    "generations grow",
+    "exact hits",
+    "sealed-only sharing",
+    "sealed blocks never change",
+    "no use after free",
+    "stale calls change nothing",
+    "no waiting beside a full reserve",
+    "manager and worker agree",
+    "one right text",
+    "explained errors",
+    "nothing leaks",
+    "all goes quiet",
+)
+_OF_A_SESSION = (
+    "conservation",
+    "references",
+    "free list",
+    "state",
+    "null block",
+    "generation",
+    "sealing",
+    "chain",
+)
+_MUTATING = frozenset({"Report", "Allocate", "Append", "Free"})
+
+
+class Laws:
+    """Looks at the laws of one run and tells the world what is broken."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.counts: Counter[str] = Counter()
+        self._before: Any = None
+
+    def count(self, law: str) -> None:
+        """A law was looked at."""
+        self.counts[law] += 1
+
+    # -- the manager
+
+    def before_call(self, server: Process) -> None:
+        """Remember what a refused call must leave as it is."""
+        if server is self.world.manager:
+            self._before = self._figures(server)
+
+    def _figures(self, manager: Any) -> Any:
+        core = manager.core
+        return core.last_generation, [
+            (
+                session.number,
+                session.last_call_no,
+                session.downlink.last_number,
+                len(session.sequences),
+                session.pool.num_available,
+                session.pool.num_reserved,
+            )
+            for session in core.sessions
+        ]
+
+    def after_call(
+        self, server: Process, method: str, request: Any, response: Any, failure: Failure | None, caller: Process
+    ) -> None:
+        """The manager has executed or refused a call."""
+        world = self.world
+        if server is not world.manager:
+            return
+        world.operation(method)
+        manager: Any = server
+        if world.kernel.is_traced:
+            world.kernel.trace(manager.name, f"{method} of {caller.name}: {_in_words(method, request, response, failure)}")
+        if failure is not None:
+            reason = reason_in(failure)
+            if reason in ("STALE_CALL", "STALE_SESSION", "RECOVERING") and method != "Register":
+                self.count("stale calls change nothing")
+                # A part of a report that has to wait uses up its call_no; that is all.
+                if self._figures(manager) != self._before and reason != "RECOVERING":
+                    world.fail("stale calls change nothing", f"{method} was refused with {reason} and changed something")
+            return
+        if method in _MUTATING:
+            session = manager.core._sessions.get(request.uplink.session)
+            if session is not None:
+                self.of_session(manager, session)
+
+    def of_session(self, manager: ManagerProcess, session: Session) -> None:
+        """The laws of one session's blocks and sequences, and that its worker means the same by them."""
+        core = manager.core
+        findings = Findings(1 << 20)
+        for laws in (PoolLaws(session, lambda: core.last_generation, findings), SequenceLaws(session, findings)):
+            for _ in laws.course():
+                pass
+        for law in _OF_A_SESSION:
+            self.counts[law] += 1
+        if findings.violations:
+            self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
+        if session.recovery is None:
+            for worker in self.world.live_workers():
+                if worker.cache.session == session.number and worker.cache.is_ready():
+                    self._one_writer(worker, session)
+
+    def _one_writer(self, worker: WorkerProcess, session: Session) -> None:
+        self.count("one writer")
+        pool = session.pool
+        if session.worker_id != worker.plan.worker_id or session.registration.incarnation != worker.incarnation:
+            self.world.fail("one writer", f"{worker.name} speaks in a session of {session.registration!r}")
+            return
+        for sequence, table, generations in worker.live_tables():
+            for block, generation in zip(table, generations, strict=True):
+                if pool.generation(block) != generation or pool.state(block) not in (HELD, RESERVED):
+                    self.world.fail(
+                        "one writer",
+                        f"{sequence!r} on {worker.name} uses block {block} of generation {generation:#x}; the manager has it as "
+                        f"{pool.state(block).name} of generation {pool.generation(block):#x}",
+                    )
+                    return
+
+    # -- workers
+
+    def after_worker_turn(self, worker: WorkerProcess) -> None:
+        """Whenever no step runs, no sequence could."""
+        engine = worker.engine
+        if worker.is_dead or worker.is_leaving or worker.gpu.is_busy or engine._wake.is_set():
+            return
+        self.count("no waiting beside a full reserve")
+        num_spare = worker.cache.num_spare_blocks
+        size = worker.cache.settings.block_size
+        for request in engine.scheduler._running:
+            sequence = request.sequence
+            num_missing = -(-len(sequence.tokens) // size) - len(sequence.table)
+            is_prefill = len(sequence.tokens) - sequence.num_computed_tokens > 1
+            if is_prefill or num_missing <= num_spare:
+                self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
+                return
+
+    def on_grant(self, ledger: BlockLedger, block: int, generation: int) -> None:
+        """A worker has accepted a grant."""
+        self.count("generations grow")
+        for worker in self.world.live_workers():
+            if worker.cache._state.ledger is ledger:
+                if generation <= worker.granted.get(block, 0):
+                    self.world.fail("generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}")
+                worker.granted[block] = generation
+
+    def on_hit(self, ledger: BlockLedger, block: int) -> None:
+        """A worker has accepted a hit: its KV must be there by now."""
+        self.count("sealed-only sharing")
+        for worker in self.world.live_workers():
+            if worker.cache._state.ledger is ledger:
+                content = ledger.content(block)
+                if content is None or worker.gpu.block(block) != right_slots(content):
+                    self.world.fail("sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there")
+
+    # -- everything
+
+    def all(self) -> None:
+        """Every law that holds at any time."""
+        manager = self.world.manager
+        if manager is None or manager.is_dead or not hasattr(manager, "core"):
+            return
+        for violation in manager.core.check().violations:
+            self.world.fail(violation.law, f"{manager.name}: {violation}")
+        for law in OF_THE_CORE:
+            self.counts[law] += 1
+        for worker in self.world.live_workers():
+            session = manager.core._sessions.get(worker.cache.session)
+            if session is not None and session.recovery is None and worker.cache.is_ready():
+                self._one_writer(worker, session)
+                self._agreement(manager, worker, session)
+
+    def _agreement(self, manager: ManagerProcess, worker: WorkerProcess, session: Session) -> None:
+        """What the manager has as a hit, the worker has complete, and the GPU has it right."""
+        self.count("manager and worker agree")
+        ledger, pool = worker.cache._state.ledger, session.pool
+        for block in range(1, pool.num_blocks):
+            node = pool.node(block)
+            if node is None:
+                continue
+            content = ledger.content(block)
+            generation = ledger._generation[block]
+            what = f"{worker.name}: block {block} of generation {pool.generation(block):#x} is sealed at the manager; "
+            if content is None or generation != pool.generation(block):
+                self.world.fail("manager and worker agree", f"{what}here it has generation {generation:#x} and {content}")
+                return
+            if worker.gpu.block(block) != right_slots(content):
+                self.world.fail("exact hits", f"{what}its slots hold something else")
+                return
+            at: Content | None = content
+            while at is not None and node is not None and node.tokens == at.tokens:
+                at, node = at.parent, node.parent
+            root = Root(content.root.model_fingerprint, content.root.adapter, content.root.tenant_salt)
+            if at is not None or node is None or node is not manager.core._tree.find_root(root, pool.block_size):
+                self.world.fail("manager and worker agree", f"{what}the two know other tokens in it")
+                return
+
+    def at_the_end(self) -> None:
+        """All has ended and everybody was heard: nothing is held, and the caches are equal block by block."""
+        manager = self.world.manager
+        assert manager is not None
+        self.all()
+        for worker in self.world.live_workers():
+            self.count("nothing leaks")
+            session = manager.core._sessions[worker.cache.session]
+            counts = session.pool.counts()
+            if counts.held or counts.reserved or counts.free + counts.cached != counts.capacity or session.sequences:
+                self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
+            state = worker.cache._state
+            if state.ledger.num_used or state.sequences or state.ending or state.parked or len(state.reserve):
+                self.world.fail("nothing leaks", f"{worker.name} still holds {list(state.sequences)}")
+            for block in range(1, session.pool.num_blocks):
+                if state.ledger.content(block) is None and session.pool.is_cached(block):
+                    self.world.fail("manager and worker agree", f"{worker.name}: block {block} is cached at the manager only")
+
+
+def right_slots(content: Content) -> list[int]:
+    """What the slots of a complete block must hold."""
+    chain: list[Content] = []
+    at: Content | None = content
+    while at is not None:
+        chain.append(at)
+        at = at.parent
+    tokens: list[int] = []
+    for one in reversed(chain):
+        tokens += memoryview(one.tokens).cast("I").tolist()
+    slots: list[int] = []
+    tracer.extend(slots, tracer.root_digest(content.root.tenant_salt), tokens, len(tokens))
+    return slots[-len(content.tokens) // 4 :]
+
+
+def _in_words(method: str, request: Any, response: Any, failure: Failure | None) -> str:
+    if failure is not None:
+        return f"{failure.code.name} {reason_in(failure)}: {failure.details}"
+    if method in _MUTATING:
+        head = f"call {request.uplink.call_no} of {request.uplink.session:#x}"
+        return f"{head}: {_short(request)} → {_short(response)}"
+    return f"{_short(request)} → {_short(response)}"
+
+
+def _short(message: Any) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= 400 else f"{text[:400]}…"

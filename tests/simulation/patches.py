@@ -1,0 +1,126 @@
+"""Where the real code reaches for what a simulated process does not have: wall clock, disk, randomness, log. Nothing else is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import cache_service.core.manager
+import cache_service.epoch
+import cache_service.servicer
+import client.deadline
+import client.manager
+import client.stream
+import worker_service.cache.report
+import worker_service.engine.engine
+import worker_service.manager_link
+import worker_service.servicer
+from cache_service import status
+from cache_service.core.refusal import Refusal
+from worker_service.cache.ledger import BlockLedger
+from worker_service.cache.link import Link
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class _Log:
+    """Into the trace; errors are broken laws, for none of these may happen in a correct system."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._name = name
+
+    def _say(self, event: str, values: dict[str, Any]) -> None:
+        kernel = self._world.kernel
+        if kernel.is_traced:
+            kernel.trace(self._name, f"{event} {' '.join(f'{key}={value!r}' for key, value in values.items())}")
+
+    def debug(self, event: str, **values: Any) -> None:
+        self._say(event, values)
+
+    info = debug
+
+    def warning(self, event: str, **values: Any) -> None:
+        self._say(event, values)
+        if "disagree" in str(values.get("why")):
+            self._world.fail("one writer", f"{event}: {values['why']}")
+
+    def error(self, event: str, **values: Any) -> None:
+        self._say(event, values)
+        self._world.fail("no errors", f"{self._name}: {event} {values}")
+
+    def exception(self, event: str, **values: Any) -> None:
+        import traceback
+
+        self.error(event, **values, traceback=traceback.format_exc())
+
+    def log(self, level: int, event: str, **values: Any) -> None:
+        (self.error if level >= 40 else self.debug)(event, **values)
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@contextlib.contextmanager
+def installed(world: World) -> Iterator[None]:
+    """For the time of one run."""
+    sequence_ids = iter(f"sequence-{number}" for number in range(1 << 30))
+
+    def of_refusal(refusal: Refusal, original: Callable[[Refusal], Any] = status.of_refusal) -> Any:
+        world.reasons[refusal.reason.value] += 1
+        return original(refusal)
+
+    def accept_grant(
+        ledger: BlockLedger, block: int, generation: int, original: Any = BlockLedger.accept_grant
+    ) -> None:
+        original(ledger, block, generation)
+        world.laws.on_grant(ledger, block, generation)
+
+    def accept_hit(ledger: BlockLedger, block: int, generation: int, original: Any = BlockLedger.accept_hit) -> None:
+        original(ledger, block, generation)
+        world.laws.on_hit(ledger, block)
+
+    def new_entries(link: Link, downlink: Any, original: Any = Link.new_entries) -> Any:
+        entries = original(link, downlink)
+        for entry in entries:
+            world.downlink[entry.WhichOneof("entry") or "none"] += 1
+        return entries
+
+    deadline_init: Any = client.deadline.Deadline.__init__
+    with contextlib.ExitStack() as stack:
+        for module in (
+            cache_service.servicer,
+            worker_service.engine.engine,
+            worker_service.manager_link,
+            worker_service.servicer,
+        ):
+            name = module.__name__.rpartition(".")[2]
+            stack.enter_context(mock.patch.object(module, "log", _Log(world, name)))
+        stack.enter_context(mock.patch.object(cache_service.epoch, "os", world.disk))
+        stack.enter_context(mock.patch.object(cache_service.epoch, "fcntl", world.disk))
+        stack.enter_context(mock.patch.object(cache_service.epoch, "open", world.disk.open, create=True))
+        stack.enter_context(mock.patch.object(cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice))
+        stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
+        stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
+        stack.enter_context(mock.patch.object(client.stream, "uuid4", lambda: next(sequence_ids)))
+        stack.enter_context(mock.patch.object(client.manager, "random", world.kernel.random("client")))
+        stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
+        stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
+        stack.enter_context(mock.patch.object(BlockLedger, "accept_hit", accept_hit))
+        stack.enter_context(mock.patch.object(Link, "new_entries", new_entries))
+        before = deadline_init.__defaults__
+        deadline_init.__defaults__ = (_loop_time,)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            deadline_init.__defaults__ = before
+            if was_enabled:
+                gc.enable()

@@ -1,0 +1,191 @@
+"""A worker's process: the real engine, cache side, link and servicer over a fake GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+
+from tests.simulation import manager, tracer
+from tests.simulation.gpu import Gpu
+from tests.simulation.process import Process
+from tests.simulation.rpc import Channel, Methods
+from worker_service.cache.engine_cache import EngineCache
+from worker_service.cache.sequence import SequenceState
+from worker_service.cache.settings import CacheSettings
+from worker_service.engine.engine import Engine, EngineSettings
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.manager_link import ManagerLink, RegistrationRefused
+from worker_service.servicer import WorkerServicer
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+FINGERPRINT = "tracer"
+BLOCK_SIZE = 4
+GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What stays the same over the lives of a worker."""
+
+    worker_id: str
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    reserve_seconds: float
+    prefix_wait_seconds: float
+    report_seconds: float
+
+
+class WorkerProcess(Process):
+    """One life of a worker, from loading to the end."""
+
+    def __init__(self, world: World, plan: WorkerPlan, incarnation: int, machine: str, number: int) -> None:
+        super().__init__(world, f"{machine}.{number}", machine)
+        self.plan = plan
+        self.incarnation = incarnation
+        self.address = f"{machine}:1"
+        self.is_leaving = False
+        self.was_refused = False
+        self.granted: dict[int, int] = {}
+        """The largest generation that this process has accepted of each block."""
+        settings = CacheSettings(
+            block_size=BLOCK_SIZE,
+            num_blocks=plan.num_blocks,
+            report_seconds=plan.report_seconds,
+            reserve_seconds=plan.reserve_seconds,
+            prefix_wait_seconds=plan.prefix_wait_seconds,
+            no_blocks_retry_seconds=0.5,
+        )
+        self.cache = EngineCache(settings)
+        self.gpu = Gpu(self, plan.num_blocks, BLOCK_SIZE)
+        self.gpu.step_seconds = world.step_seconds
+        self.engine = Engine(
+            EngineSettings(
+                model_fingerprint=FINGERPRINT,
+                vocab_size=tracer.VOCAB_SIZE,
+                max_model_len=plan.max_model_len,
+                eos_token_ids=tracer.EOS,
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_num_waiting=40,
+            ),
+            self.cache,
+            self.gpu,
+            model_thread=self.gpu,  # type: ignore[arg-type]
+            clock=self.loop.clock.now,
+        )
+        facts = worker_pb2.ModelFacts(
+            worker_id=plan.worker_id,
+            model_name="tracer",
+            model_fingerprint=FINGERPRINT,
+            vocab_size=tracer.VOCAB_SIZE,
+            max_model_len=plan.max_model_len,
+            eos_token_ids=sorted(tracer.EOS),
+        )
+        methods = Methods()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.engine, facts, {}), methods)  # type: ignore[arg-type]
+        self.handlers = methods.handlers
+        self.link = ManagerLink(
+            manager.ADDRESS, self._introduction(), self.engine, self._on_session, clock=self.loop.clock.now
+        )
+
+    def _introduction(self) -> cache_pb2.RegisterRequest:
+        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
+        config.groups.add(group=0).full_attention.SetInParent()
+        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=self.plan.num_blocks)
+        return cache_pb2.RegisterRequest(
+            worker_id=self.plan.worker_id,
+            incarnation=self.incarnation,
+            address=self.address,
+            model_name="tracer",
+            model_fingerprint=FINGERPRINT,
+            kv_cache_config=config,
+            max_model_len=self.plan.max_model_len,
+            engine="simulated",
+        )
+
+    def _on_session(self, is_open: bool) -> None:
+        self.kernel.trace(self.name, "serves" if is_open else "has no session")
+
+    def boot(self) -> None:
+        """Listen, and register."""
+        self.world.bus.machines[self.address] = self.machine
+        self.world.bus.endpoints[self.address] = self
+        self.kernel.trace(self.name, f"starts as incarnation {self.incarnation} of {self.plan.worker_id}")
+        self.spawn(self._main())
+
+    async def _main(self) -> None:
+        """As worker_service/server.py does, without a gRPC server."""
+        stub = cache_pb2_grpc.CacheServiceStub(Channel(self.world.bus, self, manager.ADDRESS))  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.link.talk_to(stub))]
+        drain = asyncio.create_task(self._wait_for_drain())
+        done, _ = await asyncio.wait({*tasks, drain}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task in done and not self._is_refusal(task):
+                self.world.fail("no surprises", f"{self.name}: engine or link has ended: {task.exception()!r}")
+                return
+        self.is_leaving = True
+        engine = self.engine
+        grace = GRACE_SECONDS if engine.drain_grace_seconds is None else engine.drain_grace_seconds
+        engine.begin_drain()
+        self.link.send_heartbeat()
+        if not any(task.done() for task in tasks):
+            ends = asyncio.create_task(engine.wait_until_empty())
+            await asyncio.wait({ends, *tasks}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            ends.cancel()
+        engine.fail_all(EngineError(ErrorKind.DRAINING, "this worker has left"))
+        await asyncio.sleep(0.05)
+        for _ in range(100):
+            if self.cache.is_idle or not self.cache.is_ready():
+                break
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.loop.call_soon(self._exit)
+
+    async def _wait_for_drain(self) -> None:
+        await self.engine.drain_asked.wait()
+
+    def _is_refusal(self, task: asyncio.Task[Any]) -> bool:
+        """Whether the manager knows a newer process of this worker: then this one has to end."""
+        error = None if task.cancelled() else task.exception()
+        self.was_refused = isinstance(error, RegistrationRefused)
+        return self.was_refused
+
+    def _exit(self) -> None:
+        self.kernel.trace(self.name, "exits")
+        self.crash()
+
+    def on_death(self) -> None:
+        self.world.on_worker_death(self)
+
+    def after_turn(self) -> None:
+        self.world.laws.after_worker_turn(self)
+
+    def _execute(self, loop: Any, executor: Any, function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
+        if executor is self.gpu:
+            return self.gpu.launch(args[0])
+        return super()._execute(loop, executor, function, args)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is registered where it should be, and nothing is held here."""
+        return self.cache.is_ready() and self.cache.is_idle and not self.gpu.is_busy and not self._num_sequences()
+
+    def _num_sequences(self) -> int:
+        return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
+
+    def live_tables(self) -> list[tuple[Any, list[int], list[int]]]:
+        """Sequences whose blocks are used here, with table and generations."""
+        return [
+            (sequence, sequence.table, sequence.generations)
+            for sequence in self.cache._state.sequences.values()
+            if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
+        ]

@@ -1,0 +1,392 @@
+"""One run: processes, network, disk, workload and faults of one seed, until all is quiet or a law is broken."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cache_service.core.messages import Limits
+from tests.simulation import manager, patches, tracer
+from tests.simulation.bus import Bus
+from tests.simulation.client import TIMEOUT_SECONDS, ClientProcess, RequestPlan
+from tests.simulation.disk import Disk
+from tests.simulation.faults import FAULTS
+from tests.simulation.kernel import Kernel
+from tests.simulation.laws import Laws
+from tests.simulation.manager import ManagerProcess
+from tests.simulation.process import Process
+from tests.simulation.rpc import StreamCall
+from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
+
+ACTIVE_SECONDS = 22.0
+"""Requests and faults come in this time; then everything heals."""
+_QUIET_SECONDS = 60.0
+MAX_EVENTS = 200_000
+CLIENT_OPERATIONS = frozenset({"Generate", "cancel", "Route", "Describe", "Check", "Drain"})
+
+
+class Violation(NamedTuple):
+    """A law that was broken, and when."""
+
+    law: str
+    message: str
+    at: float
+
+
+@dataclass
+class Result:
+    """What a run was."""
+
+    seed: int
+    digest: str
+    violation: Violation | None
+    num_events: int
+    seconds: float
+    """Of virtual time."""
+    operations: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    laws: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    cases: Counter[str] = field(default_factory=Counter)
+    downlink: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def num_client_operations(self) -> int:
+        """Requests, their ends by the reader, and looks."""
+        return sum(self.operations[name] for name in CLIENT_OPERATIONS)
+
+
+class World:
+    """Everything that one seed decides."""
+
+    def __init__(self, seed: int, *, is_traced: bool = False) -> None:
+        self.kernel = Kernel(seed, is_traced=is_traced)
+        self.violation: Violation | None = None
+        self.operations: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.cases: Counter[str] = Counter()
+        self.downlink: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.bus = Bus(self)
+        self.laws = Laws(self)
+        self.disk = Disk(self.kernel.random("disk"))
+        self.manager: ManagerProcess | None = None
+        self.slots: dict[str, WorkerProcess] = {}
+        """The newest process of each worker."""
+        self.clients: list[ClientProcess] = []
+        self._draw = self.kernel.random("world")
+        self._processes: list[Process] = []
+        self._num_managers = 0
+        self._incarnations = 0
+        self._machine_numbers: Counter[str] = Counter()
+        self._is_over = False
+        self._num_ended = 0
+        self._right: dict[int, tuple[list[int], bool]] = {}
+        self._make_plans()
+
+    def _make_plans(self) -> None:
+        draw = self._draw
+        self.step_seconds = draw.choice([0.01, 0.03, 0.08])
+        self.sweep_slice = draw.choice([2, 8, 2048])
+        self.is_sweeping_slowly = draw.random() < 0.5
+        self.report_part = draw.choice([2, 5, 1024])
+        self.limits = Limits(
+            max_sequences_per_session=draw.choice([3, 4096, 4096]),
+            max_downlink_entries=draw.choice([2, 8192, 8192]),
+            max_reports_at_once=draw.choice([1, 4]),
+        )
+        self.max_model_len = 48
+        has_small = draw.random() < 0.15
+        self.plans: list[WorkerPlan] = []
+        for number in range(draw.choice([2, 2, 3])):
+            smallest = self.max_model_len // BLOCK_SIZE + 1
+            num_blocks = draw.choice([smallest, smallest + 5, smallest + 18])
+            if has_small and number == 1:
+                num_blocks = 8
+            self.plans.append(
+                WorkerPlan(
+                    worker_id=f"w{number}",
+                    num_blocks=num_blocks,
+                    max_num_seqs=draw.choice([2, 4, 6]),
+                    max_num_batched_tokens=draw.choice([8, 16, 40]),
+                    max_model_len=self.max_model_len,
+                    reserve_seconds=draw.choice([0.2, 2.0]),
+                    prefix_wait_seconds=draw.choice([0.3, 10.0]),
+                    report_seconds=draw.choice([0.01, 0.05, 0.3]),
+                )
+            )
+        self.client_names = ["c0", "c1"]
+        bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
+        self.requests: list[RequestPlan] = []
+        for number in range(draw.randint(70, 78)):
+            if self.requests and draw.random() < 0.15:
+                prompt, salt = list(self.requests[-1].prompt), self.requests[-1].tenant_salt
+            else:
+                base = draw.choice(bases)
+                prompt = base[: draw.choice([0, 8, 16, 24])]
+                prompt += [draw.randrange(tracer.VOCAB_SIZE) for _ in range(draw.randint(0 if prompt else 1, 9))]
+                salt = draw.choice(["", "", "tenant"])
+            max_tokens = draw.choice([1, 2, 4, 6, 9, 13])
+            self.requests.append(
+                RequestPlan(
+                    number=number,
+                    tenant_salt=salt,
+                    prompt=prompt,
+                    max_tokens=None if draw.random() < 0.03 and not has_small else max_tokens,
+                    cancel_after=draw.expovariate(1.0) if draw.random() < 0.15 else None,
+                    pause=draw.choice([0.0, 0.0, 0.0, 0.0, 0.2]),
+                )
+            )
+
+    # -- asked by processes
+
+    def fail(self, law: str, message: str) -> None:
+        """A law is broken: the run ends here. The first one tells what happened."""
+        if self.violation is None and not self._is_over:
+            self.violation = Violation(law, message, self.kernel.now)
+            self.kernel.trace("LAW", f"{law}: {message}")
+
+    def operation(self, name: str) -> None:
+        """Somebody has asked for something, and it was done or refused."""
+        self.operations[name] += 1
+
+    def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
+        """A worker begins to serve a stream."""
+        self.operation(call.method)
+        self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
+
+    def live_workers(self) -> list[WorkerProcess]:
+        """Processes of workers that have not ended, superseded ones too."""
+        return [process for process in self._processes if isinstance(process, WorkerProcess) and not process.is_dead]
+
+    def right_text(self, plan: RequestPlan) -> tuple[list[int], bool]:
+        """What a request has to be answered, and whether the model ends it."""
+        found = self._right.get(plan.number)
+        if found is None:
+            room = self.max_model_len - len(plan.prompt)
+            found = tracer.right_text(plan.tenant_salt, plan.prompt, min(plan.max_tokens or room, room))
+            self._right[plan.number] = found
+        return found
+
+    def may_never_fit(self, plan: RequestPlan) -> bool:
+        """Whether a worker may refuse it for ever."""
+        room = self.max_model_len - len(plan.prompt)
+        slots = len(plan.prompt) + min(plan.max_tokens or room, room) - 1
+        return any(-(-slots // BLOCK_SIZE) > worker.num_blocks - 1 for worker in self.plans)
+
+    def ended(self, plan: RequestPlan, how: str) -> None:
+        """A request has come to its end."""
+        self._num_ended += 1
+        self.outcomes[how] += 1
+        self.kernel.note(f"request {plan.number} {how}")
+        self.kernel.trace("client", f"request {plan.number} ended: {how}")
+
+    # -- lives and deaths
+
+    def _start_manager(self) -> None:
+        self._num_managers += 1
+        self.manager = ManagerProcess(self, self._num_managers, self.limits)
+        self._processes.append(self.manager)
+        self.manager.boot()
+
+    def on_manager_death(self) -> None:
+        """It is started again after a while."""
+        process = self.manager
+        if self._is_over or process is None:
+            return
+        self._count_cases(process)
+        if process.lost_power:
+            self.counts[f"state file {self.disk.lose_power()}"] += 1
+        self.kernel.after(self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 5.0)]), self._start_manager)
+
+    def on_damaged_state(self, process: ManagerProcess) -> None:
+        """Somebody puts back the state file as it was once."""
+        self.counts["state file restored by hand"] += 1
+        self.disk.restore(self._draw.choice(self.disk.backups[-3:]) if self.disk.backups else None)
+        process.crash()
+
+    def _count_cases(self, process: ManagerProcess) -> None:
+        if hasattr(process, "core"):
+            for case, count in process.core.reconciled.items():
+                self.cases[case.value] += count
+            process.core.reconciled.clear()
+
+    def _start_worker(self, plan: WorkerPlan, machine: str) -> None:
+        self._incarnations += 1
+        self._machine_numbers[machine] += 1
+        worker = WorkerProcess(self, plan, self._incarnations, machine, self._machine_numbers[machine])
+        self._processes.append(worker)
+        self.slots[plan.worker_id] = worker
+        worker.boot()
+
+    def start_rival(self, worker: WorkerProcess) -> None:
+        """A newer process of the same worker, on another machine."""
+        machine = f"{worker.plan.worker_id}{'' if worker.machine.endswith('b') else 'b'}"
+        if f"{machine}:1" in self.bus.endpoints:
+            machine += "b"
+        self._start_worker(worker.plan, machine)
+
+    def on_worker_death(self, worker: WorkerProcess) -> None:
+        """It is started again after a while, unless another process has taken its place."""
+        if not self._is_over and self.slots[worker.plan.worker_id] is worker:
+            seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 6.0)])
+            self.kernel.after(seconds, self._start_again, worker)
+
+    def _start_again(self, worker: WorkerProcess) -> None:
+        if self.slots[worker.plan.worker_id] is worker:
+            self._start_worker(worker.plan, worker.machine)
+
+    # -- the run
+
+    def run(self) -> Result:
+        """From the beginning until all is quiet."""
+        with patches.installed(self):
+            try:
+                self._begin()
+                self._go_on()
+                if self.violation is None:
+                    self.laws.at_the_end()
+                if self.manager is not None:
+                    self._count_cases(self.manager)
+            finally:
+                self._wind_up()
+        result = Result(
+            self.kernel.seed,
+            self.kernel.digest(),
+            self.violation,
+            self.kernel.num_events,
+            self.kernel.now,
+            self.operations,
+            self.faults,
+            self.laws.counts,
+            self.reasons,
+            self.cases,
+            self.downlink,
+            self.outcomes,
+            self.counts + self.bus.num_faults,
+            self.kernel.lines,
+        )
+        self.__dict__.clear()
+        return result
+
+    def _begin(self) -> None:
+        kernel, draw = self.kernel, self._draw
+        self.bus.machines[manager.ADDRESS] = manager.MACHINE
+        self._start_manager()
+        for plan in self.plans:
+            self._start_worker(plan, plan.worker_id)
+        for name in self.client_names:
+            client = ClientProcess(self, name)
+            self.clients.append(client)
+            self._processes.append(client)
+        at = 0.5
+        for request in self.requests:
+            if draw.random() < 0.4:
+                at = draw.uniform(0.5, ACTIVE_SECONDS)
+            kernel.at(at, draw.choice(self.clients).ask, request)
+        for _ in range(24):
+            self._plan_look("describe", draw.choice(["", "w0", "w1"]))
+        for _ in range(10):
+            self._plan_look("check", None)
+        for _ in range(22):
+            request = draw.choice(self.requests)
+            self._plan_look("route", (request.tenant_salt, request.prompt))
+        for _ in range(draw.choice([0, 1, 2])):
+            self._plan_look("drain", (draw.choice(["w0", "w1", "w9"]), draw.choice([None, 0.0, 0.3])))
+        faults = self.kernel.random("faults")
+        for name in faults.choices(list(FAULTS), k=faults.randint(6, 10)):
+            kernel.at(faults.uniform(1.0, ACTIVE_SECONDS), self._do_fault, name, faults)
+        kernel.at(ACTIVE_SECONDS + 2.0, self._heal)
+
+    def _plan_look(self, kind: str, argument: Any) -> None:
+        self.kernel.at(self._draw.uniform(0.5, ACTIVE_SECONDS), self._draw.choice(self.clients).look, kind, argument)
+
+    def _do_fault(self, name: str, faults: Any) -> None:
+        self.kernel.trace("FAULT", name)
+        for _ in range(20):
+            if FAULTS[name](self, faults):
+                break
+            name = faults.choice(list(FAULTS))
+            self.kernel.trace("FAULT", f"not possible now; {name} instead")
+        self.faults[name] += 1
+        self.kernel.note(name)
+        self.laws.all()
+
+    def _heal(self) -> None:
+        self.kernel.trace("FAULT", "everything heals")
+        self.bus.heal_all()
+        self.disk.lies = False
+        self.disk.operations_left = None
+        for process in self._processes:
+            process.thaw()
+        for worker in self.live_workers():
+            worker.gpu.step_seconds = self.step_seconds
+        self._num_ended += 0
+
+    def _is_quiet(self) -> bool:
+        core = self.manager
+        if core is None or core.is_dead or not hasattr(core, "core"):
+            return False
+        workers = self.live_workers()
+        if len(workers) != len(self.plans) or any(worker.is_frozen for worker in workers):
+            return False
+        sessions = {session.number: session for session in core.core.sessions}
+        return all(
+            worker.is_quiet and worker.cache.session in sessions and worker.cache.session for worker in workers
+        ) and len(sessions) == len(workers)
+
+    def _go_on(self) -> None:
+        kernel = self.kernel
+        lost = [client for client in self.clients if client.is_dead]
+        assert not lost
+        last = ACTIVE_SECONDS + 2.0
+        end = last + 2 * TIMEOUT_SECONDS
+        quiet_at = last
+        while self.violation is None:
+            if not kernel.step():
+                self.fail("all goes quiet", "nothing is going to happen any more")
+            if kernel.num_events > MAX_EVENTS:
+                self.fail("all goes quiet", f"{MAX_EVENTS} events are not enough")
+            if kernel.now < quiet_at:
+                continue
+            quiet_at = kernel.now + 0.25
+            if self._num_ended + self._num_lost() < len(self.requests):
+                if kernel.now > end:
+                    self.fail("all goes quiet", f"{self._num_ended} of {len(self.requests)} requests have ended")
+                continue
+            end = min(end, kernel.now + _QUIET_SECONDS)
+            self.laws.count("all goes quiet")
+            if self._is_quiet():
+                return
+            if kernel.now > end:
+                self.fail("all goes quiet", self._why_not_quiet())
+
+    def _num_lost(self) -> int:
+        """Requests whose client has vanished with them."""
+        return sum(client.num_begun - client.num_ended for client in self.clients if client.is_dead)
+
+    def _why_not_quiet(self) -> str:
+        core = self.manager
+        sessions = [] if core is None or not hasattr(core, "core") else core.core.sessions
+        workers = [
+            f"{worker.name} session={worker.cache.session:#x} ready={worker.cache.is_ready()} idle={worker.cache.is_idle} "
+            f"sequences={list(worker.cache._state.sequences.values())} waiting={worker.engine.scheduler.num_waiting}"
+            for worker in self.live_workers()
+        ]
+        return f"after all requests have ended: {sessions}; {workers}"
+
+    def _wind_up(self) -> None:
+        """Nothing may be left to the garbage collector, which comes when it likes."""
+        self._is_over = True
+        self.bus.is_over = True
+        for process in self._processes:
+            process.loop.wind_up()
+            process._inbox.clear()
+        gc.collect(0)
