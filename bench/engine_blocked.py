@@ -1,0 +1,269 @@
+"""How long the manager keeps the engine from starting its steps, over real gRPC, against what vLLM's engine spends in its own.
+
+python -m bench.engine_blocked [--runs N] [--json]
+
+The reference trace (1,000 requests, 64 at a time, 512 shared + 64 own prompt tokens, 64 generated) through the real engine, cache
+side and link, and a manager in a process of its own. Only the model is not there: a step sleeps 10 ms. Between the end of a step
+and the start of the next lie the engine's own work and what the manager costs it: the cache side's books, the link's code on the
+same event loop, and waiting for grants. A control run, the same engine over a cache side that has blocks without end and talks to
+nobody, has only the engine's own work. The difference is the engine's blocked time. vLLM's figure is what its KVCacheManager takes
+in process on the same trace, as bench.manager_core measures it, in the same run. `make bench-peers` installs vLLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from kvpool.v1 import cache_pb2, common_pb2
+
+from bench.counting_manager import PREFIX
+from bench.manager_core import record, replay
+from bench.report import Ratio, Series, facts, progress
+from bench.trace import VOCAB_SIZE, Trace
+from client.cli.cluster import free_port
+from client.cli.supervisor import ChildSpec, Supervisor
+from worker_service.cache import events
+from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.sequence import CacheSequence, SequenceState
+from worker_service.cache.settings import CacheSettings
+from worker_service.engine.engine import Engine, EngineSettings
+from worker_service.engine.request import GenerationParams, Request
+from worker_service.engine.step import SampledToken, Step
+from worker_service.manager_link import ManagerLink
+
+STEP_SECONDS: Final = 0.010
+FINGERPRINT: Final = "bench"
+
+
+class _SleepingModel:
+    """A step takes 10 ms and no core. Remembers when each step began and ended."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+        self.ended: list[float] = []
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        self.began.append(time.perf_counter())
+        tokens = [None if part.sampling is None else SampledToken(7, None, []) for part in step.parts]
+        time.sleep(STEP_SECONDS)
+        self.ended.append(time.perf_counter())
+        return tokens
+
+    def gaps(self) -> float:
+        """Seconds between the end of a step and the start of the next, over all steps."""
+        return sum(began - ended for ended, began in zip(self.ended, self.began[1:], strict=False))
+
+
+class _EndlessCache(EngineCache):
+    """The control: grants at once, has blocks without end, keeps no books and has nothing to say."""
+
+    candidates: Callable[[], List[CacheSequence]]
+    is_ready = staticmethod(lambda: True)
+
+    def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
+        return True
+
+    def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
+        pass
+
+    def end_step(self, results: Iterable[Computed], now: float) -> None:
+        for sequence, num_computed_tokens, token in results:
+            sequence.num_computed_tokens = num_computed_tokens
+            if token is not None:
+                sequence.tokens.append(token)
+
+    def free(self, sequence: CacheSequence) -> None:
+        sequence.state = SequenceState.ENDED
+
+    def take_events(self) -> list[events.Event]:
+        granted: list[events.Event] = []
+        for sequence in self.candidates():
+            sequence.state = SequenceState.LIVE
+            # As in the real run, where one computes the shared prefix and the others wait for it.
+            sequence.num_computed_tokens = 0 if not granted else 512
+            granted.append(events.Granted(sequence))
+        return granted
+
+
+class _Run:
+    """One pass of the trace through an engine."""
+
+    def __init__(self, trace: Trace, cache: EngineCache) -> None:
+        self._trace = trace
+        self._tokens = trace.all_tokens()
+        self.model = _SleepingModel()
+        settings = EngineSettings(
+            model_fingerprint=FINGERPRINT,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=4096,
+            max_num_seqs=trace.num_at_once,
+            max_num_batched_tokens=trace.max_num_batched_tokens,
+        )
+        self.engine = Engine(settings, cache, self.model)
+        if isinstance(cache, _EndlessCache):
+            cache.candidates = self.engine.scheduler.candidates
+
+    async def generate_all(self) -> None:
+        """All requests, as many at a time as the trace says."""
+        places = asyncio.Semaphore(self._trace.num_at_once)
+
+        async def one(index: int) -> None:
+            async with places:
+                prompt = self._tokens[index][: self._trace.num_prompt]
+                request = self.engine.submit(
+                    GenerationParams(str(index), 1, prompt, max_tokens=self._trace.num_generated)
+                )
+                self.engine.on_cache_changed()
+                await _drain(request)
+
+        await asyncio.gather(*(one(index) for index in range(self._trace.num_requests)))
+
+
+async def _drain(request: Request) -> None:
+    while await request.stream.get() is not None:
+        pass
+
+
+async def _control(trace: Trace) -> float:
+    """Seconds between steps without a manager."""
+    run = _Run(trace, _EndlessCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks)))
+    running = asyncio.create_task(run.engine.run())
+    await run.generate_all()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return run.model.gaps()
+
+
+async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, int]:
+    """Seconds between steps with a manager, steps, and decodes that waited for a call."""
+    cache = EngineCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks))
+    run = _Run(trace, cache)
+    is_open = asyncio.Event()
+    link = ManagerLink(
+        address, _introduction(trace, number), run.engine, lambda ready: is_open.set() if ready else None
+    )
+    tasks = [asyncio.create_task(run.engine.run()), asyncio.create_task(link.run())]
+    await is_open.wait()
+    await run.generate_all()
+    while not cache.is_idle:  # noqa: ASYNC110 (nobody announces it)
+        await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return run.model.gaps(), run.engine.num_steps, cache.num_reserve_waits
+
+
+def _introduction(trace: Trace, number: int) -> cache_pb2.RegisterRequest:
+    config = common_pb2.KVCacheConfig(block_size=trace.block_size)
+    config.groups.add(group=0).full_attention.SetInParent()
+    config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=trace.num_blocks)
+    return cache_pb2.RegisterRequest(
+        worker_id="bench",
+        incarnation=number,
+        address="127.0.0.1:1",
+        model_fingerprint=FINGERPRINT,
+        kv_cache_config=config,
+    )
+
+
+class _Manager:
+    """A manager in a process of its own, which counts its RPCs."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.rpcs: Counter[str] = Counter()
+        self.is_listening = asyncio.Event()
+
+    def on_line(self, name: str, line: str) -> None:
+        if line.startswith(PREFIX):
+            self.rpcs[line.removeprefix(PREFIX)] += 1
+        elif "listening" in line:
+            self.is_listening.set()
+
+
+@asynccontextmanager
+async def _manager() -> Any:
+    port = free_port()
+    manager = _Manager(f"127.0.0.1:{port}")
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
+        command = [sys.executable, "-m", "bench.counting_manager", "--port", str(port), "--state-dir", folder]
+        async with Supervisor(manager.on_line) as supervisor:
+            await supervisor.start(ChildSpec("manager", command, {"PYTHONPATH": str(Path(__file__).parents[1])}))
+            await manager.is_listening.wait()
+            yield manager
+
+
+async def measure(runs: int) -> dict[str, Any]:
+    """Interleaved: with the manager, and without."""
+    trace = Trace()
+    gaps, control, blocked = Series("between steps"), Series("the same without a manager"), Series("blocked")
+    async with _manager() as manager:
+        for number in range(runs + 1):
+            manager.rpcs.clear()
+            with_manager, num_steps, num_waits = await _real(trace, manager.address, number + 1)
+            await asyncio.sleep(0.2)  # until the last RPC is counted
+            without = await _control(trace)
+            what = f"run {number} of {runs}" if number else "warm-up"
+            progress(f"{what}: {with_manager * 1000:.0f} ms between steps, {without * 1000:.0f} ms without a manager")
+            if number:
+                gaps.seconds.append(with_manager)
+                control.seconds.append(without)
+                blocked.seconds.append(max(0.0, with_manager - without))
+        rpcs = {kind: count for kind, count in sorted(manager.rpcs.items()) if kind not in ("KeepAlive", "Register")}
+    progress("the peer's manager, in process")
+    recording, _ = record(trace)
+    peer = Series("vLLM KVCacheManager, in process", replay(recording, runs)["seconds"]["vllm"])
+    return {
+        "blocked": blocked,
+        "gaps": gaps,
+        "control": control,
+        "peer": peer if peer.seconds else None,
+        "ratio": Ratio(blocked, peer) if peer.seconds else None,
+        "rpcs": rpcs,
+        "steps": num_steps,
+        "decodes_that_waited_for_a_call": num_waits,
+        "facts": facts("grpcio", "vllm"),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    rpcs = result["rpcs"]
+    print(f"\nThe engine's blocked time on the reference trace, {result['steps']} steps of 10 ms")
+    print(f"  between steps            {result['gaps']}")
+    print(f"  without a manager        {result['control']}")
+    print(f"  blocked, the difference  {result['blocked']}")
+    print(f"  vLLM's manager           {result['peer'] or 'not installed: make bench-peers'}")
+    if result["ratio"] is not None:
+        print(f"  ratio                    {1 / result['ratio'].of_medians:.2f} of vLLM's")
+    print(f"  RPCs of the last run     {sum(rpcs.values())}: {', '.join(f'{n} {kind}' for kind, n in rpcs.items())}")
+    print(f"  decodes that waited      {result['decodes_that_waited_for_a_call']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="interleaved repetitions (default 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
+    result = asyncio.run(measure(arguments.runs))
+    if arguments.json:
+        print(json.dumps(result, default=lambda value: value.as_json()))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
