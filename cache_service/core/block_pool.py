@@ -218,24 +218,28 @@ class BlockPool:
 
     # -- granting
 
-    def _take(self, generation: int) -> int:
-        """Take the head off the list, evicting what it holds. The caller sets the state."""
-        block = self._next[0]
-        assert block, "taken from an empty free list"
-        if block >= self._num_known:
-            self._make_room(block)
-        after = self._next[block]
-        self._next[0] = after
-        self._previous[after] = 0
-        if self._state[block] == CACHED:
-            self._num_cached -= 1
-            self.num_evicted += 1
-            self._forget(block)
-        else:
-            self._num_free -= 1
-        assert generation > self._generation[block], "generations must grow"
-        self._generation[block] = generation
-        return block
+    def _take(self, count: int, generation: int) -> list[int]:
+        """Take `count` blocks off the head of the list, evicting what they hold. The caller sets their states."""
+        follows, states = self._next, self._state
+        blocks = []
+        block = follows[0]
+        for _ in range(count):
+            assert block, "taken from an empty free list"
+            if block >= self._num_known:
+                self._make_room(block)
+            assert generation > self._generation[block], "generations must grow"
+            self._generation[block] = generation
+            if states[block] == CACHED:
+                self._num_cached -= 1
+                self.num_evicted += 1
+                self._forget(block)
+            else:
+                self._num_free -= 1
+            blocks.append(block)
+            block = follows[block]
+        follows[0] = block
+        self._previous[block] = 0
+        return blocks
 
     def _make_room(self, block: int) -> None:
         """For what is kept of granted blocks, up to `block` and some more."""
@@ -247,21 +251,17 @@ class BlockPool:
 
     def take_held(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to a table: ref_count 1. The caller has checked num_available."""
-        blocks = []
-        for _ in range(count):
-            block = self._take(generation)
+        blocks = self._take(count, generation)
+        for block in blocks:
             self._state[block] = HELD
             self._ref_count[block] = 1
-            blocks.append(block)
         return blocks
 
     def take_reserved(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to the reserve. The caller has checked num_available."""
-        blocks = []
-        for _ in range(count):
-            block = self._take(generation)
+        blocks = self._take(count, generation)
+        for block in blocks:
             self._state[block] = RESERVED
-            blocks.append(block)
         self._num_reserved += count
         return blocks
 
