@@ -28,3 +28,6 @@ class ClientSettings(ProcessSettings):
     max_attempts: int = Field(
         default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
     )
+    continuation: bool = Field(
+        default=_DEFAULTS.continuation, description="Whether an answer goes on elsewhere when its worker is gone."
+    )

@@ -37,6 +37,7 @@ def client_config(manager: str | None) -> ClientConfig:
         manager=manager or settings.manager,
         timeout=settings.timeout,
         max_attempts=settings.max_attempts,
+        continuation=settings.continuation,
         first_contact=_FIRST_CONTACT_SECONDS,
     )
     if not is_loopback(config.manager.rpartition(":")[0]):
