@@ -50,6 +50,13 @@ class Process:
         return self._process.poll()
 
     @property
+    def cpu_seconds(self) -> float:
+        """CPU time that it has used; it must be running."""
+        # Behind the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
     def log(self) -> str:
         """All that was logged under this name, by earlier processes of the name too."""
         return self.log_path.read_text(errors="replace")

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = chosen.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         result = _run(settings, folder)
+    result.judge_times()
     around = {**facts("kvpool", "torch", "transformers", "grpcio"), "seconds": round(time.monotonic() - began)}
     if chosen.json:
         print(json.dumps({**result.as_json(), "facts": around}, indent=1))
@@ -102,8 +103,9 @@ def show(result: Result, console: Console) -> None:
         for what, name in (
             ("it serves again", "serves"),
             ("the first new Allocate is answered", "first_grant"),
-            ("every worker has had one answered", "last_grant"),
             ("a new request of a client has its blocks", "client"),
+            ("every worker has had one answered", "last_grant"),
+            ("  CPU time of the new manager until then", "cpu"),
         ):
             seconds = [getattr(recovery, name) for recovery in result.recoveries]
             times.add_row(what, f"{statistics.median(seconds):.2f} s", f"{max(seconds):.2f} s")
@@ -112,7 +114,7 @@ def show(result: Result, console: Console) -> None:
         console.print("Workers: " + ", ".join(f"{count} {fault}" for fault, count in result.worker_faults.items()))
     if result.outages:
         outages = Table(
-            *("manager", "seconds", "tokens", "gap, median", "gap, most", "decodes that waited", "streams that differ"),
+            *("manager", "seconds", "tokens", "gap, median", "gap, most", "reserve, least", "waits", "differ"),
             title="Outage",
             title_justify="left",
         )
@@ -122,6 +124,7 @@ def show(result: Result, console: Console) -> None:
                 f"{outage.seconds:.1f}",
                 f"{outage.num_tokens:,}",
                 *(f"{seconds * 1000:.1f} ms" for seconds in (outage.gap_median, outage.gap_most)),
+                f"{outage.reserve_least:.1f} s",
                 *(str(count) for count in (outage.num_waits, outage.num_differences)),
             )
         console.print(outages)

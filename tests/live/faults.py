@@ -44,6 +44,9 @@ class Recovery:
     """Every worker has had a new Allocate answered."""
     client: float
     """A new request by way of a client that has been there before had its blocks."""
+    cpu: float
+    """CPU time that the new manager had used when every worker had had an Allocate answered. Unlike the other figures it
+    does not depend on what else the machine does."""
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Faults:
         asking = asyncio.create_task(self._ask(request))
         async with asyncio.timeout(RECOVERED_SECONDS):
             grants = await asyncio.gather(*(first_grant(self.cluster, name) for name in self.workers))
+            cpu = self.cluster.processes[MANAGER].cpu_seconds
             served_at, asked_at = await starting, await asking
         self.recoveries.append(
             Recovery(
@@ -83,6 +87,7 @@ class Faults:
                 first_grant=min(grants) - killed_at,
                 last_grant=max(grants) - killed_at,
                 client=asked_at - killed_at,
+                cpu=cpu,
             )
         )
         await self.cluster.until_registered(*self.workers)

@@ -9,7 +9,7 @@ import re
 import signal
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class Outage:
     gap_median: float
     """Between two tokens of a stream, in seconds."""
     gap_most: float
+    reserve_least: float
+    """How many seconds the reserve that a worker had at the beginning would have lasted at the pace of the outage; of all
+    workers the least."""
     num_waits: int
     """decodes_that_waited_for_a_call, over all workers and their whole lives."""
     num_differences: int
@@ -51,8 +54,14 @@ class Outage:
 
 @dataclass
 class _Watched:
-    tokens: list[int]
-    times: list[float]
+    """What one stream delivered, token by token."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    worker: str = ""
+
+    def num_between(self, began: float, ended: float) -> int:
+        return sum(began <= at <= ended for at in self.times)
 
 
 class _Run:
@@ -78,12 +87,16 @@ class _Run:
                 cluster.start_worker(name, **self._settings)
             await cluster.until_registered(*self._names)
             async with cluster.client() as client:
-                streams = [_Watched([], []) for _ in prompts]
+                streams = [_Watched() for _ in prompts]
                 tasks = [
                     asyncio.create_task(_watch(client, prompt, stream))
                     for prompt, stream in zip(prompts, streams, strict=True)
                 ]
                 await asyncio.sleep(WARM_UP_SECONDS)
+                reserves = {
+                    worker.worker_id: sum(counts.reserved for counts in worker.counts) * self._settings["block_size"]
+                    for worker in await cluster.describe()
+                }
                 began = time.monotonic()
                 await self._go_away(away, seconds)
                 ended = time.monotonic()
@@ -103,9 +116,15 @@ class _Run:
         return Outage(
             away=away,
             seconds=ended - began,
-            num_tokens=sum(began <= at <= ended for stream in streams for at in stream.times),
+            num_tokens=sum(stream.num_between(began, ended) for stream in streams),
             gap_median=statistics.median(gaps),
             gap_most=max(gaps),
+            reserve_least=min(
+                reserve
+                / max(sum(s.num_between(began, ended) for s in streams if s.worker == name), 1)
+                * (ended - began)
+                for name, reserve in reserves.items()
+            ),
             num_waits=sum(waits),
             num_differences=0,
         ), streams
@@ -131,6 +150,7 @@ class _Run:
 
 async def _watch(client: Client, prompt: tuple[int, ...], stream: _Watched) -> None:
     async for chunk in client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True):
+        stream.worker = chunk.worker_id
         stream.tokens += chunk.token_ids
         stream.times += [time.monotonic()] * len(chunk.token_ids)
 

@@ -104,7 +104,7 @@ Progress = Callable[[str, int, int], None]
 
 
 async def prove(settings: Settings, folder: Path, progress: Progress) -> Result:
-    """Do all of it in a new cluster; raises only if the cluster cannot be made to work at all."""
+    """Do all of it; raises only if a cluster cannot be made to work at all. How long recovery took is not judged here."""
     result = Result(settings)
     model = Model.make(settings.model, folder)
     await _faults_under_load(settings, model, folder, result, progress)
@@ -164,7 +164,6 @@ async def _faults_under_load(
         result.violations += faults.violations + complaints(cluster)
     result.recoveries = faults.recoveries
     result.worker_faults = {fault: faults.done[fault] for fault in Fault}
-    result.judge_times()
     judge_streams(result, Judge.of(model.path), workload, loads)
 
 
