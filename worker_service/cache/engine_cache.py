@@ -20,9 +20,6 @@ from .sequence import CacheSequence, SequenceState
 from .settings import CacheSettings
 from .state import CacheState
 
-_RATE_WEIGHT = 0.1
-"""Weight of the newest step in the decoding rate."""
-
 
 class Computed(NamedTuple):
     """What a step has done for one sequence."""
@@ -43,7 +40,6 @@ class EngineCache:
         """How often a decode went without a block although the pool had some: it waited for an RPC."""
         self.num_calls = 0
         """Mutating calls sent, over all sessions."""
-        self._last_step_at: float | None = None
         self._state = CacheState(settings)
 
     # -- for the engine
@@ -100,10 +96,7 @@ class EngineCache:
             if token is not None:
                 num_sampled += 1
                 sequence.tokens.append(token)
-        if self._last_step_at is not None and now > self._last_step_at:
-            rate = num_sampled / (now - self._last_step_at)
-            self._state.tokens_per_second += _RATE_WEIGHT * (rate - self._state.tokens_per_second)
-        self._last_step_at = now
+        self._state.rate.note(num_sampled, now)
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
         """The step broke off: nothing is known to be computed, and no device work names the blocks any more."""

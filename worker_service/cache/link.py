@@ -77,6 +77,11 @@ class Link:
             self.applied_number = entries[-1].number
         return entries
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last call got no answer: the manager may be away."""
+        return self._backoff > BACKOFF_FIRST_SECONDS
+
     def succeeded(self) -> None:
         """The call in flight was executed and answered."""
         self.in_flight = None

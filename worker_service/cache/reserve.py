@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+_RISE = 0.1
+"""Weight of the newest step in the rate if it was a quick one."""
+_FALL_SECONDS = 5.0
+"""A slow step weighs as much as its share of this, at most _RISE."""
+
 
 class ReservedBlock(NamedTuple):
     """A granted block that no sequence is bound to."""
@@ -45,6 +50,26 @@ class Reserve:
         """A call that stated these as surplus was executed."""
         gone = set(stated)
         self.returning = [block for block in self.returning if block not in gone]
+
+
+class DecodingRate:
+    """Tokens per second of late, over all sequences.
+
+    It rises within some ten steps and falls over seconds: the manager may go away in any moment, and a few slow steps just
+    before must not make the reserve last a fraction of what it should.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+        self._last_step_at: float | None = None
+
+    def note(self, num_tokens: int, now: float) -> None:
+        """A step has ended that sampled so many tokens."""
+        if self._last_step_at is not None and now > self._last_step_at:
+            seconds = now - self._last_step_at
+            more = num_tokens / seconds - self.tokens_per_second
+            self.tokens_per_second += more * (_RISE if more > 0 else min(_RISE, seconds / _FALL_SECONDS))
+        self._last_step_at = now
 
 
 def spare_target(

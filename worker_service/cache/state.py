@@ -6,7 +6,7 @@ from . import events
 from .ledger import BlockLedger
 from .link import Link
 from .report import Report
-from .reserve import Reserve, spare_target
+from .reserve import DecodingRate, Reserve, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .settings import CacheSettings
 
@@ -26,8 +26,7 @@ class CacheState:
         """Done with; their Free is not answered yet."""
         self.parked: list[CacheSequence] = []
         """Waiting for a prefix that another sequence is computing."""
-        self.tokens_per_second = 0.0
-        """Decoding rate of late, over all sequences."""
+        self.rate = DecodingRate()
         self.report_due_at: float | None = None
         """When the filled blocks that the manager does not know must be reported; None if there are none."""
         self.is_urgent = False
@@ -97,7 +96,8 @@ class CacheState:
         live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
         size = self.settings.block_size
         to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
-        return spare_target(len(live), to_come, self.tokens_per_second, self.settings.reserve_seconds, size)
+        rate = self.rate.tokens_per_second
+        return spare_target(len(live), to_come, rate, self.settings.reserve_seconds, size)
 
     def let_go(self, sequence: CacheSequence) -> None:
         """Nothing here touches the sequence's blocks any more. The last one first, as the manager frees them."""

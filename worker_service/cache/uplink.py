@@ -55,7 +55,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     return chosen
 
 
-def _wish(state: CacheState, named: Iterable[CacheSequence]) -> int:
+def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence]) -> int:
     """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: spare, and bound to other
     sequences but not named yet."""
     skip = {id(sequence) for sequence in named}
@@ -66,8 +66,10 @@ def _wish(state: CacheState, named: Iterable[CacheSequence]) -> int:
     )
     target = state.spare_target()
     surplus = len(state.reserve) - target
-    # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks.
-    if surplus > 0 and (target == 0 or surplus > target):
+    # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks. And only
+    # to a manager that answers: while it is away nothing comes back, and decoding may speed up again.
+    is_too_much = surplus > 0 and (target == 0 or surplus > target)
+    if is_too_much and not link.is_unanswered:
         state.reserve.give_up(surplus)
     return max(target, len(state.reserve)) + unnamed
 
@@ -79,7 +81,7 @@ def _free(state: CacheState, link: Link) -> Call | None:
     # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
     for sequence in ready:
         state.let_go(sequence)
-    return calls.free_call(link, ready, _wish(state, ready), state.reserve.returning)
+    return calls.free_call(link, ready, _wish(state, link, ready), state.reserve.returning)
 
 
 def _append(state: CacheState, link: Link, now: float) -> Call | None:
@@ -98,7 +100,7 @@ def _append(state: CacheState, link: Link, now: float) -> Call | None:
     is_due = state.report_due_at is not None and now >= state.report_due_at
     if not (is_due or state.is_urgent or _wants_refill(state) or _has_idle_surplus(state)):
         return None
-    return calls.append_call(link, reports, size, _wish(state, reports), state.reserve.returning)
+    return calls.append_call(link, reports, size, _wish(state, link, reports), state.reserve.returning)
 
 
 def _wants_refill(state: CacheState) -> bool:
@@ -130,4 +132,4 @@ def _allocate(state: CacheState, link: Link, candidates: List[CacheSequence], no
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    return calls.allocate_call(link, wanted, _wish(state, ()), state.reserve.returning)
+    return calls.allocate_call(link, wanted, _wish(state, link, ()), state.reserve.returning)

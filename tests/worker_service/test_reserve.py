@@ -1,0 +1,55 @@
+"""How many blocks a worker keeps ahead of need, so that it can decode on while the manager is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.worker_service.test_engine_recovery import until
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import World, read
+from worker_service.cache.reserve import DecodingRate
+
+
+def rate_behind(*steps: tuple[int, float]) -> float:
+    """What is taken for the rate behind so many steps of so many seconds, each of which samples 4 tokens."""
+    rate, now = DecodingRate(), 0.0
+    rate.note(4, now)
+    for count, seconds in steps:
+        for _ in range(count):
+            now += seconds
+            rate.note(4, now)
+    return rate.tokens_per_second
+
+
+def test_the_rate_is_known_within_a_few_dozen_steps() -> None:
+    assert rate_behind((30, 0.01)) == pytest.approx(400, rel=0.05)
+    assert rate_behind((1_000, 0.02), (30, 0.01)) == pytest.approx(400, rel=0.05)
+
+
+def test_a_second_of_slow_steps_does_not_halve_the_rate() -> None:
+    """Whatever kept the cores busy may be gone the next moment, and the manager too."""
+    assert rate_behind((100, 0.01), (10, 0.1)) > 300
+
+
+def test_a_lasting_change_is_followed_within_half_a_minute() -> None:
+    assert rate_behind((100, 0.01), (300, 0.1)) == pytest.approx(40, rel=0.1)
+
+
+async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None:
+    """Decoding becomes slow while it is away: what then is too much may be needed yet, and cannot be had again."""
+    world = World(num_blocks=2_000, block_size=4, reserve_seconds=2.0)
+    world.model.step_seconds = 0.002
+    async with world.running():
+        request = world.submit(list(range(10)), 1_200)
+        await until(lambda: world.cache.num_spare_blocks > 100)
+        world.wire.is_cut = True
+        await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
+        before = world.cache.num_spare_blocks + len(request.sequence.table)
+        world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
+        calls = sum(world.wire.num_calls.values())
+        await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
+        assert world.cache.num_spare_blocks + len(request.sequence.table) == before
+        world.model.step_seconds, world.wire.is_cut = 0.0, False
+        assert await asyncio.wait_for(read(request), 60) == expected_text(list(range(10)), 1_200)
