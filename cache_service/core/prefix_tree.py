@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
-FAN_CHILDREN = 4096
+FAN_CHILDREN = 1024
 """A node with more children than this keeps them in a Fan."""
 
 FAN_PARTS = 256
