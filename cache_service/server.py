@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -67,7 +68,10 @@ class Server:
         self._settings = settings
         self._clock = clock
         self.manager = CacheManager(
-            epochs.epoch, lease_seconds=settings.lease_seconds, tick_seconds=settings.tick_seconds
+            epochs.epoch,
+            session_start=secrets.randbits(39),
+            lease_seconds=settings.lease_seconds,
+            tick_seconds=settings.tick_seconds,
         )
         self.port = 0
         """The port in use, once started."""

@@ -131,14 +131,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 raise status.Unavailable("the manager's state directory cannot be written; see its log") from error
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=registration.worker_id)
             self._manager.raise_epoch(epoch)
+            # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
+            # tell the next life of the manager what to outgrow. So all register again.
+            for session in self._manager.sessions:
+                self._manager.deregister(session.number)
 
     def _is_foreign(self, seen: int, registration: Registration) -> bool:
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
         if seen != self._manager.epoch:
             return seen > self._manager.epoch
-        # A process that has a session with us was outgrown when it began that, so it has our epoch from us.
-        session = self._live(registration.worker_id)
-        return session is None or session.registration.incarnation != registration.incarnation
+        # A process that has registered with us was outgrown then, so it has our epoch from us.
+        return not self._manager.has_met(registration.worker_id, registration.incarnation)
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:

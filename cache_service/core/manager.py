@@ -51,13 +51,17 @@ SWEEP_SLICE_NODES = 2048
 class CacheManager:
     """Owns every decision about KV blocks, for all workers.
 
-    `epoch` is this life of the manager, larger than any before; times are seconds of one monotonic clock.
+    `epoch` is this life of the manager, larger than any before; times are seconds of one monotonic clock. `session_start`, below
+    2**39, is where the numbers of sessions begin within the epoch. A random one keeps apart two lives that had the same epoch,
+    because the disk lost what it had acknowledged: else a worker that still believes in a session of the one would speak in
+    another worker's session of the other.
     """
 
     def __init__(
         self,
         epoch: int,
         *,
+        session_start: int = 0,
         lease_seconds: float = 6.0,
         tick_seconds: float = 0.5,
         limits: Limits | None = None,
@@ -79,7 +83,7 @@ class CacheManager:
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
-        self._last_session = epoch << EPOCH_SHIFT
+        self._last_session = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
 
     # -- sessions
@@ -102,8 +106,9 @@ class CacheManager:
     def raise_epoch(self, epoch: int) -> None:
         """Go on under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
         assert epoch > self.epoch
+        self._last_session += (epoch - self.epoch) << EPOCH_SHIFT
         self.epoch = epoch
-        self._last_stamp = self._last_session = epoch << EPOCH_SHIFT
+        self._last_stamp = epoch << EPOCH_SHIFT
 
     def register(self, registration: Registration, now: float) -> Registered:
         """Begin a session and fence the worker's earlier one. A worker that holds state must report it before it is served.
@@ -174,6 +179,10 @@ class CacheManager:
         while len(known) > max(self.limits.max_known_incarnations, self.limits.max_workers):
             oldest = next(worker_id for worker_id in known if worker_id not in self._workers)
             del known[oldest]
+
+    def has_met(self, worker_id: str, incarnation: int) -> bool:
+        """Whether this process of the worker, or a newer one, has registered in this life of the manager, as far as it remembers."""
+        return incarnation <= self._incarnations.get(worker_id, (0, 0))[0]
 
     def keep_alive(
         self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float, *, draining: bool = False

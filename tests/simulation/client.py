@@ -177,4 +177,3 @@ class ClientProcess(Process):
                 await self._manager.drain(deadline, worker_id, grace)
         except (*_MAY_FAIL_WITH, NotFound):
             pass
-

@@ -109,14 +109,18 @@ class Laws:
         world.operation(method)
         manager: Any = server
         if world.kernel.is_traced:
-            world.kernel.trace(manager.name, f"{method} of {caller.name}: {_in_words(method, request, response, failure)}")
+            world.kernel.trace(
+                manager.name, f"{method} of {caller.name}: {_in_words(method, request, response, failure)}"
+            )
         if failure is not None:
             reason = reason_in(failure)
             if reason in ("STALE_CALL", "STALE_SESSION", "RECOVERING") and method != "Register":
                 self.count("stale calls change nothing")
                 # A part of a report that has to wait uses up its call_no; that is all.
                 if self._figures(manager) != self._before and reason != "RECOVERING":
-                    world.fail("stale calls change nothing", f"{method} was refused with {reason} and changed something")
+                    world.fail(
+                        "stale calls change nothing", f"{method} was refused with {reason} and changed something"
+                    )
             return
         if method in _MUTATING:
             session = manager.core._sessions.get(request.uplink.session)
@@ -179,7 +183,9 @@ class Laws:
         for worker in self.world.live_workers():
             if worker.cache._state.ledger is ledger:
                 if generation <= worker.granted.get(block, 0):
-                    self.world.fail("generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}")
+                    self.world.fail(
+                        "generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}"
+                    )
                 worker.granted[block] = generation
 
     def on_hit(self, ledger: BlockLedger, block: int) -> None:
@@ -189,7 +195,9 @@ class Laws:
             if worker.cache._state.ledger is ledger:
                 content = ledger.content(block)
                 if content is None or worker.gpu.block(block) != right_slots(content):
-                    self.world.fail("sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there")
+                    self.world.fail(
+                        "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
+                    )
 
     # -- everything
 
@@ -220,7 +228,9 @@ class Laws:
             generation = ledger._generation[block]
             what = f"{worker.name}: block {block} of generation {pool.generation(block):#x} is sealed at the manager; "
             if content is None or generation != pool.generation(block):
-                self.world.fail("manager and worker agree", f"{what}here it has generation {generation:#x} and {content}")
+                self.world.fail(
+                    "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
+                )
                 return
             if worker.gpu.block(block) != right_slots(content):
                 self.world.fail("exact hits", f"{what}its slots hold something else")
@@ -249,7 +259,9 @@ class Laws:
                 self.world.fail("nothing leaks", f"{worker.name} still holds {list(state.sequences)}")
             for block in range(1, session.pool.num_blocks):
                 if state.ledger.content(block) is None and session.pool.is_cached(block):
-                    self.world.fail("manager and worker agree", f"{worker.name}: block {block} is cached at the manager only")
+                    self.world.fail(
+                        "manager and worker agree", f"{worker.name}: block {block} is cached at the manager only"
+                    )
 
 
 def right_slots(content: Content) -> list[int]:

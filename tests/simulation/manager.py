@@ -49,7 +49,11 @@ class ManagerProcess(Process):
             self.world.on_damaged_state(self)
             return
         self.core = CacheManager(
-            epochs.epoch, lease_seconds=LEASE_SECONDS, tick_seconds=TICK_SECONDS, limits=self._limits
+            epochs.epoch,
+            session_start=self._random.getrandbits(39),
+            lease_seconds=LEASE_SECONDS,
+            tick_seconds=TICK_SECONDS,
+            limits=self._limits,
         )
         self.kernel.trace(self.name, f"listens with epoch {epochs.epoch}")
         self.servicer = CacheServicer(

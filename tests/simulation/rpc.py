@@ -100,7 +100,13 @@ class Call:
     """One call, from the process that makes it to the one that answers."""
 
     def __init__(
-        self, bus: Bus, process: Process, address: str, method: str, request: bytes, deserializer: Callable[[bytes], Any]
+        self,
+        bus: Bus,
+        process: Process,
+        address: str,
+        method: str,
+        request: bytes,
+        deserializer: Callable[[bytes], Any],
     ) -> None:
         self.bus = bus
         self.process = process
@@ -221,9 +227,6 @@ class StreamCall(Call):
         bus.open_calls[self] = None
         sender, source = self.process, self.process.machine
         bus.send_in_order(self, sender, source, self.target, self._arrive, False)
-        later = bus.repeats()
-        if later is not None:
-            bus.kernel.after(10 * later, self._arrive, True)
         return self
 
     # -- the caller's side
@@ -304,6 +307,10 @@ class StreamCall(Call):
     def _serve(self, server: Process, is_repeated: bool) -> None:
         if not is_repeated:
             self.bus.open_calls[self] = server
+            # A second one in front of the first would be the one that is answered: no transport does that to a stream.
+            later = self.bus.repeats()
+            if later is not None:
+                self.bus.kernel.after(10 * later, self._arrive, True)
         task = server.loop.create_task(self._answer(server, is_repeated))
         if not is_repeated:
             self._serving.append((server, task))

@@ -1,0 +1,73 @@
+"""What the simulator has found in shipped code, each made as small as it could be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cache_service.core.manager import CacheManager
+from cache_service.epoch import EpochStore
+from cache_service.server import Server
+from cache_service.servicer import CacheServicer
+from cache_service.settings import ManagerSettings
+from tests.cache_service.edge.peer import registration
+from tests.simulation.rpc import Context
+
+
+class _Life:
+    """One life of the manager in a directory, without a network."""
+
+    def __init__(self, directory: Path, *, session_start: int = 0) -> None:
+        self.epochs = EpochStore.open(directory)
+        self.manager = CacheManager(self.epochs.epoch, session_start=session_start)
+        self.servicer = CacheServicer(self.manager, self.epochs, keep_alive_seconds=1.0, clock=lambda: 0.0)
+
+    async def register(self, worker_id: str, register_no: int = 1, *, seen: int = 0) -> int:
+        """The number of the session."""
+        request = registration(worker_id, register_no=register_no)
+        request.highest_epoch_seen = seen
+        context = Context()
+        response = await self.servicer.Register(request, context)  # type: ignore[arg-type]
+        assert context.failure is None
+        return int(response.session)
+
+
+def test_two_lives_with_one_epoch_do_not_number_their_sessions_alike(tmp_path: Path) -> None:
+    """A disk that lost the epoch: a worker of the one life must not speak in another worker's session of the other."""
+    starts = []
+    for name in ("a", "b"):
+        epochs = EpochStore.open(tmp_path / name)
+        server = Server(ManagerSettings(state_dir=tmp_path / name), epochs)
+        starts.append(server.manager._last_session)
+        epochs.close()
+    assert starts[0] != starts[1]
+    assert {start >> 40 for start in starts} == {1}
+
+
+async def test_whoever_is_given_stamps_of_a_raised_epoch_knows_it(tmp_path: Path) -> None:
+    """ "a" has a session when "b" makes the manager raise its epoch. If it went on, it would hold generations of an epoch that it
+    has never been told, and could not tell the next life of a manager, whose disk has lost that epoch, what to outgrow."""
+    life = _Life(tmp_path)
+    before = await life.register("a")
+    await life.register("b", seen=7)
+    assert life.manager.epoch == 8
+    assert before not in {session.number for session in life.manager.sessions}
+    assert await life.register("a", 2, seen=1) >> 40 == 8
+    life.epochs.close()
+
+
+async def test_a_worker_that_registers_again_raises_no_epoch(tmp_path: Path) -> None:
+    """Its lease ran out: it has seen our epoch from us, and so have all others, who are left alone."""
+    life = _Life(tmp_path)
+    other, number = await life.register("other"), await life.register("w")
+    life.manager.deregister(number)
+    again = await life.register("w", 2, seen=1)
+    assert again >> 40 == life.manager.epoch == 1
+    assert {session.number for session in life.manager.sessions} == {other, again}
+    life.epochs.close()
+
+
+async def test_a_worker_of_another_life_with_our_epoch_raises_it(tmp_path: Path) -> None:
+    """It has seen an epoch as large as ours, and not from us."""
+    life = _Life(tmp_path)
+    assert await life.register("w", seen=1) >> 40 == life.manager.epoch == 2
+    life.epochs.close()
