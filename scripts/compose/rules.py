@@ -17,8 +17,9 @@ from .file import ComposeError, ComposeFile, Service, read
 from .project import COMPOSE_FILE, DOCKERFILE
 
 LOOPBACK = "127.0.0.1"
-SPARE_SECONDS = 5
-"""Between the end of a worker's grace and the engine's patience: it says Free and good-bye meanwhile."""
+SPARE_SECONDS = 20
+"""Between the end of a worker's grace and the engine's patience: it says Free and good-bye, and its process ends, which takes
+seconds on a busy machine."""
 SETTINGS: Mapping[str, type[BaseModel]] = {"KVPOOL_MANAGER_": ManagerSettings, "KVPOOL_WORKER_": WorkerSettings}
 _PORT = re.compile(r"(?P<host>[\d.]+):(?P<published>\d+):(?P<target>\d+)")
 
