@@ -55,8 +55,16 @@ class Cluster:
     living: ClassVar[set[Cluster]] = set()
     """Clusters whose logs belong to a test that fails now."""
 
-    def __init__(self, folder: Path, *, lease_seconds: float = 6.0, keep_alive_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lease_seconds: float = 6.0,
+        keep_alive_seconds: float = 1.0,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
         self._folder = folder
+        self._start_seconds = start_seconds
         self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
         self._ports: dict[str, int] = {MANAGER: free_port()}
         self._worker_settings: dict[str, dict[str, Any]] = {}
@@ -141,7 +149,7 @@ class Cluster:
                 return False
             return or_not or answer.status == health_pb2.HealthCheckResponse.SERVING
 
-        await eventually(serving, f"{name} serves", START_SECONDS)
+        await eventually(serving, f"{name} serves", self._start_seconds)
         return time.monotonic()
 
     async def until_registered(self, *names: str) -> None:
@@ -156,7 +164,7 @@ class Cluster:
             described = {worker.worker_id: worker.address for worker in await self.describe()}
             return all(described.get(name) == self.address(name) for name in names)
 
-        await eventually(registered, f"{names} register", START_SECONDS)
+        await eventually(registered, f"{names} register", self._start_seconds)
 
     def _assert_running(self, name: str) -> None:
         process = self.processes[name]

@@ -19,7 +19,7 @@ from tests.live.load import Load
 from tests.live.probe import first_grant
 from tests.live.workload import Request
 
-RECOVERED_SECONDS = 60.0
+RECOVERED_SECONDS = 120.0
 
 
 class Fault(StrEnum):
@@ -68,7 +68,7 @@ class Faults:
 
     # -- the manager
 
-    async def kill_manager(self, load: Load, request: Request) -> None:
+    async def kill_manager(self, load: Load, request: Request) -> str:
         """kill -9 at a random moment, and start it again at once; `request` is what a new stream asks meanwhile."""
         await self._random_moment()
         self.num_hit += load.num_in_the_middle()
@@ -91,7 +91,7 @@ class Faults:
             )
         )
         await self.cluster.until_registered(*self.workers)
-        await self.audit("the manager was killed")
+        return await self.audit("manager killed")
 
     async def _start_manager(self) -> float:
         await self.cluster.start_manager()
@@ -105,7 +105,7 @@ class Faults:
 
     # -- workers
 
-    async def harm_worker(self, load: Load, fault: Fault) -> None:
+    async def harm_worker(self, load: Load, fault: Fault) -> str:
         """One fault at a random moment; returns when the worker is back."""
         await self._random_moment()
         name = self.draw.choice(self.workers)
@@ -136,7 +136,7 @@ class Faults:
             self.cluster.start_worker(name)
         await self.cluster.until_registered(*self.workers)
         self.done[fault] += 1
-        await self.audit(f"{name}: {fault}")
+        return await self.audit(f"{name} {fault}")
 
     async def _until_gone(self, name: str) -> None:
         async def is_gone() -> bool:
@@ -157,10 +157,11 @@ class Faults:
 
     # -- afterwards
 
-    async def audit(self, behind: str) -> None:
-        """Every law of the manager holds, in the middle of the load."""
+    async def audit(self, behind: str) -> str:
+        """Every law of the manager holds, in the middle of the load. Returns what was done before."""
         for violation in (await self.cluster.manager_stub.Check(cache_pb2.CheckRequest())).violations:
             self.violations.append(f"check, behind {behind}: {violation}")
+        return behind
 
     async def _random_moment(self) -> None:
         await asyncio.sleep(self.draw.uniform(0.0, self.pause_seconds))

@@ -6,8 +6,9 @@ import dataclasses
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ from tests.live.difference import Doubt, Judge
 from tests.live.faults import Fault, Faults, Recovery, complaints
 from tests.live.load import Ended, Load
 from tests.live.outage import Away, Outage, measure_outages
-from tests.live.workload import Model, Workload, make_requests
+from tests.live.workload import START_SECONDS, Model, Workload, make_requests
 
+MANAGER_KILLED: Final = "manager killed"
+WORKER_HARMED: Final = "worker harmed"
 MEDIAN_SECONDS: Final = 1.5
 WORST_SECONDS: Final = 4.0
 """From the kill of a manager to the first new Allocate answered, at most."""
@@ -51,7 +54,7 @@ class Phase:
     """Faults of one kind under load."""
 
     name: str
-    faults: int
+    faults: int = 0
     streams: int = 0
     tokens: int = 0
     hit: int = 0
@@ -133,8 +136,12 @@ async def _faults_under_load(
     loads: list[list[Ended]] = []
     place = folder / "faults"
     place.mkdir()
-    times = {"lease_seconds": settings.lease_seconds, "keep_alive_seconds": settings.keep_alive_seconds}
-    async with Cluster(place, **times) as cluster:
+    async with Cluster(
+        place,
+        lease_seconds=settings.lease_seconds,
+        keep_alive_seconds=settings.keep_alive_seconds,
+        start_seconds=START_SECONDS,
+    ) as cluster:
         await cluster.start_manager()
         for name in names:
             cluster.start_worker(
@@ -146,21 +153,34 @@ async def _faults_under_load(
                 client, lambda: progress("undisturbed answers", len(workload.answers), settings.requests)
             )
             faults = Faults(cluster, client, names, settings.lease_seconds, draw, settings.pause_seconds)
-            phase = Phase("manager killed", settings.kills)
-            async with Load(client, workload, settings.streams, draw) as load:
-                for number in range(settings.kills):
-                    await faults.kill_manager(load, draw.choice(workload.requests))
-                    progress(f"manager killed, {len(load.ended)} streams have ended", number + 1, settings.kills)
-            _note(phase, faults, load, loads, result)
-            phase = Phase("worker harmed", settings.worker_faults)
-            async with Load(client, workload, settings.streams, draw) as load:
-                for number, fault in enumerate(_in_turn(settings.worker_faults, draw)):
-                    await faults.harm_worker(load, fault)
-                    progress(
-                        f"worker {fault}, {len(load.ended)} streams have ended", number + 1, settings.worker_faults
-                    )
-            _note(phase, faults, load, loads, result)
-        await cluster.until_clean()
+
+            async def under_load(name: str, deeds: Sequence[Callable[[Load], Awaitable[str]]]) -> None:
+                load = Load(client, workload, settings.streams, draw)
+                phase = Phase(name)
+                result.phases.append(phase)
+                loads.append(load.ended)
+                try:
+                    async with load:
+                        for deed in deeds:
+                            what = await deed(load)
+                            phase.faults += 1
+                            progress(f"{what}; {len(load.ended)} streams have ended", phase.faults, len(deeds))
+                finally:
+                    phase.streams, phase.tokens = len(load.ended), load.num_tokens
+                    phase.hit, faults.num_hit = faults.num_hit, 0
+                    phase.moved = sum(ended.has_moved for ended in load.ended)
+
+            try:
+                kills = [
+                    partial(faults.kill_manager, request=draw.choice(workload.requests)) for _ in range(settings.kills)
+                ]
+                await under_load(MANAGER_KILLED, kills)
+                harms = [partial(faults.harm_worker, fault=fault) for fault in _in_turn(settings.worker_faults, draw)]
+                await under_load(WORKER_HARMED, harms)
+                await cluster.until_clean()
+            except (AssertionError, TimeoutError) as error:
+                # What was seen until then is worth judging all the same.
+                result.violations.append(f"broke off: {type(error).__name__}: {error}")
         result.violations += faults.violations + complaints(cluster)
     result.recoveries = faults.recoveries
     result.worker_faults = {fault: faults.done[fault] for fault in Fault}
@@ -173,15 +193,6 @@ def _in_turn(count: int, draw: random.Random) -> list[Fault]:
     faults = [kinds[number % len(kinds)] for number in range(count)]
     draw.shuffle(faults)
     return faults
-
-
-def _note(phase: Phase, faults: Faults, load: Load, loads: list[list[Ended]], result: Result) -> None:
-    phase.hit, faults.num_hit = faults.num_hit, 0
-    phase.streams = len(load.ended)
-    phase.tokens = load.num_tokens
-    phase.moved = sum(ended.has_moved for ended in load.ended)
-    result.phases.append(phase)
-    loads.append(load.ended)
 
 
 def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[list[Ended]]) -> None:
@@ -198,7 +209,7 @@ def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[
                 known[ended.request, ended.token_ids] += 1
         for (number, tokens), times in known.items():
             _weigh(result, f"{phase.name}, {times} times", judge.doubts(workload.requests[number], tokens))
-        if phase.name == "manager killed":
+        if phase.name == MANAGER_KILLED:
             # Their workers lived: whoever had begun had no reason to go elsewhere.
             for ended in ended_streams:
                 if ended.has_moved:
