@@ -1,0 +1,137 @@
+"""What the manager must answer to a call in a state: the independent slow model of the core's tests, behind messages.
+
+The order of execution decides the numbers too: each executed Allocate, Append or Free stamps its grants with the generation behind
+the last, and each accepted Register makes the session behind the last.
+
+Reports are not the model's: `Report` and registrations that hold state are not part of a history.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import Any
+
+from cache_service import codec
+from cache_service.core.messages import Limits
+from tests.cache_service.core import model
+from tests.linearizability.history import Answer, Done, Operation, Refused, Registered, Routed, Told
+
+
+class Specification:
+    """A state of the manager, and what it does with a call."""
+
+    def __init__(self, last_stamp: int, last_session: int) -> None:
+        self.model = model.Model(3600.0, 0.5, Limits())
+        self.last_stamp = last_stamp
+        self.last_session = last_session
+
+    def copy(self) -> Specification:
+        """An equal state that changes on its own."""
+        copied: Specification = pickle.loads(pickle.dumps(self, 5))
+        return copied
+
+    def digest(self) -> bytes:
+        """Equal for equal states."""
+        return hashlib.blake2b(repr(self._state()).encode(), digest_size=16).digest()
+
+    def _state(self) -> tuple[Any, ...]:
+        return (
+            self.last_stamp,
+            self.last_session,
+            sorted(self.model.newest.items()),
+            [
+                (
+                    session.number,
+                    session.free_list,
+                    sorted(session.generation.items()),
+                    session.sealed,
+                    sorted(session.reserved),
+                    session.pending,
+                    session.last_number,
+                    session.last_call_no,
+                    session.reserve_wish,
+                    [
+                        (
+                            one.key,
+                            one.root,
+                            one.tokens,
+                            one.num_prompt_tokens,
+                            one.table,
+                            one.num_cached_tokens,
+                            one.num_computed_tokens,
+                            one.num_named,
+                            one.fenced,
+                        )
+                        for one in session.sequences
+                    ],
+                )
+                for session in self.model.sessions
+            ],
+        )
+
+    def refusal(self, operation: Operation) -> Refused | None:
+        """How a call on the link would be turned down as a whole. Changes nothing."""
+        request = operation.request
+        uplink = getattr(request, "uplink", None)
+        if uplink is None:
+            return None
+        session = next((one for one in self.model.sessions if one.number == uplink.session), None)
+        if session is None:
+            return Refused("STALE_SESSION")
+        return Refused("STALE_CALL") if uplink.call_no <= session.last_call_no else None
+
+    def execute(self, operation: Operation) -> Answer:
+        """Let it happen; returns what must be answered."""
+        try:
+            return self._execute(operation.method, operation.request)
+        except model.Refused as refused:
+            return Refused(refused.reason.value, refused.position)
+
+    def _execute(self, method: str, request: Any) -> Answer:
+        modelled = self.model
+        if method == "Register":
+            registration = codec.decode_registration(request)
+            assert not registration.holds_state, "reports are not the model's"
+            modelled.register(registration, self.last_session + 1, 0.0)
+            self.last_session += 1
+            return Registered(self.last_session, False)
+        if method == "Deregister":
+            modelled.deregister(request.session)
+            return Done()
+        if method == "KeepAlive":
+            modelled.keep_alive(request.session, request.downlink_ack, 0.0)
+            return self._told(request.session, ())
+        if method == "Route":
+            root, tokens = codec.decode_root(request.root), model.token_ids(request.tokens)
+            return Routed(
+                tuple(
+                    sorted(
+                        (session.registration.worker_id, *modelled.reach(session, root, tokens))
+                        for session in modelled.sessions
+                    )
+                )
+            )
+        uplink = codec.decode_uplink(request)
+        outcomes: list[Any] = []
+        if method == "Allocate":
+            outcomes = list(
+                modelled.allocate(uplink, tuple(map(codec.decode_allocate_item, request.items)), self.last_stamp + 1)
+            )
+        elif method == "Append":
+            outcomes = list(
+                modelled.append(uplink, tuple(map(codec.decode_append_item, request.items)), self.last_stamp + 1)
+            )
+        else:
+            assert method == "Free", method
+            modelled.free(uplink, tuple(codec.decode_free_items(request.items)), self.last_stamp + 1)
+        self.last_stamp += 1
+        return self._told(uplink.session, tuple(map(_plain, outcomes)))
+
+    def _told(self, session_number: int, outcomes: tuple[Any, ...]) -> Told:
+        session = self.model.session(session_number)
+        return Told(outcomes, tuple(session.pending), session.counts())
+
+
+def _plain(outcome: Any) -> Any:
+    return Refused(outcome.reason.value, outcome.position) if isinstance(outcome, model.Refused) else outcome
