@@ -1,0 +1,195 @@
+"""The smallest engine that does all that an engine does to the cache side: it queues, computes, preempts and frees.
+
+Its "KV" is the truth itself: a slot holds the tokens, up to its own, for which it was computed. A slot whose block was granted
+anew, or that nobody may read any more, holds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpool.v1 import common_pb2
+
+from worker_service.cache import events
+from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.sequence import CacheSequence, SequenceState
+from worker_service.cache.settings import CacheSettings
+
+FINGERPRINT = "tiny"
+MAX_RUNNING = 2
+
+Content = tuple[str, tuple[int, ...]]
+"""Tenant salt and tokens."""
+
+
+class BrokenLaw(Exception):
+    """A law does not hold; the message says which and where."""
+
+
+class Part(NamedTuple):
+    """What a step does for one sequence: positions `start` … `end` − 1, through the table as it was at the launch."""
+
+    sequence: CacheSequence
+    start: int
+    end: int
+    table: tuple[int, ...]
+    tokens: tuple[int, ...]
+    samples: bool
+
+
+def content(sequence: CacheSequence, num_tokens: int) -> Content:
+    """What the slot of the last of the first `num_tokens` tokens holds once it is computed."""
+    return sequence.root.tenant_salt, tuple(sequence.tokens[:num_tokens])
+
+
+class TinyEngine:
+    """One life of a worker's process."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.cache = EngineCache(settings)
+        self.waiting: list[CacheSequence] = []
+        self.running: list[CacheSequence] = []
+        """In the order of admission: the last is the youngest."""
+        self.step: list[Part] = []
+        """The step that is on the device."""
+        self.slots: list[Content | None] = [None] * (settings.num_blocks * settings.block_size)
+        self.generations = [0] * settings.num_blocks
+        self.failed: list[tuple[str, int, str]] = []
+        """Streams that broke off since the last look: sequence, attempt, why."""
+
+    def submit(self, sequence_id: str, attempt: int, salt: str, tokens: list[int], max_new_tokens: int) -> None:
+        """A request arrives."""
+        root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
+        self.waiting.append(CacheSequence(sequence_id, attempt, root, tokens, max_new_tokens=max_new_tokens))
+
+    def find(self, sequence_id: str, attempt: int) -> CacheSequence | None:
+        """The request, if it has not ended here."""
+        for sequence in [*self.waiting, *self.running]:
+            if sequence.id == (sequence_id, attempt):
+                return sequence
+        return None
+
+    def remove(self, sequence: CacheSequence) -> None:
+        """The request ends, for whatever reason."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.cache.free(sequence)
+
+    def candidates(self) -> list[CacheSequence]:
+        """Sequences that want a table, as `Scheduler.candidates` names them."""
+        asking = [sequence for sequence in self.waiting if sequence.state is SequenceState.WAITING]
+        unanswered = [sequence for sequence in asking if sequence.maybe_granted]
+        others = [sequence for sequence in asking if not sequence.maybe_granted]
+        busy = sum(seq.state in (SequenceState.ALLOCATING, SequenceState.LIVE) for seq in self.waiting)
+        room = MAX_RUNNING - len(self.running) - busy - len(unanswered)
+        return unanswered + others[: max(0, room)]
+
+    # -- steps
+
+    def begin_step(self) -> bool:
+        """Launch a step with all that can run. False if there is none; sequences may have been preempted all the same."""
+        assert not self.step
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue
+            start, end = sequence.num_computed_tokens, len(sequence.tokens)
+            if self.cache.extend(sequence, end):
+                self.step.append(Part(sequence, start, end, tuple(sequence.table), tuple(sequence.tokens), True))
+            elif self.cache.is_exhausted and len(self.running) > 1:
+                youngest = self.running.pop()
+                self.step = [part for part in self.step if part.sequence is not youngest]
+                self.waiting.insert(0, self.cache.preempt(youngest))
+        for part in self.step:
+            self._read(part)
+        self.cache.begin_step([part.sequence for part in self.step])
+        return bool(self.step)
+
+    def end_step(self) -> None:
+        """The device has done the step: KV is written, and each sequence has its next token."""
+        step, self.step = self.step, []
+        written: set[int] = set()
+        for part in step:
+            self._read(part)
+            for position in range(part.start, part.end):
+                slot = self._slot(part.table, position)
+                if slot in written:
+                    raise BrokenLaw(f"one writer: two sequences write slot {slot} in one step")
+                written.add(slot)
+                self.slots[slot] = part.sequence.root.tenant_salt, part.tokens[: position + 1]
+        self.cache.end_step(
+            [Computed(part.sequence, part.end, next_token(part.tokens) if part.samples else None) for part in step],
+            0.0,
+        )
+        for part in step:
+            sequence = part.sequence
+            if sequence in self.running and len(sequence.tokens) >= sequence.max_tokens:
+                self.remove(sequence)
+
+    def _slot(self, table: tuple[int, ...] | list[int], position: int) -> int:
+        size = self.cache.settings.block_size
+        return table[position // size] * size + position % size
+
+    def _read(self, part: Part) -> None:
+        """The device reads the KV of all tokens before those that it computes."""
+        self._require_kv(part.sequence, part.table, part.start, "a running step reads")
+
+    def _require_kv(self, sequence: CacheSequence, table: tuple[int, ...] | list[int], count: int, who: str) -> None:
+        for position in range(count):
+            slot = self._slot(table, position)
+            if self.slots[slot] != content(sequence, position + 1):
+                raise BrokenLaw(
+                    f"exact hits, use after free: {who} block {table[position // self.cache.settings.block_size]} for position "
+                    f"{position} of {sequence!r}; it holds {self.slots[slot]}"
+                )
+
+    # -- after each event
+
+    def settle(self) -> None:
+        """Take in what the cache side has to say, as the engine does between two steps, and what its grants mean for the slots."""
+        self._forget_slots()
+        if self.step:
+            return
+        for event in self.cache.take_events():
+            if isinstance(event, events.Granted):
+                if event.sequence in self.waiting:
+                    self.waiting.remove(event.sequence)
+                    self.running.append(event.sequence)
+            elif isinstance(event, events.Refused | events.Stopped):
+                why = "stopped"
+                if isinstance(event, events.Refused):
+                    why = f"refused: {event.status.message}"
+                if event.sequence in self.waiting or event.sequence in self.running:
+                    self.remove(event.sequence)
+                    self.failed.append((*event.sequence.id, why))
+            elif isinstance(event, events.SessionLost) and "disagree" in event.why:
+                raise BrokenLaw(f"the books agree: {event.why}")
+            elif isinstance(event, events.GivenUp):
+                raise BrokenLaw(f"a report is always taken in: {event.why}")
+
+    def _forget_slots(self) -> None:
+        """A block that was granted anew may be written by its new owner at any time; one that nobody may read holds nothing."""
+        ledger, size = self.cache._state.ledger, self.cache.settings.block_size
+        for block, generation in enumerate(ledger._generation):
+            if generation < self.generations[block]:
+                raise BrokenLaw(f"generations grow: block {block} went from {self.generations[block]} to {generation}")
+            is_unused = ledger.content(block) is None and not ledger._num_users[block]
+            if generation > self.generations[block] or is_unused:
+                self.slots[block * size : (block + 1) * size] = [None] * size
+        self.generations = list(ledger._generation)
+
+    def require_laws(self) -> None:
+        """One writer; and whoever may read a slot finds there what it expects."""
+        ledger = self.cache._state.ledger
+        filling: dict[int, CacheSequence] = {}
+        in_step = [part.sequence for part in self.step]
+        for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
+            if not (sequence.uses_blocks or sequence.in_step):
+                continue
+            self._require_kv(sequence, sequence.table, sequence.num_computed_tokens, "a live table names")
+            for block in sequence.table:
+                if ledger.content(block) is None and filling.setdefault(block, sequence) is not sequence:
+                    raise BrokenLaw(f"one writer: block {block} is being filled by {sequence!r} and {filling[block]!r}")
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """The one right continuation, the same for equal texts."""
+    return 100 + (sum(tokens) + len(tokens)) % 100

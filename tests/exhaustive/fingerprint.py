@@ -1,0 +1,284 @@
+"""The canonical form of a world: two worlds with the same fingerprint go on alike and obey the same laws.
+
+Absolute numbers are left out. Of generations, sessions, call numbers, numbers of downlink entries and of registrations only the
+order matters, because the code compares them and always makes new ones that are larger than all before: each is replaced by its
+rank among those of its kind that are anywhere in the world. Left out too is what only counts (calls, evictions), what is derived
+from the rest and compared with it by the audit (the tree's nodes, the index of attempts, the pools' counters), and the budget.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import xxhash
+
+from cache_service.core.block_pool import BlockPool
+from cache_service.core.messages import Grant, Stop
+from cache_service.core.prefix_tree import Node
+from cache_service.core.session import Session
+from tests.exhaustive.engine import TinyEngine
+from tests.exhaustive.wire import form_of
+from tests.exhaustive.world import Peer, World
+from worker_service.cache.events import Granted, Refused, Stopped
+from worker_service.cache.ledger import BlockLedger, Content
+from worker_service.cache.sequence import CacheSequence
+
+
+class _Numbers:
+    """Absolute numbers of each kind in the order in which the canonical walk comes by them."""
+
+    def __init__(self) -> None:
+        self.stamps: list[int] = []
+        self.sessions: list[int] = []
+        self.calls: list[tuple[int, int]] = []
+        self.entries: list[tuple[int, int]] = []
+        self.registers: list[tuple[int, int, int]] = []
+
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Each replaced by its rank. No generation stays 0."""
+        return (
+            _ranks([0, *self.stamps]),
+            _ranks(self.sessions),
+            _ranks(self.calls),
+            _ranks(self.entries),
+            _ranks(self.registers),
+        )
+
+
+def _ranks(values: Iterable[Any]) -> tuple[int, ...]:
+    values = list(values)
+    rank = {value: index for index, value in enumerate(sorted(set(values)))}
+    return tuple([rank[value] for value in values])
+
+
+def fingerprint(world: World) -> bytes:
+    """128 bits that stand for the world without its budget."""
+    numbers = _Numbers()
+    letters = _letters(world, numbers)
+    known = sorted(world.manager._incarnations.items())
+    numbers.registers += [(int(worker[1:]), *newest) for worker, newest in known]
+    skeleton = (
+        [_peer(index, peer, numbers) for index, peer in enumerate(world.peers)],
+        [_session(session, numbers) for session in world.manager.sessions],
+        [_session(session, numbers) for session in world.manager._retired],
+        [worker for worker, _ in known],
+        [(asked.attempt, asked.worker, tuple(asked.delivered), asked.is_over) for asked in world.asked],
+        letters,
+    )
+    return xxhash.xxh3_128_digest(marshal.dumps((skeleton, numbers.ranks()), 2))
+
+
+def _letters(world: World, numbers: _Numbers) -> list[Hashable]:
+    """What is under way, in an order that does not depend on when it was sent."""
+    found = []
+    for letter in world.wire:
+        peer = world.peers[letter.worker]
+        waited = [letter.call == call for call in (peer.registering, peer.mutating, peer.beating)]
+        form = None if letter.refusal else form_of(letter.method, letter.payload, letter.is_reply)
+        found.append((letter.worker, letter.method, letter.is_reply, letter.refusal, waited, form))
+    found.sort(key=repr)
+    letters: list[Hashable] = []
+    for worker, method, is_reply, refusal, waited, form in found:
+        letters.append((worker, method, is_reply, refusal, tuple(waited), None if form is None else form.template))
+        if form is not None:
+            session = form.sessions[0] if form.sessions else world.peers[worker].engine.cache.session
+            numbers.sessions += form.sessions
+            numbers.calls += [(session, call) for call in form.calls]
+            numbers.entries += [(session, entry) for entry in form.entries]
+            numbers.stamps += form.stamps
+            numbers.registers += [
+                (worker, incarnation, number)
+                for incarnation, number in zip(form.incarnations, form.registers, strict=True)
+            ]
+    return letters
+
+
+# -- workers
+
+
+def _peer(index: int, peer: Peer, numbers: _Numbers) -> Hashable:
+    engine = peer.engine
+    state = engine.cache._state
+    link = state.link
+    numbers.registers.append((index, peer.incarnation, peer.register_no))
+    numbered = {id(sequence): number for number, sequence in enumerate(_all_sequences(engine))}
+    linked: Hashable = None
+    if link is not None:
+        numbers.sessions.append(link.session)
+        numbers.entries.append((link.session, link.applied_number))
+        in_flight = None
+        if link.in_flight is not None:
+            request = link.in_flight.request
+            method = type(request).__name__.removesuffix("Request")
+            form = form_of(method, request.SerializeToString(deterministic=True), False)
+            numbers.stamps += form.stamps
+            in_flight = form.template
+        told: Hashable = None
+        if link.report is not None:
+            parts = [link.report._part, *link.report._parts.__reduce__()[1][0][link.report._parts.__reduce__()[2] :]]  # type: ignore[index]
+            forms = [form_of("Report", part.SerializeToString(deterministic=True), False) for part in parts]
+            for form in forms:
+                numbers.stamps += form.stamps
+            told = tuple(form.template for form in forms), link.report._num_told
+        linked = in_flight, told
+    sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
+    for reserved in (*state.reserve.spare(), *state.reserve.returning):
+        numbers.stamps.append(reserved.generation)
+    return (
+        bool(peer.registering),
+        bool(peer.mutating),
+        bool(peer.beating),
+        linked,
+        sequences,
+        [numbered[id(sequence)] for sequence in state.sequences.values()],
+        [numbered[id(sequence)] for sequence in state.ending],
+        [numbered[id(sequence)] for sequence in state.parked],
+        [numbered[id(sequence)] for sequence in engine.waiting],
+        [numbered[id(sequence)] for sequence in engine.running],
+        [(numbered[id(part.sequence)], part.start, part.end, part.table, part.tokens) for part in engine.step],
+        [reserved.block for reserved in state.reserve.spare()],
+        [reserved.block for reserved in state.reserve.returning],
+        state.report_due_at is None,
+        state.is_urgent,
+        state.pool_is_empty,
+        state.ask_again_at,
+        [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
+        _ledger(state.ledger, numbers),
+        engine.slots,
+    )
+
+
+def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
+    """Each once, in an order that only depends on where it is."""
+    state = engine.cache._state
+    in_flight = state.link.in_flight.stated if state.link is not None and state.link.in_flight is not None else ()
+    places = [
+        state.sequences.values(),
+        state.ending,
+        state.parked,
+        engine.waiting,
+        engine.running,
+        [part.sequence for part in engine.step],
+        [stated.sequence for stated in in_flight],
+        [event.sequence for event in state.events if isinstance(event, Granted | Refused | Stopped)],
+    ]
+    return list({id(sequence): sequence for place in places for sequence in place}.values())
+
+
+def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
+    numbers.stamps += sequence.generations
+    return (
+        sequence.id.sequence_id,
+        sequence.id.attempt,
+        sequence.round,
+        sequence.root.tenant_salt,
+        tuple(sequence.tokens),
+        sequence.max_tokens,
+        sequence.no_wait,
+        sequence.state.value,
+        tuple(sequence.table),
+        sequence.num_cached_tokens,
+        sequence.num_computed_tokens,
+        sequence.uses_blocks,
+        sequence.in_step,
+        sequence.maybe_granted,
+        sequence.acked_tokens,
+        sequence.acked_entries,
+        sequence.acked_computed_tokens,
+        sequence.parked_on and tuple(sequence.parked_on),
+        sequence.parked_position,
+    )
+
+
+def _ledger(ledger: BlockLedger, numbers: _Numbers) -> Hashable:
+    numbers.stamps += ledger._generation
+    held = {id(content): block for block, content in enumerate(ledger._contents) if content is not None}
+    return (
+        list(ledger._num_users),
+        [_chain(content, held) for content in ledger._contents],
+        list(ledger._idle),
+    )
+
+
+def _chain(content: Content | None, held: dict[int, int]) -> Hashable:
+    """What a block holds, from its root on, and which block still holds each piece."""
+    chain: list[Hashable] = []
+    while content is not None:
+        chain.append((content.tokens, held.get(id(content), 0), content.root.tenant_salt))
+        content = content.parent
+    return tuple(chain)
+
+
+# -- the manager
+
+
+def _session(session: Session, numbers: _Numbers) -> Hashable:
+    pool = session.pool
+    blocks = range(1, pool.num_blocks)
+    numbers.sessions.append(session.number)
+    numbers.calls.append((session.number, session.last_call_no))
+    numbers.entries += [(session.number, entry.number) for entry in session.downlink.pending()]
+    numbers.stamps += [pool.generation(block) for block in blocks]
+    numbers.registers.append((int(session.worker_id[1:]), session.registration.incarnation, 0))
+    pending: list[Hashable] = []
+    for _, entry in session.downlink.pending():
+        if isinstance(entry, Grant):
+            numbers.stamps.append(entry.generation)
+            pending.append(("grant", entry.blocks))
+        else:
+            assert isinstance(entry, Stop)
+            pending.append(("stop", tuple(entry.key)))
+    recovery: Hashable = None
+    if session.recovery is not None:
+        numbers.stamps.append(session.recovery._last_stamp)
+        numbers.stamps += [generation for _, generation in session.recovery._blocks.values()]
+        recovery = (
+            session.recovery.num_parts,
+            [(one.tokens, _number(session.recovery._contents, one.parent)) for one in session.recovery._contents],
+            [(block, _path(node)) for block, (node, _) in session.recovery._blocks.items()],
+        )
+    return (
+        session.worker_id,
+        session.num_report_parts,
+        recovery,
+        session.reserve_wish,
+        pending,
+        list(pool.free_list()),
+        [int(pool.state(block)) for block in blocks],
+        [_sealed(pool, block) for block in blocks],
+        [
+            (
+                tuple(sequence.key),
+                bytes(sequence.tokens),
+                tuple(sequence.table),
+                _path(sequence.root),
+                len(sequence.nodes),
+                sequence.num_sealed,
+                sequence.num_cached_tokens,
+                sequence.num_computed_tokens,
+                sequence.num_named,
+                sequence.fenced,
+            )
+            for sequence in session.sequences.values()
+        ],
+    )
+
+
+def _number(contents: list[Any], content: Any) -> int:
+    return next((number for number, one in enumerate(contents) if one is content), -1)
+
+
+def _sealed(pool: BlockPool, block: int) -> Hashable:
+    node = pool.node(block)
+    return None if node is None else (_path(node), node.copy_in(pool) == block)
+
+
+def _path(node: Node) -> Hashable:
+    """What a node holds, up to its root."""
+    path = [node.tokens]
+    while node.parent is not None:
+        node = node.parent
+        path.append(node.tokens)
+    return tuple(path)

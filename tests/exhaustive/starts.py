@@ -1,0 +1,48 @@
+"""The worlds that are searched: which requests there are, and what may go wrong how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.exhaustive.search import Found, Search, tell
+from tests.exhaustive.world import Budget, Wanted, World, begin
+
+
+@dataclass(frozen=True)
+class Start:
+    """Two requests and a budget."""
+
+    wanted: tuple[Wanted, ...]
+    budget: Budget
+    block_size: int = 2
+
+    def begin(self) -> World:
+        """The first state."""
+        return begin(self.wanted, self.budget, self.block_size)
+
+
+_SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 2, worker=0))
+"""Both on one worker; b begins with a's prompt: it waits for it, hits it, or computes it too. Both then grow: preemption."""
+_APART = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2), 1, worker=1))
+"""One on each worker, with the same text."""
+_RIVALS = (Wanted("a", (1, 2, 3), 1, worker=0), Wanted("b", (5, 6), 2, worker=0))
+"""Both on one worker, different texts: the second evicts what the first has left."""
+_SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
+
+STARTS: dict[str, Start] = {
+    "shared, faults": Start(_SHARED, Budget(faults=2)),
+    "single, restart": Start(_SINGLE, Budget(restarts=1)),
+    "single, restart, faults": Start(_SINGLE, Budget(restarts=1, faults=1)),
+    "single, move": Start(_SINGLE, Budget(moves=1)),
+    "single, move, faults": Start(_SINGLE, Budget(moves=1, faults=1)),
+    "rivals, faults": Start(_RIVALS, Budget(faults=2, cancels=1)),
+    "apart, move": Start(_APART, Budget(moves=1)),
+    "shared, restart": Start(_SHARED, Budget(restarts=1)),
+}
+
+
+def search(name: str) -> tuple[str, Found, list[str]]:
+    """Search one of them; returns its name, what was found, and the way to a broken law in words."""
+    start = STARTS[name].begin()
+    found = Search(start).run()
+    return name, found, tell(start, found.trace)

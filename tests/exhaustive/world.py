@@ -1,0 +1,508 @@
+"""Two workers, one manager, a client, and the messages between them: everything that can happen next, and what then is.
+
+A world is a state. `events` names what can happen in it, `apply` lets one of them happen. All is deterministic: no clock, no
+randomness. Time-outs are events; so is the end of a lease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from cache_service.core.manager import CacheManager
+from cache_service.core.sequence import Sequence
+from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
+from tests.exhaustive.wire import Letter, execute, request_of, response_of
+from worker_service.cache.link import Call
+from worker_service.cache.sequence import CacheSequence
+from worker_service.cache.settings import CacheSettings
+
+ASKING_AT = 1.0
+"""The time at which workers ask what to say. All else happens at 0, so every pause between two tries is over."""
+
+
+class Wanted(NamedTuple):
+    """A request of the client."""
+
+    name: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    worker: int
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How often what is not bound to happen may still happen in a run."""
+
+    faults: int = 0
+    """Messages lost, doubled, or later than the caller waits."""
+    restarts: int = 0
+    """The manager starts anew, a worker does, or a lease runs out."""
+    moves: int = 0
+    """The client goes to the other worker with attempt + 1, though nothing has failed."""
+    cancels: int = 0
+    """The client goes away."""
+    heartbeats: int = 0
+    """KeepAlive calls."""
+
+    def covers(self, other: Budget) -> bool:
+        """Whether all that may happen with `other` may happen with this one."""
+        return (
+            self.faults >= other.faults
+            and self.restarts >= other.restarts
+            and self.moves >= other.moves
+            and self.cancels >= other.cancels
+            and self.heartbeats >= other.heartbeats
+        )
+
+
+class Event(NamedTuple):
+    """Something that can happen: `what`, to the worker, letter or request with that index."""
+
+    what: str
+    at: int = 0
+
+
+class Peer:
+    """A worker: its process, and what its edge knows."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.engine = TinyEngine(settings)
+        self.incarnation = 1
+        self.register_no = 0
+        self.num_calls = 0
+        """Calls of all kinds, over all lives."""
+        self.registering = 0
+        """The Register that is waited for; 0: none."""
+        self.mutating = 0
+        """The mutating call that is waited for."""
+        self.beating = 0
+        """The KeepAlive that is waited for."""
+        self.beating_session = 0
+
+
+class Asked:
+    """Where the client is with one of its requests."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.worker = 0
+        self.delivered: list[int] = []
+        self.is_over = False
+        """All its tokens are delivered, or the client has gone away."""
+
+
+class World:
+    """A state."""
+
+    def __init__(self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int) -> None:
+        settings = CacheSettings(
+            block_size=block_size, num_blocks=num_blocks, report_seconds=0.0, no_blocks_retry_seconds=0.0
+        )
+        self.wanted = wanted
+        self.left = budget
+        self.manager = CacheManager(1)
+        self.peers = [Peer(settings) for _ in range(2)]
+        self.wire: list[Letter] = []
+        self.asked = [Asked() for _ in wanted]
+
+    # -- what can happen
+
+    def events(self) -> list[Event]:
+        """All that can happen next. Some of it may turn out to change nothing."""
+        found: list[Event] = []
+        for index, peer in enumerate(self.peers):
+            found += self._events_of(index, peer)
+        for index, letter in enumerate(self.wire):
+            found.append(Event("deliver", index))
+            if self.left.faults and self._is_waited_for(letter):
+                found.append(Event("lose", index))
+                if not letter.is_reply:
+                    found += [Event("double", index), Event("give up", index)]
+        for index, asked in enumerate(self.asked):
+            found += self._events_of_request(index, asked)
+        if self.left.restarts:
+            found.append(Event("restart the manager"))
+        if self.manager._retired:
+            found.append(Event("sweep"))
+        return found
+
+    def _events_of(self, index: int, peer: Peer) -> list[Event]:
+        engine = peer.engine
+        found: list[Event] = []
+        if not engine.cache.session:
+            if not peer.registering:
+                found.append(Event("register", index))
+        else:
+            if not peer.mutating:
+                found.append(Event("say", index))
+            if self.left.heartbeats and not peer.beating:
+                found.append(Event("beat", index))
+            if self.left.restarts and any(s.number == engine.cache.session for s in self.manager.sessions):
+                found.append(Event("expire", index))
+        if engine.step:
+            found.append(Event("end the step", index))
+        elif engine.running:
+            found.append(Event("begin a step", index))
+        if self.left.restarts:
+            found.append(Event("crash", index))
+        return found
+
+    def _events_of_request(self, index: int, asked: Asked) -> list[Event]:
+        wanted = self.wanted[index]
+        found: list[Event] = []
+        current = self.peers[asked.worker].engine.find(wanted.name, asked.attempt)
+        other = 1 - asked.worker
+        if not asked.is_over:
+            if not asked.attempt:
+                if self.peers[wanted.worker].engine.cache.is_ready():
+                    found.append(Event("ask", index))
+            else:
+                if (current is None or self.left.moves) and self.peers[other].engine.cache.is_ready():
+                    found.append(Event("move", index))
+                if self.left.cancels and current is not None:
+                    found.append(Event("cancel", index))
+        # Of an attempt that the client has left it may tell the worker, or not.
+        if any(attempt < asked.attempt for attempt, _, _ in self._streams(index)):
+            found.append(Event("close the old stream", index))
+        return found
+
+    def _streams(self, index: int) -> list[tuple[int, TinyEngine, CacheSequence]]:
+        """Requests for it that have not ended at the workers."""
+        name = self.wanted[index].name
+        return [
+            (sequence.id.attempt, peer.engine, sequence)
+            for peer in self.peers
+            for sequence in [*peer.engine.waiting, *peer.engine.running]
+            if sequence.id.sequence_id == name
+        ]
+
+    def _is_waited_for(self, letter: Letter) -> bool:
+        peer = self.peers[letter.worker]
+        return letter.call in (peer.registering, peer.mutating, peer.beating)
+
+    # -- letting it happen
+
+    def apply(self, event: Event) -> None:
+        """Let it happen. Raises BrokenLaw."""
+        what, index = event
+        if what == "deliver":
+            self._deliver(self.wire.pop(index))
+        elif what in ("lose", "double", "give up"):
+            self._fault(what, index)
+        elif what in ("ask", "move", "cancel", "close the old stream"):
+            self._of_client(what, index)
+        elif what in ("restart the manager", "sweep", "expire", "crash"):
+            self._of_fate(what, index)
+        else:
+            self._of_worker(what, index)
+        self._settle()
+
+    def _of_worker(self, what: str, index: int) -> None:
+        peer = self.peers[index]
+        engine = peer.engine
+        if what == "begin a step":
+            engine.begin_step()
+        elif what == "end the step":
+            engine.end_step()
+            self._hand_over()
+        elif what == "register":
+            peer.register_no += 1
+            peer.registering = self._send(index, "Register", self._introduction(index))
+        elif what == "beat":
+            self.left = replace(self.left, heartbeats=self.left.heartbeats - 1)
+            request = engine.cache.keep_alive(common_pb2.WorkerLoad())
+            assert request is not None
+            request.ClearField("counts")
+            peer.beating = self._send(index, "KeepAlive", request)
+            peer.beating_session = engine.cache.session
+        else:
+            assert what == "say"
+            call = engine.cache.next_call(engine.candidates, ASKING_AT)
+            if call is not None:
+                method = type(call.request).__name__.removesuffix("Request")
+                peer.mutating = self._send(index, method, call.request)
+
+    def _introduction(self, index: int) -> cache_pb2.RegisterRequest:
+        peer = self.peers[index]
+        config = common_pb2.KVCacheConfig(block_size=peer.settings.block_size)
+        config.groups.add(group=0).full_attention.SetInParent()
+        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=peer.settings.num_blocks)
+        return cache_pb2.RegisterRequest(
+            worker_id=f"w{index}",
+            incarnation=peer.incarnation,
+            register_no=peer.register_no,
+            address="h:1",
+            model_fingerprint=FINGERPRINT,
+            kv_cache_config=config,
+            holds_state=peer.engine.cache.holds_state,
+        )
+
+    def _send(
+        self,
+        index: int,
+        method: str,
+        request: cache_pb2.RegisterRequest
+        | cache_pb2.KeepAliveRequest
+        | cache_pb2.ReportRequest
+        | cache_pb2.AllocateRequest
+        | cache_pb2.AppendRequest
+        | cache_pb2.FreeRequest,
+    ) -> int:
+        peer = self.peers[index]
+        peer.num_calls += 1
+        self.wire.append(Letter(method, index, peer.num_calls, request.SerializeToString(deterministic=True)))
+        return peer.num_calls
+
+    def _hand_over(self) -> None:
+        """Tokens reach the client, which takes them from its current attempt only."""
+        for wanted, asked in zip(self.wanted, self.asked, strict=True):
+            if not asked.attempt or asked.is_over:
+                continue
+            engine = self.peers[asked.worker].engine
+            for sequence in [*engine.running, *engine.waiting, *engine.cache._state.sequences.values()]:
+                if sequence.id == (wanted.name, asked.attempt):
+                    told = sequence.tokens[len(wanted.prompt) :]
+                    if told[: len(asked.delivered)] != asked.delivered:
+                        raise BrokenLaw(f"one text: {wanted.name!r} was told {asked.delivered}, now {told}")
+                    asked.delivered = told
+            asked.is_over = len(asked.delivered) == wanted.max_new_tokens
+
+    # -- messages
+
+    def _deliver(self, letter: Letter) -> None:
+        if letter.is_reply:
+            if self._is_waited_for(letter):
+                self._hear(letter)
+            return
+        reply = execute(self.manager, letter, 0.0)
+        if reply.refusal and reply.refusal not in (
+            "STALE_CALL",
+            "STALE_SESSION",
+            "STALE_REGISTER",
+            "STALE_INCARNATION",
+        ):
+            raise BrokenLaw(f"an honest worker is not refused: {letter.method} was answered {reply.refusal}")
+        # The transport hands an answer only to the call that waits for it.
+        if self._is_waited_for(reply):
+            self.wire.append(reply)
+
+    def _hear(self, letter: Letter) -> None:
+        """The answer that a worker waits for."""
+        peer = self.peers[letter.worker]
+        cache = peer.engine.cache
+        if letter.call == peer.registering:
+            peer.registering = 0
+            if not letter.refusal:
+                cache.on_registered(response_of(letter))
+                report = cache._state.link.report if cache._state.link is not None else None
+                if report is not None:
+                    report._parts = iter(list(report._parts))  # the same parts, in a form that can be copied
+        elif letter.call == peer.beating:
+            peer.beating = 0
+            if letter.refusal:
+                # The edge ends the session it has now only if it is the one that the heartbeat spoke for.
+                if cache.session == peer.beating_session:
+                    cache.lose("the manager no longer knows this session")
+            else:
+                cache.on_keep_alive(peer.beating_session, response_of(letter))
+        else:
+            peer.mutating = 0
+            call = self._call_in_flight(peer)
+            if call is None:
+                return  # its session was lost meanwhile
+            if letter.refusal:
+                cache.on_failure(call, letter.refusal, 0.0)
+            else:
+                cache.on_reply(call, response_of(letter), 0.0)
+        self._forget_calls_of_lost_session(peer)
+
+    def _call_in_flight(self, peer: Peer) -> Call | None:
+        link = peer.engine.cache._state.link
+        return None if link is None else link.in_flight
+
+    def _forget_calls_of_lost_session(self, peer: Peer) -> None:
+        """The edge cancels what it waits for when the session is lost."""
+        session = peer.engine.cache.session
+        if peer.mutating and (not session or self._call_in_flight(peer) is None):
+            peer.mutating = 0
+        if peer.beating and session != peer.beating_session:
+            peer.beating = 0
+
+    def _fault(self, what: str, index: int) -> None:
+        self.left = replace(self.left, faults=self.left.faults - 1)
+        letter = self.wire[index]
+        if what == "double":
+            self.wire.insert(index, letter)
+            return
+        if what == "lose":
+            del self.wire[index]
+        peer = self.peers[letter.worker]
+        if letter.call == peer.registering:
+            peer.registering = 0
+        elif letter.call == peer.beating:
+            peer.beating = 0
+        else:
+            peer.mutating = 0
+            call = self._call_in_flight(peer)
+            if call is not None:
+                peer.engine.cache.on_failure(call, "", 0.0)
+
+    # -- the client
+
+    def _of_client(self, what: str, index: int) -> None:
+        wanted, asked = self.wanted[index], self.asked[index]
+        if what == "close the old stream":
+            for attempt, engine, sequence in self._streams(index):
+                if attempt < asked.attempt:
+                    engine.remove(sequence)
+            return
+        current = self.peers[asked.worker].engine.find(wanted.name, asked.attempt)
+        if what == "cancel":
+            assert current is not None
+            self.left = replace(self.left, cancels=self.left.cancels - 1)
+            asked.is_over = True
+            self.peers[asked.worker].engine.remove(current)
+            return
+        if what == "ask":
+            asked.worker = wanted.worker
+        else:
+            if current is not None:
+                self.left = replace(self.left, moves=self.left.moves - 1)
+            asked.worker = 1 - asked.worker
+        asked.attempt += 1
+        tokens = [*wanted.prompt, *asked.delivered]
+        rest = wanted.max_new_tokens - len(asked.delivered)
+        self.peers[asked.worker].engine.submit(wanted.name, asked.attempt, wanted.salt, tokens, rest)
+
+    # -- what nobody decides
+
+    def _of_fate(self, what: str, index: int) -> None:
+        if what == "sweep":
+            self.manager.sweep()
+            return
+        self.left = replace(self.left, restarts=self.left.restarts - 1)
+        if what == "restart the manager":
+            self.manager = CacheManager(self.manager.epoch + 1)
+        elif what == "expire":
+            session = self.manager.worker(f"w{index}")
+            session.lease_end = 0.0
+            self.manager.tick(0.0)
+        else:
+            peer = self.peers[index]
+            peer.incarnation += 1
+            peer.register_no = peer.registering = peer.mutating = peer.beating = peer.beating_session = 0
+            peer.engine = TinyEngine(peer.settings)
+
+    # -- after each event
+
+    def _settle(self) -> None:
+        for index, peer in enumerate(self.peers):
+            peer.engine.settle()
+            self._forget_calls_of_lost_session(peer)
+            failed, peer.engine.failed = peer.engine.failed, []
+            for name, attempt, why in failed:
+                for wanted, asked in zip(self.wanted, self.asked, strict=True):
+                    if (wanted.name, asked.attempt, asked.worker) == (name, attempt, index) and not asked.is_over:
+                        raise BrokenLaw(f"the newest attempt goes on: attempt {attempt} of {name!r} was {why}")
+        self.wire = [letter for letter in self.wire if not self._is_inert(letter)]
+
+    def _is_inert(self, letter: Letter) -> bool:
+        """A letter that can never do anything any more, and whose answer nobody waits for. It is delivered at once, and must be
+        refused, or be an answer that nobody hears."""
+        if self._is_waited_for(letter):
+            return False
+        if letter.is_reply:
+            return True
+        if letter.method == "Register":
+            known = self.manager._incarnations.get(f"w{letter.worker}", (0, 0))
+            request = request_of(letter)
+            if (request.incarnation, request.register_no) > known:
+                return False
+        elif letter.method == "KeepAlive":
+            if any(s.number == request_of(letter).session for s in self.manager.sessions):
+                return False
+        else:
+            uplink = request_of(letter).uplink
+            session = self.manager._sessions.get(uplink.session)
+            if session is not None and uplink.call_no > session.last_call_no:
+                return False
+        reply = execute(self.manager, letter, 0.0)
+        if not reply.refusal.startswith("STALE_"):
+            raise BrokenLaw(
+                f"a late {letter.method} does nothing: it was answered {reply.refusal or 'as if it were new'}"
+            )
+        return True
+
+    # -- the end
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is asked for, nothing under way, and nobody holds a block."""
+        return (
+            all(asked.is_over for asked in self.asked)
+            and not self.wire
+            and all(peer.engine.cache.is_idle and not peer.engine.step for peer in self.peers)
+            and all(
+                not session.sequences and not session.pool.num_reserved and session.pool.counts().held == 0
+                for session in self.manager.sessions
+            )
+        )
+
+    def require_laws(self) -> None:
+        """All that must be true in every state. Raises BrokenLaw."""
+        violations = self.manager.check().violations
+        if violations:
+            raise BrokenLaw(f"{violations[0].law}: {violations[0].message}")
+        for peer in self.peers:
+            peer.engine.require_laws()
+        self._require_sealed()
+        live: dict[str, Sequence] = {}
+        for session in self.manager.sessions:
+            for sequence in session.sequences.values():
+                if not sequence.fenced and sequence.session.recovery is None:
+                    other = live.setdefault(sequence.key.sequence_id, sequence)
+                    if other is not sequence:
+                        raise BrokenLaw(f"one attempt lives: {other!r} and {sequence!r}")
+
+    def _require_sealed(self) -> None:
+        """What the manager would hand out as a hit is there."""
+        for session in self.manager.sessions:
+            index = int(session.worker_id[1:])
+            peer, pool = self.peers[index], session.pool
+            if peer.incarnation != session.registration.incarnation:
+                continue  # the process that held it is gone, and the manager will hear of that with the next Register
+            for block in range(1, pool.num_blocks):
+                node = pool.node(block)
+                if node is None:
+                    continue
+                path = []
+                while node.parent is not None:
+                    path.append(node.tokens)
+                    node = node.parent
+                salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
+                data = b"".join(reversed(path))
+                tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
+                size = pool.block_size
+                for slot in range(size):
+                    expected = salt, tokens[: len(tokens) - size + slot + 1]
+                    found = peer.engine.slots[block * size + slot]
+                    if found != expected:
+                        raise BrokenLaw(
+                            f"sealed-only sharing: block {block} of {session.worker_id} is sealed; slot {slot} should hold "
+                            f"{expected}, and holds {found}"
+                        )
+
+
+def begin(wanted: tuple[Wanted, ...], budget: Budget, block_size: int = 2, num_blocks: int = 3) -> World:
+    """The world in which both workers have just registered."""
+    world = World(wanted, budget, block_size, num_blocks)
+    for index in range(2):
+        world.apply(Event("register", index))
+        world.apply(Event("deliver", 0))
+        world.apply(Event("deliver", 0))
+    return world
