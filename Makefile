@@ -5,12 +5,20 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CODE := cache_service worker_service client common tests bench examples scripts
 
-.PHONY: help demo test test-compose check proto format bench bench-peers clean
+SEEDS ?= 10000
+FIRST_SEED ?= 1
+JOBS ?= 2
+
+.PHONY: help demo test test-compose simulate live check proto format bench bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
+	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
+	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
+	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
+	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
@@ -35,6 +43,18 @@ test: $(READY)
 
 test-compose: $(READY)
 	$(BIN)/python -m scripts.compose test $(ARGUMENTS)
+
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED) --jobs $(JOBS)
+
+live: $(READY)
+	$(BIN)/python -m tests.live $(ARGUMENTS)
+
+exhaustive: $(READY)
+	$(BIN)/python -m tests.exhaustive
+
+linearizability: $(READY)
+	$(BIN)/python -m tests.linearizability $(ROUNDS)
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CODE)

@@ -123,6 +123,8 @@ class Laws:
                     )
             return
         if method in _MUTATING:
+            if method == "Allocate":
+                world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
             session = manager.core._sessions.get(request.uplink.session)
             if session is not None:
                 self.of_session(manager, session)
@@ -138,6 +140,10 @@ class Laws:
             self.counts[law] += 1
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
+        self.world.counts["blocks shared"] += session.pool.counts().shared
+        if session.pool.num_evicted:
+            self.world.counts["evictions"] += session.pool.num_evicted
+            session.pool.num_evicted = 0
         if session.recovery is None:
             for worker in self.world.live_workers():
                 if worker.cache.session == session.number and worker.cache.is_ready():

@@ -164,7 +164,13 @@ class WorkerProcess(Process):
         self.crash()
 
     def on_death(self) -> None:
+        self.count_preemptions()
         self.world.on_worker_death(self)
+
+    def count_preemptions(self) -> None:
+        """Into the world's counts."""
+        self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
+        self.engine.scheduler.num_preemptions = 0
 
     def after_turn(self) -> None:
         self.world.laws.after_worker_turn(self)

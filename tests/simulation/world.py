@@ -255,6 +255,8 @@ class World:
                     self.laws.at_the_end()
                 if self.manager is not None:
                     self._count_cases(self.manager)
+                for worker in self.live_workers():
+                    worker.count_preemptions()
             finally:
                 self._wind_up()
         result = Result(

@@ -1,0 +1,119 @@
+"""What many runs have reached, and what none of them has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from cache_service.core.recovery import Case
+from tests.simulation.faults import FAULTS
+from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
+from tests.simulation.world import Result
+
+REASONS = (
+    "NO_BLOCKS",
+    "NOT_TRIED",
+    "TOO_MANY_SEQUENCES",
+    "UNKNOWN_WORKER",
+    "STALE_SESSION",
+    "STALE_REGISTER",
+    "STALE_INCARNATION",
+    "STALE_CALL",
+    "STALE_ATTEMPT",
+    "RECOVERING",
+)
+"""Why the manager may refuse what workers and clients of ours say. The other reasons are for peers that are wrong; tests/cache_service has
+them."""
+DOWNLINK = ("grant", "stop", "drain")
+NETWORK = (
+    "dropped",
+    "duplicated",
+    "delayed",
+    "reordered",
+    "cut off",
+    "late",
+    "connection broken",
+    "register reply lost",
+    "report cut",
+)
+EVENTS = (
+    "leases expired",
+    "state file kept",
+    "state file lost",
+    "state file torn",
+    "state file restored by hand",
+    "streams that went on elsewhere",
+    "preemptions",
+    "prefixes waited for",
+    "evictions",
+    "blocks shared",
+)
+OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
+
+
+@dataclass
+class Totals:
+    """Sums over runs."""
+
+    num_runs: int = 0
+    num_repeated: int = 0
+    """Runs that were done twice, with the same trace."""
+    num_events: int = 0
+    seconds: float = 0.0
+    fewest_operations: int = 1 << 60
+    fewest_faults: int = 1 << 60
+    operations: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    laws: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    cases: Counter[str] = field(default_factory=Counter)
+    downlink: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        """One more run."""
+        self.num_runs += 1
+        self.num_events += result.num_events
+        self.seconds += result.seconds
+        self.fewest_operations = min(self.fewest_operations, result.num_client_operations)
+        self.fewest_faults = min(self.fewest_faults, result.faults.total())
+        for name in ("operations", "faults", "laws", "reasons", "cases", "downlink", "outcomes", "events"):
+            getattr(self, name).update(getattr(result, name))
+
+    def expected(self) -> dict[str, list[tuple[str, int]]]:
+        """What has to be reached, by kind, and how often it was."""
+        return {
+            "law": [(name, self.laws[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
+            "fault": [(name, self.faults[name]) for name in FAULTS],
+            "network": [(name, self.events[name]) for name in NETWORK],
+            "refusal": [(name, self.reasons[name]) for name in REASONS],
+            "reconciliation": [(case.value, self.cases[case.value]) for case in Case],
+            "downlink": [(name, self.downlink[name]) for name in DOWNLINK],
+            "event": [(name, self.events[name]) for name in EVENTS],
+            "outcome": [(name, self.outcomes[name]) for name in OUTCOMES],
+        }
+
+    def never(self) -> list[str]:
+        """What was not reached once."""
+        return [f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if not count]
+
+    def show(self, console: Console) -> None:
+        """As a table; a zero stands out."""
+        table = Table("", "reached", "times", title=f"{self.num_runs:,} seeds, {self.num_events:,} events", box=None)
+        table.columns[2].justify = "right"
+        for kind, rows in self.expected().items():
+            for index, (name, count) in enumerate(rows):
+                table.add_row(kind if index == 0 else "", name, f"{count:,}" if count else "[bold red]0[/]")
+        for kind, counter in (
+            ("operation", self.operations),
+            ("outcome", self.outcomes),
+            ("also refused", self.reasons),
+        ):
+            known = {"also refused": REASONS, "outcome": OUTCOMES}.get(kind, ())
+            for index, name in enumerate(sorted(set(counter) - set(known))):
+                table.add_row(kind if index == 0 else "", name, f"{counter[name]:,}")
+        console.print(table)
