@@ -47,6 +47,11 @@ def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2
 def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
     """Why Route found nobody, in words."""
     sessions = tuple(sessions)
+    reporting = sorted(
+        s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.recovery is not None
+    )
+    if reporting:
+        return f"the workers that serve this model are just telling what they hold: {', '.join(reporting)}; ask again in a moment"
     leaving = sorted(s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.draining)
     if leaving:
         return f"every worker that serves this model is about to leave: {', '.join(leaving)}; start another one"

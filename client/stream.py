@@ -239,7 +239,8 @@ class GenerateStream:
     async def _rank(self, deadline: Deadline) -> None:
         """Know the model, tokenise for it and let the manager rank its workers, by all tokens that there are; waits a little
         for a first worker."""
-        waited = Deadline(self._config.worker_wait, deadline.clock)
+        # Begins when a manager says that there is nobody: until it is back itself, the workers cannot be.
+        waited: Deadline | None = None
         while True:
             try:
                 model = await self._model_to_ask(deadline)
@@ -260,6 +261,7 @@ class GenerateStream:
                     reason="NO_WORKER",
                 )
             except Unavailable as error:
+                waited = waited or Deadline(self._config.worker_wait, deadline.clock)
                 if error.reason == "NO_MANAGER" or waited.remaining() == 0:
                     raise
                 deadline.check(f"waiting for a worker: {error}")

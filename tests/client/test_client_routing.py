@@ -229,6 +229,27 @@ async def test_workers_that_register_late_are_waited_for() -> None:
         assert (await task).worker_id == "w"
 
 
+async def test_the_wait_for_workers_begins_when_the_manager_is_back() -> None:
+    """It was away for longer than worker_wait, and its workers register behind it."""
+    worker = FakeWorker("w")
+    manager = FakeManager([worker])
+    async with serving(worker), AsyncExitStack() as first_life:
+        await first_life.enter_async_context(serving(manager))
+        async with quick(manager, worker_wait=1.0) as client:
+            await client.generate("the").collect()
+            await first_life.aclose()
+            task = asyncio.create_task(client.generate("the", timeout=20).collect())
+            await asyncio.sleep(1.2)
+            manager.workers = []
+            manager.routes.clear()
+            async with serving(manager, port=int(manager.address.rpartition(":")[2])):
+                async with asyncio.timeout(10):
+                    while not manager.routes:
+                        await asyncio.sleep(0.01)
+                manager.workers = [worker]
+                assert (await task).worker_id == "w"
+
+
 async def test_without_any_worker_the_error_says_so() -> None:
     async with fake_cluster() as manager, quick(manager) as client:
         with pytest.raises(Unavailable, match="no live worker") as caught:

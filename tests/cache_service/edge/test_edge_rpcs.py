@@ -156,6 +156,15 @@ async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
     assert "'tiny' (model-a)" in explanation
 
 
+async def test_route_says_that_a_worker_is_still_telling_what_it_holds(stub: Stub) -> None:
+    introduction = registration("w")
+    introduction.holds_state = True
+    await Worker(stub, introduction).register()
+    answer = await stub.Route(pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=tokens(1)))
+    assert not answer.workers
+    assert "telling what they hold: w" in answer.explanation
+
+
 async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> None:
     await worker.allocate(item("a", prompt(9)))
     audit = await stub.Check(pb.CheckRequest())
