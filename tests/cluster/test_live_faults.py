@@ -181,7 +181,7 @@ def test_streams_that_broke_or_differ_or_moved_without_need_are_violations(model
 
     def judged(phase: str, **fields: object) -> list[str]:
         usual = {"request": 0, "token_ids": tuple(tokens), "workers": ("a",), "problem": None, "is_equal": True}
-        result = Result(SETTINGS, phases=[Phase(phase, 1)])
+        result = Result(SETTINGS, phases=[Phase(phase)])
         judge_streams(result, Judge(model), workload, [[Ended(**{**usual, **fields})]])  # type: ignore[arg-type]
         return result.violations
 

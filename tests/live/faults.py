@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from kvpool.v1 import cache_pb2
 
-from client import Client
+from client import Client, KvpoolError
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.polling import eventually
 from tests.live.load import Load
@@ -100,7 +100,10 @@ class Faults:
     async def _ask(self, request: Request) -> float:
         """Until the request's first chunk, which says what the cache served; then it is cancelled."""
         async with self.client.generate(request.prompt, **request.options("asked meanwhile")) as stream:
-            await anext(stream)
+            try:
+                await anext(stream)
+            except KvpoolError as error:
+                self.violations.append(f"asked while the manager was away: {type(error).__name__}: {error}")
             return time.monotonic()
 
     # -- workers
