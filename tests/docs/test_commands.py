@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "make format": "would write into the checkout",
     "make proto": "would write into the checkout; make check runs the same generator",
     "make test-compose": "needs a container engine, and is itself a test",
+    "make live": "kills and freezes services for half an hour, and is itself a test",
     "make bench": "measures, for many minutes",
     "make bench-peers": "installs the peers that bench measures against",
 }
