@@ -50,9 +50,13 @@ class RequestPlan:
 class _Channels:
     def __init__(self, process: ClientProcess) -> None:
         self._process = process
+        self._channels: dict[str, Channel] = {}
 
     def get(self, address: str) -> Any:
-        return Channel(self._process.world.bus, self._process, address)
+        found = self._channels.get(address)
+        if found is None:
+            found = self._channels[address] = Channel(self._process.world.bus, self._process, address)
+        return found
 
 
 class ClientProcess(Process):
@@ -62,20 +66,22 @@ class ClientProcess(Process):
         super().__init__(world, name, name)
         channels: Any = _Channels(self)
         self._channels = channels
-        self._config = ClientConfig(manager=manager.ADDRESS, timeout=TIMEOUT_SECONDS, unary_timeout=2.0)
+        self._config = ClientConfig(
+            manager=manager.ADDRESS, timeout=TIMEOUT_SECONDS, unary_timeout=2.0, worker_wait=1.5
+        )
         self._manager = Manager(channels, self._config)
         self._models = Models(self._manager, channels)
         self.num_begun = 0
         self.num_ended = 0
         """Of its requests."""
 
+    def on_call(self, method: str) -> None:
+        self.world.operation(f"client's {method}")
+
     # -- requests
 
     def ask(self, plan: RequestPlan) -> None:
         """Begin a request."""
-        if self.is_dead:
-            self.world.ended(plan, "its client had vanished")
-            return
         self.num_begun += 1
         self.spawn(self._ask(plan))
 
@@ -83,7 +89,7 @@ class ClientProcess(Process):
         task = asyncio.create_task(self._read(plan))
         done, _ = await asyncio.wait({task}, timeout=plan.cancel_after)
         if not done:
-            self.world.operation("cancel")
+            self.world.operation("client's cancel")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self.num_ended += 1
@@ -118,7 +124,8 @@ class ClientProcess(Process):
                 if chunk.start_index != count or tokens != right[count : count + len(tokens)]:
                     self.world.fail(
                         "one right text",
-                        f"request {plan.number}: attempt {attempt} on {chunk.worker_id} gave {tokens} at {chunk.start_index}; right are "
+                        f"request {plan.number}: attempt {attempt} on {chunk.worker_id} gave {tokens} at "
+                        f"{chunk.start_index}; right are "
                         f"{right[count : count + len(tokens)]} at {count}",
                     )
                     return "wrong"
@@ -153,8 +160,7 @@ class ClientProcess(Process):
 
     def look(self, kind: str, argument: Any) -> None:
         """Route, Describe, Check or Drain."""
-        if not self.is_dead:
-            self.spawn(self._look(kind, argument))
+        self.spawn(self._look(kind, argument))
 
     async def _look(self, kind: str, argument: Any) -> None:
         from kvpool.v1 import common_pb2

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tests.simulation.kernel import Kernel
+
 _ALMOST = 1e-9
 """Clock readings are products; what is due by so little is due."""
 
@@ -17,15 +19,15 @@ _ALMOST = 1e-9
 class Clock:
     """A process's own clock: runs fast or slow, and may jump forwards."""
 
-    def __init__(self, wall: Callable[[], float], start: float, rate: float) -> None:
-        self._wall = wall
-        self._from_wall = wall()
+    def __init__(self, kernel: Kernel, start: float, rate: float) -> None:
+        self._kernel = kernel
+        self._from_wall = kernel.now
         self._from_local = start
         self._rate = rate
 
     def now(self) -> float:
         """What the process reads."""
-        return self._from_local + (self._wall() - self._from_wall) * self._rate
+        return self._from_local + (self._kernel.now - self._from_wall) * self._rate
 
     def wall(self, local: float) -> float:
         """When the wall will show what this clock shows at `local`."""
@@ -34,7 +36,7 @@ class Clock:
     def change(self, jump: float, rate: float) -> None:
         """Jump forwards, and run at another rate from now on."""
         self._from_local = self.now() + jump
-        self._from_wall = self._wall()
+        self._from_wall = self._kernel.now
         self._rate = rate
 
 

@@ -235,6 +235,46 @@ def _rival(world: World, draw: random.Random) -> bool:
     return True
 
 
+def _overtaken(world: World, draw: random.Random) -> bool:
+    """A worker is cut off until one of its streams has gone on elsewhere; then the manager forgets all, and both report."""
+    worker = _worker(world, draw)
+    if worker is None or world.when_overtaken is not None:
+        return False
+    machine = worker.machine
+    pairs = [pair for other in _machines(world) if other != machine for pair in ((machine, other), (other, machine))]
+    for source, target in pairs:
+        world.bus.cut(source, target)
+    for other in world.live_workers():
+        other.gpu.step_seconds = 1.0
+    is_over = False
+
+    def forget() -> None:
+        if world.manager is not None and not world.manager.is_dead:
+            world.manager.crash()
+
+    def end() -> None:
+        nonlocal is_over
+        if is_over:
+            return
+        is_over = True
+        world.when_overtaken = None
+        for source, target in pairs:
+            later = 0.0 if manager.MACHINE in (source, target) else draw.uniform(1.0, 5.0)
+            world.kernel.after(draw.uniform(0.0, 0.8) + later, world.bus.heal, source, target)
+        for other in world.live_workers():
+            world.kernel.after(3.0, setattr, other.gpu, "step_seconds", world.step_seconds)
+
+    def look(attempt: int) -> None:
+        if attempt > 1 and not is_over:
+            world.kernel.after(draw.uniform(0.0, 1.5), forget)
+            world.kernel.after(draw.uniform(0.0, 1.5), end)
+            world.when_overtaken = None
+
+    world.when_overtaken = look
+    world.kernel.after(5 * LEASE_SECONDS, end)
+    return True
+
+
 FAULTS: dict[str, Fault] = {
     "messages dropped": _drop,
     "messages duplicated": _duplicate,
@@ -255,4 +295,5 @@ FAULTS: dict[str, Fault] = {
     "report cut half-way": _report_cut,
     "client vanishes": _client_vanishes,
     "rival incarnation": _rival,
+    "attempt overtaken, then forgotten": _overtaken,
 }

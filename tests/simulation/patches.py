@@ -1,4 +1,7 @@
-"""Where the real code reaches for what a simulated process does not have: wall clock, disk, randomness, log. Nothing else is replaced."""
+"""Where the real code reaches for what a simulated process does not have: wall clock, disk, randomness, log.
+
+Nothing else is replaced.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice))
         stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
         stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
-        stack.enter_context(mock.patch.object(client.stream, "uuid4", lambda: next(sequence_ids)))
+        stack.enter_context(mock.patch.object(client.stream, "uuid4", sequence_ids.__next__))
         stack.enter_context(mock.patch.object(client.manager, "random", world.kernel.random("client")))
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))

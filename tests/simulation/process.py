@@ -33,8 +33,8 @@ class Process:
         """What it serves, by the name of the method."""
         self._random = world.kernel.random(f"process {name}")
         rate = 1.0 + self._random.uniform(-0.05, 0.05)
-        clock = Clock(lambda: self.kernel.now, self._random.uniform(0.0, 1000.0), rate)
-        self.loop = SimLoop(clock, on_due=self._on_due, execute=self._execute)
+        clock = Clock(self.kernel, self._random.uniform(0.0, 1000.0), rate)
+        self.loop = SimLoop(clock, on_due=self._on_due, execute=self._execute)  # type: ignore[abstract]
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._wake_no = 0
 
@@ -58,6 +58,9 @@ class Process:
         if self.loop.failures:
             self.world.fail("no surprises", f"{self.name}: {self.loop.failures[0]}")
         self.after_turn()
+
+    def on_call(self, method: str) -> None:
+        """It calls somebody."""
 
     def after_turn(self) -> None:
         """For the laws of what a turn may have touched."""

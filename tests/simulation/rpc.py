@@ -368,6 +368,7 @@ class _Method:
         self._deserialize = options["response_deserializer"]
 
     def __call__(self, request: Any, timeout: float | None = None) -> Any:
+        self._process.on_call(self._name)
         call = self._kind(
             self._bus, self._process, self._address, self._name, self._serialize(request), self._deserialize
         )
@@ -379,14 +380,19 @@ class Channel:
 
     def __init__(self, bus: Bus, process: Process, address: str) -> None:
         self._bus, self._process, self._address = bus, process, address
+        self._methods: dict[str, _Method] = {}
 
     def unary_unary(self, path: str, **options: Any) -> _Method:
         """Of the generated code."""
-        return _Method(self._bus, self._process, self._address, UnaryCall, path, options)
+        return self._methods.get(path) or self._method(UnaryCall, path, options)
 
     def unary_stream(self, path: str, **options: Any) -> _Method:
         """Of the generated code."""
-        return _Method(self._bus, self._process, self._address, StreamCall, path, options)
+        return self._methods.get(path) or self._method(StreamCall, path, options)
+
+    def _method(self, kind: type[Any], path: str, options: Any) -> _Method:
+        method = self._methods[path] = _Method(self._bus, self._process, self._address, kind, path, options)
+        return method
 
 
 def reason_in(failure: Failure) -> str:

@@ -25,8 +25,8 @@ REASONS = (
     "STALE_ATTEMPT",
     "RECOVERING",
 )
-"""Why the manager may refuse what workers and clients of ours say. The other reasons are for peers that are wrong; tests/cache_service has
-them."""
+"""Why the manager may refuse what workers and clients of ours say. The other reasons are for peers that are wrong;
+tests/cache_service has them."""
 DOWNLINK = ("grant", "stop", "drain")
 NETWORK = (
     "dropped",

@@ -178,7 +178,8 @@ class WorkerProcess(Process):
     def _execute(self, loop: Any, executor: Any, function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         if executor is self.gpu:
             return self.gpu.launch(args[0])
-        return super()._execute(loop, executor, function, args)
+        future: asyncio.Future[Any] = super()._execute(loop, executor, function, args)
+        return future
 
     @property
     def is_quiet(self) -> bool:
