@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=3, help="(default 3)")
     parser.add_argument("--streams", type=int, default=9, help="that run at any time (default 9)")
     parser.add_argument("--requests", type=int, default=20, help="different ones (default 20)")
+    parser.add_argument("--minutes", type=float, help="no fault begins later than that (default: all are done)")
     parser.add_argument("--seed", type=int, default=1, help="of moments, victims and prompts (default 1)")
     parser.add_argument("--logs", type=Path, help="an empty or new folder for the services' logs; they stay there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         streams=chosen.streams,
         requests=chosen.requests,
         seed=chosen.seed,
+        minutes=chosen.minutes,
     )
     torch.set_num_threads(1)
     began = time.monotonic()

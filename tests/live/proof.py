@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Settings:
     """Tokens of each answer; None: at random, as the model has them."""
     pause_seconds: float = 1.5
     """Between two faults at most."""
+    minutes: float | None = None
+    """No fault begins later than that; None: all are done."""
 
 
 @dataclass
@@ -130,6 +133,7 @@ async def prove(settings: Settings, folder: Path, progress: Progress) -> Result:
 async def _faults_under_load(
     settings: Settings, model: Model, folder: Path, result: Result, progress: Progress
 ) -> None:
+    began = time.monotonic()
     draw = random.Random(settings.seed)
     workload = Workload(make_requests(model, settings.requests, draw, settings.num_new))
     names = [f"worker-{number}" for number in range(settings.workers)]
@@ -162,6 +166,10 @@ async def _faults_under_load(
                 try:
                     async with load:
                         for deed in deeds:
+                            if settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes:
+                                why = f"{phase.faults} of {len(deeds)} faults within {settings.minutes:g} minutes"
+                                result.violations.append(f"{name}: only {why}")
+                                break
                             what = await deed(load)
                             phase.faults += 1
                             progress(f"{what}; {len(load.ended)} streams have ended", phase.faults, len(deeds))
