@@ -181,6 +181,10 @@ class TinyEngine:
         ledger = self.cache._state.ledger
         filling: dict[int, CacheSequence] = {}
         in_step = [part.sequence for part in self.step]
+        for part in self.step:
+            for block in part.table:
+                if not ledger._num_users[block]:
+                    raise BrokenLaw(f"use after free: a running step names block {block}, which no table here names")
         for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
             if not (sequence.uses_blocks or sequence.in_step):
                 continue

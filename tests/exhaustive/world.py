@@ -162,8 +162,11 @@ class World:
                 if self.peers[wanted.worker].engine.cache.is_ready():
                     found.append(Event("ask", index))
             else:
-                if (current is None or self.left.moves) and self.peers[other].engine.cache.is_ready():
-                    found.append(Event("move", index))
+                if self.peers[other].engine.cache.is_ready():
+                    if current is None:
+                        found.append(Event("go on elsewhere", index))
+                    elif self.left.moves:
+                        found.append(Event("move", index))
                 if self.left.cancels and current is not None:
                     found.append(Event("cancel", index))
         # Of an attempt that the client has left it may tell the worker, or not.
@@ -194,7 +197,7 @@ class World:
             self._deliver(self.wire.pop(index))
         elif what in ("lose", "double", "give up"):
             self._fault(what, index)
-        elif what in ("ask", "move", "cancel", "close the old stream"):
+        elif what in ("ask", "move", "go on elsewhere", "cancel", "close the old stream"):
             self._of_client(what, index)
         elif what in ("restart the manager", "sweep", "expire", "crash"):
             self._of_fate(what, index)
@@ -371,7 +374,7 @@ class World:
         if what == "ask":
             asked.worker = wanted.worker
         else:
-            if current is not None:
+            if what == "move":
                 self.left = replace(self.left, moves=self.left.moves - 1)
             asked.worker = 1 - asked.worker
         asked.attempt += 1
