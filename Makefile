@@ -9,7 +9,7 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live check proto format bench bench-peers clean
+.PHONY: help demo test test-compose simulate live exhaustive linearizability check proto format bench bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
