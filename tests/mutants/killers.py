@@ -1,0 +1,140 @@
+"""What looks for a mutant, the cheapest first: tests that it names, the simulator, all the tests, the exhaustive search."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants import tree
+from tests.mutants.patch import Mutant
+
+SEEDS = 12
+"""Seeds of the simulator."""
+MAX_STATES = 600
+"""States of each world that the exhaustive search looks at."""
+TESTS = (
+    "tests/cache_service/core",
+    "tests/worker_service",
+    "--ignore=tests/cache_service/core/test_core_integrity.py",
+    "--ignore=tests/cache_service/core/test_core_online_audit.py",
+    "--deselect=tests/cache_service/core/test_core_state_machine.py::test_no_law_breaks_whatever_the_network_does",
+)
+"""What pytest runs for a mutant that names no tests. Left out are the tests of the audit itself, and long histories, of which the
+simulator has more."""
+_SECONDS = 600.0
+"""Beyond that a killer has not come to an end, which is no verdict."""
+
+
+class Verdict(NamedTuple):
+    """What one killer has said of one copy."""
+
+    killer: str
+    by: str
+    """The law or test that was broken; empty if none was."""
+    seconds: float
+    trouble: str = ""
+    """Why it could not look, if it could not."""
+
+
+class Undecided(Exception):
+    """A killer came to no verdict; the message says why."""
+
+
+def _run(command: list[str], root: Path, seconds: float = _SECONDS) -> tuple[int, str]:
+    """Exit status and output of a program in a copy. Raises Undecided."""
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        env=tree.environment(root),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise Undecided(f"no end after {seconds:g} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, output
+
+
+def imports(root: Path, paths: list[str]) -> None:
+    """Require that a copy imports itself, and can. Raises Undecided."""
+    status, output = _run(tree.import_command(root, paths), root)
+    if status:
+        raise Undecided(f"cannot be imported: {output.strip().splitlines()[-1]}")
+
+
+def _simulation(mutant: Mutant | None, root: Path) -> str:
+    status, output = _run([sys.executable, "-m", "tests.mutants.simulation", str(SEEDS)], root)
+    return _of_program(status, output)
+
+
+def _search(mutant: Mutant | None, root: Path) -> str:
+    status, output = _run([sys.executable, "-m", "tests.mutants.exhaustive", str(MAX_STATES)], root)
+    return _of_program(status, output)
+
+
+def _of_program(status: int, output: str) -> str:
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    if status == 1 and last.startswith("BROKEN "):
+        return last.removeprefix("BROKEN ")
+    if status:
+        raise Undecided(f"exit status {status}: {last}")
+    return ""
+
+
+def _tests(mutant: Mutant | None, root: Path) -> str:
+    chosen = mutant.tests if mutant is not None and mutant.tests else TESTS
+    status, output = _pytest(root, *chosen)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    if status == 1 and found:
+        return found[1]
+    if status:
+        raise Undecided(f"pytest ended with {status}: {output.strip().splitlines()[-1]}")
+    return ""
+
+
+def _pytest(root: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *arguments]
+    return _run(command, root)
+
+
+def order(mutant: Mutant, chosen: list[str]) -> list[str]:
+    """The cheapest killer first: for a mutant that names its tests these, else the simulator."""
+    return sorted(chosen, key=lambda killer: killer != "tests") if mutant.tests else chosen
+
+
+KILLERS = {"simulation": _simulation, "tests": _tests, "search": _search}
+
+
+def look(killer: str, mutant: Mutant | None, root: Path) -> Verdict:
+    """What one killer says of a copy; `mutant` None: the copy is not mutated."""
+    began = time.monotonic()
+    by = trouble = ""
+    try:
+        by = KILLERS[killer](mutant, root)
+    except Undecided as why:
+        trouble = str(why)
+    return Verdict(killer, by, time.monotonic() - began, trouble)
+
+
+def passes(test: str, root: Path) -> bool:
+    """Whether a test passes in a copy, at the second try if need be: one that fails there too has killed nothing."""
+    for _ in range(2):
+        try:
+            if _pytest(root, test)[0] == 0:
+                return True
+        except Undecided:
+            pass
+    return False

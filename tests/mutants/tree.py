@@ -1,0 +1,81 @@
+"""Copies of the repository to run mutants in, made of hard links, and the environment in which only the copy is imported.
+
+kvpool may be installed in editable mode, and would then be imported from the checkout wherever the copy does not come first:
+`kvpool.v1` and `kvpool.process` from `protos` and `common`, the components from a folder of links with their installed names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from tests.mutants.patch import Mutant, mutated
+
+ROOT = Path(__file__).parents[2]
+_NEEDED = ("cache_service", "worker_service", "client", "common", "protos", "tests")
+_COMPONENTS = ("cache_service", "worker_service", "client")
+_NAMES = ".installed"
+
+
+def _link(source: str, target: str) -> None:
+    """A hard link; a copy where file systems are different."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy(source: Path, target: Path) -> None:
+    """What the tests need of a repository, compiled files included: they are good for the copies too."""
+    target.mkdir(parents=True)
+    for name in _NEEDED:
+        shutil.copytree(source / name, target / name, copy_function=_link, ignore=shutil.ignore_patterns(".hypothesis"))
+    shutil.copy2(source / "pyproject.toml", target / "pyproject.toml")
+    names = target / _NAMES / "kvpool"
+    names.mkdir(parents=True)
+    for name in _COMPONENTS:
+        (names / name).symlink_to(target / name)
+
+
+def mutate(mutant: Mutant, root: Path) -> None:
+    """Make the mistake in a copy. Raises PatchError."""
+    for name, text in mutated(mutant, root).items():
+        path = root / name
+        path.unlink()  # a hard link: what it is linked to must stay as it is
+        path.write_text(text, encoding="utf-8")
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Variables for programs that run in a copy."""
+    folders = (root, root / "protos", root / "common", root / _NAMES)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def modules(paths: list[str]) -> list[str]:
+    """The names under which files of a component are imported, by the tests and as installed."""
+    dotted = [path.removesuffix(".py").replace("/", ".") for path in paths]
+    return [*dotted, *(f"kvpool.{name}" for name in dotted)]
+
+
+_IMPORT = """
+import importlib, sys
+for name in sys.argv[2:]:
+    file = importlib.import_module(name).__file__
+    if not file.startswith(sys.argv[1]):
+        sys.exit(f"{name} is imported from {file}, not from the copy in {sys.argv[1]}")
+"""
+
+
+def import_command(root: Path, paths: list[str]) -> list[str]:
+    """Imports these files, and fails unless they, the messages and what all processes share come from the copy."""
+    names = [*modules(paths), "kvpool.v1.cache_pb2", "kvpool.process.settings", "tests.mutants.patch"]
+    return [sys.executable, "-c", _IMPORT, str(root), *names]
