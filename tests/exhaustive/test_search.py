@@ -1,0 +1,187 @@
+"""The search finds no broken law in small worlds, and finds each that is broken on purpose, with a short way there.
+
+`make exhaustive` searches the large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from kvpool.v1 import cache_pb2
+
+from cache_service.core.attempts import Attempts
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import Uplink
+from cache_service.core.sequence import Sequence
+from cache_service.core.session import Session
+from tests.exhaustive.fingerprint import fingerprint
+from tests.exhaustive.search import Search, freeze, tell, thaw
+from tests.exhaustive.world import Budget, Event, Wanted, World, begin
+from worker_service.cache import parking
+from worker_service.cache.engine_cache import EngineCache
+from worker_service.cache.link import Link
+from worker_service.cache.sequence import CacheSequence
+
+SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
+SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
+SHORT = (Wanted("a", (1, 2), 1, worker=0),)
+PAIR = (Wanted("a", (1, 2), 1, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
+
+
+def test_every_state_of_a_small_world_is_right() -> None:
+    """One fault at every possible moment; the counts of states and ends say that something was searched."""
+    found = Search(begin(PAIR, Budget(faults=1))).run()
+    assert not found.broken, found.broken
+    assert found.is_complete
+    assert found.num_states > 200
+    assert found.num_ends > 1
+    assert found.kinds["lose Allocate answer"]
+    assert found.kinds["double Allocate"]
+    assert found.kinds["give up Free"]
+
+
+def test_every_state_around_a_restart_is_right() -> None:
+    """The manager or a worker starts anew, or a lease runs out, at every possible moment; reports are taken in."""
+    found = Search(begin(SHORT, Budget(restarts=1))).run()
+    assert not found.broken, found.broken
+    assert found.is_complete
+    assert found.kinds["deliver Report"]
+    assert {"restart the manager", "crash", "expire", "sweep", "go on elsewhere"} <= set(found.kinds)
+
+
+def test_copies_are_equal_and_independent() -> None:
+    """A world that was frozen is what it was, whatever becomes of its copies."""
+    world = begin(SHARED, Budget(faults=1))
+    data, before = freeze(world), fingerprint(world)
+    copy = thaw(data)
+    copy.apply(Event("ask", 0))
+    copy.apply(Event("say", 0))
+    assert fingerprint(copy) != before
+    assert fingerprint(world) == fingerprint(thaw(data)) == before
+
+
+def test_absolute_numbers_do_not_tell_states_apart() -> None:
+    """A heartbeat, a session or a grant more in the past leaves no trace in the fingerprint."""
+
+    def run_once(world: World) -> None:
+        world.apply(Event("ask", 0))
+        while not world.is_over:
+            world.apply(
+                next(event for event in world.events() if event.what in EXPECTED and _does_something(world, event))
+            )
+
+    fresh = begin(SINGLE, Budget())
+    twice = begin(SINGLE, Budget())
+    run_once(fresh)
+    run_once(twice)
+    assert fingerprint(fresh) == fingerprint(twice)
+    generation = twice.manager.last_generation
+    session = twice.manager.sessions[0]
+    session.last_call_no += 5
+    twice.peers[0].engine.cache._state.link.num_calls += 5  # type: ignore[union-attr]
+    twice.manager._last_stamp += 7
+    assert fingerprint(fresh) == fingerprint(twice)
+    assert twice.manager.last_generation > generation
+
+
+EXPECTED = ("say", "deliver", "begin a step", "end the step")
+
+
+def _does_something(world: World, event: Event) -> bool:
+    after = thaw(freeze(world))
+    after.apply(event)
+    return fingerprint(after) != fingerprint(world)
+
+
+# -- broken on purpose
+
+
+def stale_calls_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager has forgotten which call was the last."""
+    honest = CacheManager._begin
+
+    def forgetful(self: CacheManager, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
+        if uplink.session in self._sessions:
+            self._sessions[uplink.session].last_call_no = 0
+        return honest(self, uplink, num_items, reporting=reporting)
+
+    monkeypatch.setattr(CacheManager, "_begin", forgetful)
+
+
+def steps_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker frees blocks although a running step names them."""
+    monkeypatch.setattr(EngineCache, "begin_step", lambda self, sequences: None)
+
+
+def launched_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker states tokens as computed when the step that computes them begins."""
+    honest = EngineCache.begin_step
+
+    def hasty(self: EngineCache, sequences: Iterable[CacheSequence]) -> None:
+        sequences = list(sequences)
+        honest(self, sequences)
+        for sequence in sequences:
+            self._advance(sequence, len(sequence.tokens), 0.0)
+
+    monkeypatch.setattr(EngineCache, "begin_step", hasty)
+
+
+def entries_are_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker takes every entry of the downlink that it is told, also one that it has applied."""
+    honest = Link.new_entries
+
+    def credulous(self: Link, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:
+        honest(self, downlink)
+        return list(downlink.entries)
+
+    monkeypatch.setattr(Link, "new_entries", credulous)
+
+
+def parked_sequences_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who waits for a prefix in flight is woken."""
+    monkeypatch.setattr(parking, "wake", lambda state, now: None)
+
+
+def state_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that holds blocks registers as if it held none."""
+    monkeypatch.setattr(EngineCache, "holds_state", False)
+
+
+def the_smaller_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger attempt fences nothing."""
+
+    def nothing(self: Attempts, sequence: Sequence) -> None:
+        return None
+
+    monkeypatch.setattr(Attempts, "fence", nothing)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "wanted", "budget", "law", "most_events"),
+    [
+        (stale_calls_are_executed, SINGLE, Budget(faults=1), "a late Allocate does nothing", 8),
+        (steps_are_not_waited_for, SHARED, Budget(cancels=1), "use after free", 20),
+        (launched_counts_as_computed, SINGLE, Budget(), "exact hits", 10),
+        (entries_are_applied_twice, SINGLE, Budget(heartbeats=1), "the books agree", 16),
+        (parked_sequences_are_forgotten, SHARED, Budget(), "everything can end", 20),
+        (state_is_denied, SHORT, Budget(restarts=1), "a report is always taken in", 14),
+        (the_smaller_attempt_stays, SHORT, Budget(moves=1), "one attempt lives", 14),
+    ],
+)
+def test_what_is_broken_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    wanted: tuple[Wanted, ...],
+    budget: Budget,
+    law: str,
+    most_events: int,
+) -> None:
+    """The search names the law and tells the shortest way to where it does not hold."""
+    breaks(monkeypatch)
+    start = begin(wanted, budget)
+    found = Search(start).run()
+    assert law in found.broken
+    lines = tell(start, found.trace)
+    print(found.broken, *lines, sep="\n")
+    assert 0 < len(lines) <= most_events
