@@ -68,6 +68,17 @@ def test_a_worker_that_stops_renewing_is_fenced() -> None:
         clock.keep_alive(silent)
 
 
+def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:
+    """Looking for leases that have run out does not stop at the first that has not."""
+    clock = Clockwork()
+    sessions = {name: clock.register(name) for name in ("a", "b", "c", "d", "e")}
+    clock.run(LEASE - TICK)
+    for name in ("a", "c", "e"):
+        clock.keep_alive(sessions[name])
+    assert clock.run(TICK) == ["b", "d"]
+    assert clock.live == ["a", "c", "e"]
+
+
 def test_keep_alive_renews_for_a_whole_lease() -> None:
     """A lease counts from the last renewal."""
     clock = Clockwork()
