@@ -9,7 +9,7 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live exhaustive linearizability check proto format bench bench-peers clean
+.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants check proto format bench bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -19,6 +19,7 @@ help:
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
+	@echo "make mutants      80 mistakes, each made in a copy of the code, which the tests must notice; minutes"
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
@@ -55,6 +56,9 @@ exhaustive: $(READY)
 
 linearizability: $(READY)
 	$(BIN)/python -m tests.linearizability $(ROUNDS)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGUMENTS)
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CODE)

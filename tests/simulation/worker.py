@@ -177,9 +177,9 @@ class WorkerProcess(Process):
 
     def _execute(self, loop: Any, executor: Any, function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         if executor is self.gpu:
-            return self.gpu.launch(args[0])
-        future: asyncio.Future[Any] = super()._execute(loop, executor, function, args)
-        return future
+            launched: asyncio.Future[Any] = self.gpu.launch(args[0])
+            return launched
+        return super()._execute(loop, executor, function, args)
 
     @property
     def is_quiet(self) -> bool:

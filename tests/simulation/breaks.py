@@ -1,0 +1,193 @@
+"""Ways to break the shipped code, each of which the simulator must notice. One for each kind of mistake that others made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cache_service import codec
+from cache_service.core import updates
+from cache_service.core.block_pool import BlockPool
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import ReportPart, Root
+from cache_service.core.recovery import Recovery
+from cache_service.servicer import CacheServicer
+from client.gate import Gate
+from worker_service.cache import calls, uplink
+from worker_service.cache.ledger import BlockLedger
+from worker_service.cache.link import Link
+from worker_service.engine.engine import Engine
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def free_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+    """A worker says that blocks are free while its running step still names them."""
+
+    original = uplink._free
+
+    def _free(state: Any, link: Any) -> Any:
+        running = [sequence for sequence in state.ending if sequence.in_step]
+        for sequence in running:
+            sequence.in_step = False
+        call = original(state, link)
+        for sequence in running:
+            sequence.in_step = True
+        return call
+
+    patch.setattr(uplink, "_free", _free)
+
+
+def downlink_entries_twice(patch: pytest.MonkeyPatch) -> None:
+    """A worker applies entries of the downlink again that it has applied."""
+
+    def new_entries(link: Link, downlink: Any) -> Any:
+        entries = list(downlink.entries)
+        if entries:
+            link.applied_number = entries[-1].number
+        return entries
+
+    patch.setattr(Link, "new_entries", new_entries)
+
+
+def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
+    """A worker reports the whole prompt as computed when its first chunk is."""
+    original = calls.append_call
+
+    def append_call(link: Any, sequences: Any, block_size: int, wish: int, returned: Any) -> Any:
+        call = original(link, sequences, block_size, wish, returned)
+        request: Any = call.request
+        for item, sequence in zip(request.items, sequences, strict=True):
+            known = item.update.start + len(item.update.tokens) // 4
+            room = min(known, len(sequence.table) * block_size)
+            item.update.num_computed_tokens = max(item.update.num_computed_tokens, room // block_size * block_size)
+        return call
+
+    patch.setattr(calls, "append_call", append_call)
+
+
+def leak_on_abort(patch: pytest.MonkeyPatch) -> None:
+    """The manager forgets to release what an unanswered sequence holds that is freed before it has computed anything."""
+    original = updates.free
+
+    def free(tree: Any, attempts: Any, session: Any, update: Any, limits: Any) -> None:
+        if update.num_computed_tokens:
+            original(tree, attempts, session, update, limits)
+
+    patch.setattr(updates, "free", free)
+
+
+def late_calls_executed(patch: pytest.MonkeyPatch) -> None:
+    """The manager executes calls that were overtaken by later ones."""
+    original = CacheManager._begin
+
+    def _begin(core: CacheManager, uplink: Any, num_items: int, **options: Any) -> Any:
+        session = core._sessions.get(uplink.session)
+        if session is not None:
+            session.last_call_no = 0
+        return original(core, uplink, num_items, **options)
+
+    patch.setattr(CacheManager, "_begin", _begin)
+
+
+def tenants_share(patch: pytest.MonkeyPatch) -> None:
+    """The tenant's salt is dropped on one code path."""
+    original = codec.decode_root
+
+    def decode_root(message: Any) -> Root:
+        return original(message)._replace(tenant_salt="")
+
+    patch.setattr(codec, "decode_root", decode_root)
+
+
+def reserve_not_reported(patch: pytest.MonkeyPatch) -> None:
+    """A manager that comes back takes a worker's reserve for free blocks."""
+    original = Recovery.apply
+
+    def apply(recovery: Recovery, tree: Any, attempts: Any, part: ReportPart, limits: Any) -> None:
+        original(recovery, tree, attempts, part._replace(reserve=()), limits)
+
+    patch.setattr(Recovery, "apply", apply)
+
+
+def tables_not_reported(patch: pytest.MonkeyPatch) -> None:
+    """A manager that comes back takes live blocks for empty space."""
+    original = Recovery.apply
+
+    def apply(recovery: Recovery, tree: Any, attempts: Any, part: ReportPart, limits: Any) -> None:
+        original(recovery, tree, attempts, part._replace(sequences=()), limits)
+
+    patch.setattr(Recovery, "apply", apply)
+
+
+def epoch_not_raised(patch: pytest.MonkeyPatch) -> None:
+    """A manager whose state file was lost goes on with an epoch that its workers have seen."""
+    patch.setattr(CacheServicer, "_is_foreign", lambda self, seen, registration: False)
+
+
+def sessions_numbered_alike(patch: pytest.MonkeyPatch) -> None:
+    """Two lives of the manager with one epoch count their sessions from the same number (found by the simulator)."""
+    original = CacheManager.__init__
+
+    def __init__(core: CacheManager, epoch: int, *, session_start: int = 0, **options: Any) -> None:
+        original(core, epoch, **options)
+
+    patch.setattr(CacheManager, "__init__", __init__)
+
+
+def stale_content_kept(patch: pytest.MonkeyPatch) -> None:
+    """A recycled block is still found under what it held before."""
+    original = BlockPool._forget
+
+    def _forget(pool: BlockPool, block: int) -> None:
+        node = pool.node(block)
+        assert node is not None
+        if node.depth != 1:
+            original(pool, block)
+
+    patch.setattr(BlockPool, "_forget", _forget)
+
+
+def hits_without_the_guard(patch: pytest.MonkeyPatch) -> None:
+    """As `sealed_before_computed`, and the worker believes whatever it is told."""
+    sealed_before_computed(patch)
+    patch.setattr(BlockLedger, "accept_hit", lambda ledger, block, generation: None)
+
+
+def nobody_wakes_the_engine(patch: pytest.MonkeyPatch) -> None:
+    """The engine is not told that the cache side has something new."""
+    patch.setattr(Engine, "on_cache_changed", lambda engine: None)
+
+
+def gate_forgets_its_base(patch: pytest.MonkeyPatch) -> None:
+    """The client takes tokens of a continuation for those of the beginning."""
+    original = Gate.open
+
+    def open_(gate: Gate, attempt: int) -> None:
+        original(gate, attempt)
+        gate._base = 0
+
+    patch.setattr(Gate, "open", open_)
+
+
+BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
+    breaks.__name__: (breaks, frozenset(laws))
+    for breaks, laws in (
+        (free_while_a_step_runs, {"no use after free"}),
+        (downlink_entries_twice, {"one writer"}),
+        (sealed_before_computed, {"one writer", "sealed-only sharing", "manager and worker agree"}),
+        (hits_without_the_guard, {"sealed-only sharing", "exact hits", "manager and worker agree"}),
+        (leak_on_abort, {"nothing leaks", "all goes quiet"}),
+        (late_calls_executed, {"stale calls change nothing", "nothing leaks", "one writer"}),
+        (tenants_share, {"sealed-only sharing", "exact hits", "manager and worker agree"}),
+        (reserve_not_reported, {"one writer"}),
+        (tables_not_reported, {"one writer"}),
+        (epoch_not_raised, {"generations grow", "one writer", "no errors"}),
+        (sessions_numbered_alike, {"one writer"}),
+        (stale_content_kept, {"sealing", "one writer", "manager and worker agree"}),
+        (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
+        (gate_forgets_its_base, {"one right text", "explained errors"}),
+    )
+}
