@@ -12,8 +12,8 @@ from typing import Self
 from client import Client, Completion, KvpoolError
 from tests.live.workload import Workload
 
-END_SECONDS = 120.0
-"""For the last streams to end when no others begin."""
+END_SECONDS = 600.0
+"""For the last streams to end when no others begin; seconds, unless the machine does much else."""
 
 
 @dataclass(frozen=True)
