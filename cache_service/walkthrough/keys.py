@@ -31,6 +31,7 @@ _PLAIN: Final = {
     b"\x7f": Key.BACKWARDS,
     b"\x08": Key.BACKWARDS,
     b"q": Key.QUIT,
+    b"\x04": Key.QUIT,  # Ctrl-D, and the end of what a script types
     ESCAPE: Key.QUIT,
     b"\x03": Key.INTERRUPT,
     b"\x1a": Key.SUSPEND,

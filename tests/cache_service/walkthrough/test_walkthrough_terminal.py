@@ -54,9 +54,9 @@ def test_going_back_shows_what_was_there_before() -> None:
     assert len(set(seen)) == 8
 
 
-@pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"Q", 0), (b"\x1b", 0), (b"\x03", 130)])
+@pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"Q", 0), (b"\x04", 0), (b"\x1b", 0), (b"\x03", 130)])
 def test_a_key_ends_it_and_the_terminal_is_as_before(key: bytes, status: int) -> None:
-    """q, Escape, Ctrl-C."""
+    """q, Ctrl-D, Escape, Ctrl-C."""
     with at_terminal("allocation") as user:
         user.read_until("allocation 1/7")
         assert user.settings() != user.settings_before
