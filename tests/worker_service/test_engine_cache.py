@@ -1,0 +1,67 @@
+"""The worker's cache side alone, with hand-made answers: what it says, and how often."""
+
+from __future__ import annotations
+
+import pytest
+from kvpool.v1 import cache_pb2, common_pb2
+
+from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.sequence import CacheSequence, SequenceState
+from worker_service.cache.settings import CacheSettings
+
+_STEP_SECONDS = 0.001
+
+
+def _live(cache: EngineCache, max_new_tokens: int) -> CacheSequence:
+    """A sequence of one prompt token with its table, and the reserve full of all the blocks that it can need."""
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    sequence = CacheSequence("s", 1, common_pb2.Root(model_fingerprint="m"), [1], max_new_tokens=max_new_tokens)
+    call = cache.next_call(lambda: [sequence], 0.0)
+    assert call is not None
+    answer = cache_pb2.AllocateResponse()
+    answer.results.add().granted.tables.add(block_ids=[1], generations=[1])
+    grant = answer.downlink.entries.add(number=1).grant
+    count = -(-max_new_tokens // cache.settings.block_size) - 1
+    grant.block_ids.extend(range(2, 2 + count))
+    grant.generations.extend([1] * count)
+    cache.on_reply(call, answer, 0.0)
+    assert sequence.state is SequenceState.LIVE
+    return sequence
+
+
+@pytest.mark.parametrize("report_seconds", [0.01, 0.05])
+def test_calls_grow_with_time_and_not_with_steps(report_seconds: float) -> None:
+    """Each step fills a block; those of `report_seconds` go out in one call."""
+    cache = EngineCache(CacheSettings(block_size=1, num_blocks=256, report_seconds=report_seconds))
+    sequence = _live(cache, 200)
+    num_calls, num_steps = 0, 180
+    for step in range(num_steps):
+        now = step * _STEP_SECONDS
+        assert cache.extend(sequence, len(sequence.tokens))
+        cache.begin_step([sequence])
+        cache.end_step([Computed(sequence, len(sequence.tokens), 7)], now)
+        while (call := cache.next_call(list, now)) is not None:
+            num_calls += 1
+            assert isinstance(call.request, cache_pb2.AppendRequest)
+            answer = cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()])
+            answer.downlink.counts.add(free=1)
+            cache.on_reply(call, answer, now)
+    assert 0 < num_calls <= num_steps * _STEP_SECONDS / report_seconds
+    assert sequence.acked_computed_tokens > num_steps - report_seconds / _STEP_SECONDS - 2
+
+
+def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
+    """So that words about the round that ended never mean the one that lives."""
+    cache = EngineCache(CacheSettings(block_size=1, num_blocks=8))
+    sequence = _live(cache, 3)
+    again = cache.preempt(sequence)
+    assert (again.id, again.round, again.state) == (sequence.id, sequence.round + 1, SequenceState.WAITING)
+    free = cache.next_call(lambda: [again], 0.0)
+    assert free is not None
+    assert isinstance(free.request, cache_pb2.FreeRequest), "the old round is freed before the new one is asked for"
+    assert free.request.items[0].update.key.round == sequence.round
+    cache.on_reply(free, cache_pb2.FreeResponse(), 0.0)
+    call = cache.next_call(lambda: [again], 0.0)
+    assert call is not None
+    assert isinstance(call.request, cache_pb2.AllocateRequest)
+    assert call.request.items[0].key.round == sequence.round + 1
