@@ -7,6 +7,7 @@ The copy without a mistake has to pass all of them first. Exit status 1 if a mut
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -49,9 +50,16 @@ class Outcome(NamedTuple):
 def _try(mutant: Mutant, pristine: Path, folder: Path, chosen: list[str], go_on: bool) -> Outcome:
     """One mutant against the killers, up to the first that kills it or, with `go_on`, all of them."""
     root = folder / mutant.name
+    try:
+        tree.copy(pristine, root)
+        tree.mutate(mutant, root)
+        return _look(mutant, pristine, root, chosen, go_on)
+    finally:
+        shutil.rmtree(root)
+
+
+def _look(mutant: Mutant, pristine: Path, root: Path, chosen: list[str], go_on: bool) -> Outcome:
     verdicts: list[killers.Verdict] = []
-    tree.copy(pristine, root)
-    tree.mutate(mutant, root)
     try:
         killers.imports(root, mutant.paths)
     except killers.Undecided as why:

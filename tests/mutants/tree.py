@@ -30,8 +30,9 @@ def _link(source: str, target: str) -> None:
 def copy(source: Path, target: Path) -> None:
     """What the tests need of a repository, compiled files included: they are good for the copies too."""
     target.mkdir(parents=True)
+    half_written = shutil.ignore_patterns("*.pyc.*")
     for name in _NEEDED:
-        shutil.copytree(source / name, target / name, copy_function=_link, ignore=shutil.ignore_patterns(".hypothesis"))
+        shutil.copytree(source / name, target / name, copy_function=_link, ignore=half_written)
     shutil.copy2(source / "pyproject.toml", target / "pyproject.toml")
     names = target / _NAMES / "kvpool"
     names.mkdir(parents=True)
