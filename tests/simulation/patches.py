@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -113,6 +114,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
         stack.enter_context(mock.patch.object(client.stream, "uuid4", sequence_ids.__next__))
         stack.enter_context(mock.patch.object(client.manager, "random", world.kernel.random("client")))
+        stack.enter_context(mock.patch.object(client.manager, "time", types.SimpleNamespace(monotonic=_loop_time)))
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hit", accept_hit))

@@ -13,7 +13,7 @@ from kvpool.v1 import worker_pb2
 from cache_service.core.messages import Limits
 from tests.simulation import manager, patches, tracer
 from tests.simulation.bus import Bus
-from tests.simulation.client import TIMEOUT_SECONDS, ClientProcess, RequestPlan
+from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
 from tests.simulation.disk import Disk
 from tests.simulation.faults import FAULTS
 from tests.simulation.kernel import Kernel
