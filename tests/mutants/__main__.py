@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.mutants import document, killers, patch, tree
 from tests.mutants.patch import Mutant, PatchError
@@ -105,7 +105,7 @@ def _in_parallel(
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    table = Table("mutant", "mistake", "killed by", "seconds", show_lines=False)
+    table = Table("mutant", "mistake", Column("killed by", overflow="fold"), "seconds")
     for outcome in outcomes:
         by = escape(outcome.killed_by) or f"[red]nothing[/] {escape(outcome.trouble)}"
         table.add_row(outcome.mutant.name, escape(outcome.mutant.mistake), by, f"{outcome.seconds:.1f}")
