@@ -19,7 +19,7 @@ help:
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
-	@echo "make mutants      80 mistakes, each made in a copy of the code, which the tests must notice; minutes"
+	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
