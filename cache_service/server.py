@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import secrets
 import socket
 import time
@@ -21,6 +20,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .epoch import EpochStore
+from .garbage import collect_young
 from .servicer import CacheServicer
 from .settings import ManagerSettings
 
@@ -163,13 +163,3 @@ async def require_free(host: str, port: int) -> None:
     # A name may stand for several addresses, of which one has to work: "localhost" without IPv6.
     if len(problems) == len(found):
         raise PortError(f"cannot listen on {host} port {port}: {problems[0].strerror}; choose another --host or --port")
-
-
-def collect_young() -> None:
-    """Free the reference cycles made since the last call, where automatic collection is off.
-
-    Our code makes none, but grpc.aio leaves some five objects per call behind. Only objects younger than the last call are
-    looked at, so the pause does not grow with the prefix tree: that is what automatic collection was switched off for.
-    """
-    if not gc.isenabled():
-        gc.collect(0)

@@ -24,6 +24,7 @@ from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session
 from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
+from .garbage import collect_young
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
@@ -146,6 +147,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
         session, reply = self._manager.report(codec.decode_uplink(request), codec.decode_report(request))
+        # What a part has made is old from here on: the collection at the next tick does not walk a whole report.
+        collect_young()
         if request.last:
             log.info(
                 "report taken in",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
@@ -32,6 +33,26 @@ class Manager:
         self._channels = channels
         self._config = config
         self._has_answered = False
+        self._looking: asyncio.Task[cache_pb2.DescribeResponse] | None = None
+        self._seen: cache_pb2.DescribeResponse | None = None
+        self._seen_at = 0.0
+
+    async def look(self, seconds: float, max_age: float) -> cache_pb2.DescribeResponse:
+        """Live workers, at most `max_age` seconds ago: one call for all who look at the same time. Raises KvpoolError when the
+        manager does not answer within `seconds`."""
+        clock = time.monotonic
+        if self._seen is not None and clock() - self._seen_at <= max_age:
+            return self._seen
+        if self._looking is None:
+            self._looking = asyncio.create_task(self.describe(Deadline(seconds)))
+            self._looking.add_done_callback(self._looked)
+        # Whoever gives up must not take the answer from the others.
+        return await asyncio.shield(self._looking)
+
+    def _looked(self, task: asyncio.Task[cache_pb2.DescribeResponse]) -> None:
+        self._looking = None
+        if not task.cancelled() and task.exception() is None:
+            self._seen, self._seen_at = task.result(), time.monotonic()
 
     async def describe(
         self, deadline: Deadline, *, worker_id: str = "", first_block: int | None = None, max_blocks: int = 0

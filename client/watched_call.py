@@ -95,7 +95,7 @@ class WatchedCall:
         """Ask the manager; also LIVE if the manager itself cannot say."""
         seconds = min(self._liveness_interval, max(self._deadline.remaining(), 0.001))
         try:
-            response = await self._manager.describe(Deadline(seconds, self._deadline.clock))
+            response = await self._manager.look(seconds, self._liveness_interval / 2)
         except KvpoolError:
             return _Sight.LIVE
         for worker in response.workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from kvpool.process.logs import configure_logging
@@ -27,7 +28,7 @@ def main() -> None:
     try:
         from .manager_link import RegistrationRefused
         from .model.errors import ModelError
-        from .server import PortInUse, run_worker
+        from .server import PortInUse, StoppedWhileLoading, run_worker
     except ModuleNotFoundError as error:
         print(
             f"kvpool worker: the package {error.name!r} is missing: a worker needs `pip install kvpool[worker]`",
@@ -35,7 +36,13 @@ def main() -> None:
         )
         sys.exit(1)
     try:
-        asyncio.run(run_worker(settings))
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(run_worker(settings))
+            except StoppedWhileLoading:
+                # Nothing is held and nobody knows this worker; to leave in order would be to wait for the load.
+                sys.stderr.flush()
+                os._exit(0)
     except (ModelError, PortInUse, RegistrationRefused) as error:
         print(f"kvpool worker: {error}", file=sys.stderr)
         sys.exit(1)

@@ -31,7 +31,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # The default grows to two minutes; a restarted manager must be found again at once: streams live on their reserve meanwhile.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also the time-out of one attempt to connect, whatever its name says.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -67,6 +68,7 @@ class ManagerLink:
         self._highest_epoch = 0
         self._session = 0
         self._keep_alive_seconds = 1.0
+        self._keep_alive_deadline = CALL_SECONDS
         self._complained = False
         self._heartbeat_due = asyncio.Event()
         self._is_announced = False
@@ -124,6 +126,8 @@ class ManagerLink:
             self._complained = False
             self._highest_epoch = max(self._highest_epoch, response.epoch)
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
+            # One that is lost must leave time for the next, also under a short lease.
+            self._keep_alive_deadline = min(CALL_SECONDS, response.lease_ms / 4000)
             self._session = response.session
             self._cache.on_registered(response)
             log.info(
@@ -135,6 +139,8 @@ class ManagerLink:
             )
             self._announce_if_ready()
             self._engine.on_cache_changed()
+            if self._engine.is_draining:
+                self.send_heartbeat()  # the new session does not know it yet
             return
 
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
@@ -179,7 +185,7 @@ class ManagerLink:
             if request is None:
                 continue
             try:
-                response = await stub.KeepAlive(request, timeout=CALL_SECONDS)
+                response = await stub.KeepAlive(request, timeout=self._keep_alive_deadline)
             except grpc.aio.AioRpcError as error:
                 if reason_of_failure(error) == "STALE_SESSION":
                     self._cache.lose("the manager no longer knows this session")
@@ -241,8 +247,8 @@ class ManagerLink:
         if retriable:
             self._cache.on_failure(call, reason, self._clock())
         else:
-            # The same call would be refused again; a new session starts from what this worker reports.
-            self._cache.lose(f"the manager refused a call: {error.details()}")
+            # The same call would be refused again.
+            self._cache.on_refused(call, error.details() or error.code().name)
 
 
 async def _wait_at_most(event: asyncio.Event, seconds: float | None) -> None:

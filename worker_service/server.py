@@ -56,20 +56,32 @@ class PortInUse(Exception):
     """The address to listen on cannot be had."""
 
 
+class StoppedWhileLoading(Exception):
+    """A signal came before the worker served. The thread that loads cannot be stopped: only the end of the process ends it."""
+
+
 async def run_worker(settings: WorkerSettings) -> None:
     """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortInUse, ModelError,
-    RegistrationRefused."""
-    server = await Server.load(settings)
+    RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    server: Server | None = None
 
     def on_signal() -> None:
-        if stop.is_set() or server.engine.is_draining:
+        if server is not None and (stop.is_set() or server.engine.is_draining):
             server.cut_grace()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loading = asyncio.create_task(Server.load(settings))
+    stopping = asyncio.create_task(_wait(stop))
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not loading.done():
+        log.info("stopped while the model was loading")
+        raise StoppedWhileLoading
+    server = loading.result()
     async with server:
         await server.serve_until(stop)
 

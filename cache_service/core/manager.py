@@ -80,6 +80,8 @@ class CacheManager:
         """Newest (incarnation, register_no) seen of each worker, live or not; the oldest of the dead ones go first."""
         self.reconciled: Counter[Case] = Counter()
         """What the reports taken in so far have said, by case."""
+        self._told: deque[Recovery] = deque()
+        """Reports that are complete, and still to be let go of."""
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
@@ -130,6 +132,11 @@ class CacheManager:
         pool = BlockPool(config.num_blocks, config.block_size, self._tree)
         downlink = Downlink(self.limits.max_downlink_entries)
         session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds)
+        is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
+        if earlier is not None and earlier.drain is not None and is_same_process:
+            # It may not have heard of the order.
+            session.draining, session.drain = True, earlier.drain
+            downlink.push(earlier.drain)
         if registration.holds_state:
             session.recovery = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
@@ -181,7 +188,7 @@ class CacheManager:
             del known[oldest]
 
     def has_met(self, worker_id: str, incarnation: int) -> bool:
-        """Whether this process of the worker, or a newer one, has registered in this life of the manager, as far as it remembers."""
+        """Whether this process of the worker, or a newer one, has registered in this life of the manager, if it remembers."""
         return incarnation <= self._incarnations.get(worker_id, (0, 0))[0]
 
     def keep_alive(
@@ -215,7 +222,8 @@ class CacheManager:
         session = self.worker(worker_id)
         if not session.draining:
             session.draining = True
-            session.downlink.push(Drain(grace_seconds))
+            session.drain = Drain(grace_seconds)
+            session.downlink.push(session.drain)
         return session
 
     def tick(self, now: float) -> list[Session]:
@@ -279,6 +287,7 @@ class CacheManager:
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
             session.recovery = None
+            self._told.append(recovery)
         return session, self._reply(session)
 
     def _num_reports_begun(self) -> int:
@@ -296,7 +305,12 @@ class CacheManager:
         self._retired.append(session)
 
     def sweep(self) -> bool:
-        """Reclaim one slice of what retired sessions left in the tree; returns whether more is left."""
+        """Reclaim one slice of what retired sessions left in the tree, and of what reports were made of; returns whether more is
+        left."""
+        if self._told:
+            if not self._told[0].discard(SWEEP_SLICE_NODES):
+                self._told.popleft()
+            return bool(self._told or self._retired)
         if not self._retired:
             return False
         session = self._retired[0]

@@ -99,6 +99,15 @@ class Recovery:
                 self._pool.touch(block)
         self.num_parts += 1
 
+    def discard(self, budget: int) -> bool:
+        """After the last part: let go of so many contents, a slice of what would stop the process for long if it went at once.
+        Returns whether any are left."""
+        # The last first, so that no chain falls link by link.
+        del self._contents[max(0, len(self._contents) - budget) :]
+        for _ in range(min(budget, len(self._blocks))):
+            self._blocks.popitem()
+        return bool(self._contents or self._blocks)
+
     # -- contents
 
     def _take_contents(self, tree: PrefixTree, run: ContentRun) -> None:
@@ -137,8 +146,6 @@ class Recovery:
     def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> bool:
         """Returns whether the block serves hits; else another one does."""
         self._require_free(block, generation)
-        if block in self._blocks:
-            _refuse("contents", f"block {block} is said to hold two contents")
         parent = content.parent
         if parent is None or parent.node is None:
             node = self._node(tree, content)
@@ -265,7 +272,7 @@ class Recovery:
 
     def _enter(self, attempts: Attempts, sequence: Sequence) -> Case:
         """Into the book of attempts: against those that live on other workers, the larger one stays."""
-        others = [other for other in attempts.living(sequence.key.sequence_id) if other.session is not self._session]
+        others = attempts.living(sequence.key.sequence_id)
         attempts.add(sequence)
         if any(other.key.attempt >= sequence.key.attempt for other in others):
             attempts.fence(sequence)
@@ -280,7 +287,7 @@ class Recovery:
             _refuse(
                 "blocks", f"block {block} has generation {generation:#x}, which no manager up to this one has given"
             )
-        if not pool.is_free(block):
+        if not pool.is_free(block) or block in self._blocks:
             _refuse("blocks", f"block {block} is reported twice, in different places")
 
 

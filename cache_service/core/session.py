@@ -72,6 +72,8 @@ class Session:
         """Parts of the report that this session began with, once it is complete."""
         self.draining = False
         """The worker takes no further requests: it was told so, or has said so."""
+        self.drain: Drain | None = None
+        """The order that was given, if one was."""
         self.num_calls = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0

@@ -44,18 +44,25 @@ def drain(
 
 async def _drain(config: ClientConfig, worker_id: str, grace: float | None, wait: bool) -> None:
     async with Client(config=config) as client:
-        session = await client.drain(worker_id, grace=grace)
+        await client.drain(worker_id, grace=grace)
         if wait:
-            await _until_left(client, session, worker_id, grace, stderr_console())
+            await _until_left(client, worker_id, grace, stderr_console())
     stdout_console().print(f"{worker_id} has left" if wait else f"{worker_id} is leaving", markup=False)
 
 
-async def _until_left(client: Client, session: int, worker_id: str, grace: float | None, console: Console) -> None:
+async def _until_left(client: Client, worker_id: str, grace: float | None, console: Console) -> None:
+    """Until this process of the worker is gone. A manager that has restarted meanwhile is told again: it may not know of it."""
     patience = _BEYOND_GRACE_SECONDS + (_UNKNOWN_GRACE_SECONDS if grace is None else grace)
     try:
         with console.status(f"{worker_id} is leaving") as progress:
             async with asyncio.timeout(patience):
-                while (worker := _find(await client.describe(), session)) is not None:
+                incarnation: int | None = None
+                while (worker := _find(await client.describe(), worker_id)) is not None:
+                    incarnation = incarnation or worker.incarnation
+                    if worker.incarnation != incarnation:
+                        return  # its successor
+                    if not worker.draining:
+                        await client.drain(worker_id, grace=grace)
                     load = worker.load
                     progress.update(f"{worker_id} is leaving: {load.num_running} requests running")
                     await asyncio.sleep(_POLL_SECONDS)
@@ -67,5 +74,5 @@ async def _until_left(client: Client, session: int, worker_id: str, grace: float
         ) from None
 
 
-def _find(response: cache_pb2.DescribeResponse, session: int) -> cache_pb2.WorkerDescription | None:
-    return next((worker for worker in response.workers if worker.session == session), None)
+def _find(response: cache_pb2.DescribeResponse, worker_id: str) -> cache_pb2.WorkerDescription | None:
+    return next((worker for worker in response.workers if worker.worker_id == worker_id), None)

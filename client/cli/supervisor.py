@@ -59,9 +59,13 @@ class Supervisor:
     `async with Supervisor(…)`: whatever happens, no child outlives the block.
     """
 
-    def __init__(self, on_line: Callable[[str, str], None], *, grace_seconds: float = 10.0) -> None:
+    def __init__(
+        self, on_line: Callable[[str, str], None], *, grace_seconds: float = 10.0, last: str | None = None
+    ) -> None:
+        """`last`: the child that is stopped when all others are gone."""
         self._on_line = on_line
         self._grace_seconds = grace_seconds
+        self._last = last
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         """The latest of each name, in the order in which the names came."""
         self._reported: set[str] = set()
@@ -136,13 +140,12 @@ class Supervisor:
         self._kill_now.set()
 
     async def stop(self) -> list[ChildExit]:
-        """Stop all children, the one started last first, and wait for them. May be repeated.
+        """Stop all children and wait for them. May be repeated.
 
-        Children other than the first (the manager) are asked together; the first is asked when they are gone, so that
-        they can still take leave of it.
+        They are asked together, except for `last` (the manager), so that the others can still take leave of it.
         """
         names = list(self._processes)
-        for group in (names[1:], names[:1]):
+        for group in ([name for name in names if name != self._last], [name for name in names if name == self._last]):
             await self._stop_group([self._processes[name] for name in reversed(group)])
         if self._pumps:
             done, _ = await asyncio.wait(self._pumps.values(), timeout=1.0)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
 from ..errors import InvalidRequest, KvpoolError
-from .cluster import HOST, Cluster, ClusterSpec
+from .cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
 from .gpus import visible_gpus
 from .log import PrefixedLog
 from .status import num_device_blocks
@@ -28,6 +28,8 @@ from .supervisor import Supervisor
 from .terminal import error_line, stdout_console
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SECONDS: Final = 3660.0
+"""More than the longest grace that a worker can be given; whoever does not want to wait presses Ctrl-C once more."""
 _DEVICE_VARIABLE: Final = "KVPOOL_WORKER_DEVICE"
 
 
@@ -140,10 +142,10 @@ class UpSettings(ProcessSettings):
 
     def _finds_gpus(self) -> bool:
         """Whether the workers, left to themselves, would take GPUs: all of them the same one."""
-        if os.environ.get(_DEVICE_VARIABLE):
+        if os.environ.get(_DEVICE_VARIABLE) not in (None, "", "auto"):
             return False
         path = os.environ.get(CONFIG_VARIABLE)
-        if path and "device" in read_tables(Path(path)).get("worker", {}):
+        if path and read_tables(Path(path).expanduser()).get("worker", {}).get("device", "auto") != "auto":
             return False
         return bool(visible_gpus(os.environ))
 
@@ -161,7 +163,7 @@ async def run_cluster(spec: ClusterSpec, console: Console) -> int:
     log = PrefixedLog(console)
     loop = asyncio.get_running_loop()
     stop_asked = asyncio.Event()
-    async with Supervisor(log) as supervisor:
+    async with Supervisor(log, grace_seconds=_STOP_SECONDS, last=MANAGER_NAME) as supervisor:
         cluster = Cluster(spec, supervisor)
         running = asyncio.create_task(_serve(cluster, spec, console))
 

@@ -218,6 +218,8 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.blocks: list[cache_pb2.BlockDescription] = []
         self.violations: list[cache_pb2.Violation] = []
         self.drains: list[cache_pb2.DrainRequest] = []
+        self.num_drains_forgotten = 0
+        """So many Drains are acknowledged and lost, as by a manager that restarts."""
         self.num_describes_until_left = 2
         """After a Drain: the worker is gone from the answers behind that many."""
         self.num_blocks: int | None = None
@@ -257,6 +259,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         for worker in self.workers:
             if request.worker_id in ("", worker.worker_id):
                 description = worker.description()
+                description.draining = len(self.drains) > self.num_drains_forgotten
                 if self.num_blocks is not None:
                     description.kv_cache_config.pools[0].num_blocks = self.num_blocks
                 if request.include_blocks:

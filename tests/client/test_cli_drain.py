@@ -19,6 +19,16 @@ async def test_it_waits_until_the_worker_has_left(capsys: pytest.CaptureFixture[
     assert (captured.out, captured.err) == ("w has left\n", "")
 
 
+async def test_a_manager_that_forgot_the_order_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """It restarted meanwhile, and the worker, which had not heard of it, is back in another session."""
+    async with fake_cluster(FakeWorker("w")) as manager:
+        manager.num_drains_forgotten = 1
+        manager.num_describes_until_left = 4
+        assert await kvpool("drain", "w", "--manager", manager.address) == 0
+        assert len(manager.drains) == 2
+    assert capsys.readouterr().out == "w has left\n"
+
+
 async def test_no_wait_asks_and_returns(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
         assert await kvpool("drain", "w", "--no-wait", "--manager", manager.address) == 0

@@ -142,12 +142,14 @@ async def test_a_report_in_many_parts_is_taken_in_whatever_is_lost(monkeypatch: 
         requests = [world.submit(prompt, 40) for prompt in prompts]
         reading = asyncio.gather(*map(read, requests))
         await until(lambda: all(request.num_generated > 3 for request in requests))
+        gate = world.model.gate = threading.Event()  # the device is slow: nobody ends before the report is told
         world.wire.lose_request = world.wire.lose_reply = 0.3
         restart(world)
-        assert await reading == [expected_text(prompt, 40) for prompt in prompts]
-        await world.until_idle()
-        assert world.wire.num_calls["Report"] > 15
         cases = world.manager.reconciled
+        await until(lambda: cases[Case.LIVE])
+        gate.set()
+        assert await reading == [expected_text(prompt, 40) for prompt in prompts]
+        assert world.wire.num_calls["Report"] > 15
         assert cases[Case.LIVE] == 6
         for case in (Case.CACHED, Case.HELD_SEALED, Case.SHARED, Case.HELD_FILLING, Case.RESERVED):
             assert cases[case], case
@@ -189,3 +191,36 @@ async def test_a_sequence_that_moved_on_is_stopped_when_its_worker_reports_it() 
             await read(old)
         assert caught.value.kind is ErrorKind.SUPERSEDED
         assert await read(new) == expected_text(prompt, 30)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_what_was_held_at_register_and_is_gone_since_is_reported_as_nothing(when: str) -> None:
+    """A request that filled no block ends while the session is lost: the manager waits for a report all the same."""
+    world = World(num_blocks=60, block_size=16)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        request = world.submit([1, 2, 3], 1)
+        await until(lambda: request.sequence.in_step)
+        world.wire.gate = asyncio.Event()
+        restart(world)
+        if when == "after":
+            await until(lambda: world.manager.sessions)
+        gate.set()
+        assert await read(request) == expected_text([1, 2, 3], 1)
+        world.wire.gate.set()
+        world.wire.gate = None
+        await until(lambda: world.manager.sessions and world.is_open.is_set())
+        assert await world.generate([4, 5, 6], 3) == expected_text([4, 5, 6], 3)
+
+
+async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever() -> None:
+    """A defect of the manager, answered INTERNAL: the worker gives its blocks up, and serves."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        await world.generate(list(range(20)), 4)
+        restart(world)
+        world.wire.break_reports = True
+        await until(lambda: not world.cache.holds_state)
+        await until(world.is_open.is_set)
+        assert await world.generate(list(range(20)), 4) == expected_text(list(range(20)), 4)
+        assert world.wire.num_calls["Report"] == 1

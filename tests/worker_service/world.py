@@ -44,6 +44,8 @@ class Wire:
         self.lose_request = 0.0
         self.lose_reply = 0.0
         self.repeat_later = 0.0
+        self.break_reports = False
+        """Answer every Report as a manager with a defect does."""
         self.lose_next_reply = ""
         """Name of the method whose next reply is lost."""
         self.num_calls: dict[str, int] = {}
@@ -65,6 +67,8 @@ class Wire:
                 self._execute(*self._late.pop())
         if self._random.random() < self.repeat_later:
             self._late.append((name, request))
+        if name == "Report" and self.break_reports:
+            raise rpc_error(grpc.StatusCode.INTERNAL, status.of_bug())
         try:
             response = self._execute(name, request)
         except Refusal as refusal:
@@ -200,7 +204,12 @@ class World:
         self._count += 1
         return self.engine.submit(
             GenerationParams(
-                sequence_id or f"s{self._count}", attempt, list(prompt), sampling=SamplingParams(), max_tokens=count, **params
+                sequence_id or f"s{self._count}",
+                attempt,
+                list(prompt),
+                sampling=SamplingParams(),
+                max_tokens=count,
+                **params,
             )
         )
 

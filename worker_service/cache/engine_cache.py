@@ -183,7 +183,7 @@ class EngineCache:
         if self._state.holds_anything and not response.report_wanted:
             self.give_up("the manager takes no report of what this worker holds")
             return
-        self._state.begin_session(Link(response.session))
+        self._state.begin_session(Link(response.session), report_wanted=response.report_wanted)
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
         """The next heartbeat; None without a session. `draining`: no further requests are taken."""
@@ -235,6 +235,13 @@ class EngineCache:
         if link is not None and link.in_flight is call:
             link.succeeded()
             self._guarded(lambda: downlink.take_reply(self._state, link, call, response, now))
+
+    def on_refused(self, call: Call, why: str) -> None:
+        """The call was refused in a way that the same state would be refused again."""
+        if isinstance(call.request, cache_pb2.ReportRequest):
+            self.give_up(f"the manager refuses the report: {why}")
+        else:
+            self.lose(f"the manager refused a call: {why}")
 
     def on_failure(self, call: Call, reason: str, now: float) -> None:
         """The call was not answered or refused whole; `reason` is its ErrorInfo.reason, empty for the transport's own errors.

@@ -19,9 +19,11 @@ class DisagreementError(Exception):
 class Content:
     """What a complete block holds: its tokens, behind those of the parent. Lives as long as its block or a child."""
 
-    __slots__ = ("parent", "root", "tokens")
+    __slots__ = ("block", "parent", "root", "tokens")
 
     def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes) -> None:
+        self.block = 0
+        """The block that holds it; 0 when that has been granted anew and only a child keeps the content."""
         self.parent = parent
         self.root = root
         self.tokens = tokens
@@ -53,7 +55,9 @@ class BlockLedger:
                 f"block {block} was granted (generation {generation}) while {self._num_users[block]} tables name it"
             )
         self._generation[block] = generation
-        if self._contents[block] is not None:
+        content = self._contents[block]
+        if content is not None:
+            content.block = 0
             self._contents[block] = None
             del self._idle[block]
 
@@ -85,6 +89,7 @@ class BlockLedger:
     def complete(self, block: int, content: Content) -> None:
         """All slots of a block that a table names hold their KV."""
         self._contents[block] = content
+        content.block = block
 
     def content(self, block: int) -> Content | None:
         """What a complete block holds; None for others."""

@@ -6,7 +6,7 @@ as on any other day. The parts are built one by one, so that none keeps the engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
@@ -60,7 +60,7 @@ class Report:
             sequence.acked_computed_tokens = sequence.num_computed_tokens
         self._numbers: dict[Content, int] = {}
         """Of the contents told so far, from 1."""
-        self._parts = self._build()
+        self._parts: Generator[cache_pb2.ReportRequest, None, None] = self._build()
         self._num_told = 0
         self._part = next(self._parts)
 
@@ -72,13 +72,14 @@ class Report:
     def told(self) -> bool:
         """The manager has taken the part in; returns whether it was the last."""
         if self._part.last:
+            self._parts.close()  # it and this object refer to each other
             return True
         self._num_told += 1
         self._part = next(self._parts)
         self._part.part = self._num_told
         return False
 
-    def _build(self) -> Iterator[cache_pb2.ReportRequest]:
+    def _build(self) -> Generator[cache_pb2.ReportRequest, None, None]:
         yield from self._content_parts()
         yield from self._sequence_parts()
         for begin in range(0, max(len(self._reserve), len(self._idle)), _MAX_BLOCKS):
@@ -89,14 +90,16 @@ class Report:
         yield cache_pb2.ReportRequest(last=True)
 
     def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
-        """Chains from what is told already down to each complete block, so that parents come before their children."""
-        block_of = {content: block for block, content in enumerate(self._contents) if content is not None}
+        """Chains from what is told already down to each complete block, so that parents come before their children. While a report
+        is told no block is granted, so that each content keeps its block."""
         numbers = self._numbers
         part = cache_pb2.ReportRequest()
         run = cache_pb2.ContentRun()
         tokens: list[bytes] = []
         count = num_bytes = 0
-        for last in block_of:
+        for last in self._contents:
+            if last is None:
+                continue
             chain: list[Content] = []
             above: Content | None = last
             while above is not None and above not in numbers:
@@ -110,7 +113,7 @@ class Report:
                     run = part.contents.add(parent=parent)
                     if not parent:
                         run.root.CopyFrom(content.root)
-                block = block_of.get(content, 0)
+                block = content.block
                 run.block_ids.append(block)
                 run.generations.append(self._generations[block])
                 tokens.append(content.tokens)
@@ -129,17 +132,18 @@ class Report:
 
     def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
-        count = 0
+        count = num_bytes = 0
         for key, root, tokens, num_computed, num_cached, table, generations in self._sequences:
             reported = part.sequences.add(
                 key=key, root=root, tokens=tokens, num_computed_tokens=num_computed, num_cached_tokens=num_cached
             )
             _add_run(reported.tables, table, generations)
             count += len(table)
-            if count >= _MAX_CONTENTS:
+            num_bytes += len(tokens)
+            if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
                 yield part
                 part = cache_pb2.ReportRequest()
-                count = 0
+                count = num_bytes = 0
         if part.sequences:
             yield part
 

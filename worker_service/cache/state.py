@@ -44,12 +44,13 @@ class CacheState:
         """Whether there is something that a manager would have to know."""
         return bool(self.ledger.holds_anything or self.reserve)
 
-    def begin_session(self, link: Link) -> None:
-        """A session is open. What is held here is reported in it before anything else is said."""
+    def begin_session(self, link: Link, *, report_wanted: bool) -> None:
+        """A session is open. What is held here is reported in it before anything else is said, if it is wanted: even if that has
+        come to nothing since Register, for the manager waits for it."""
         for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
             self._end_unheard(sequence)
         self.link = link
-        if self.holds_anything:
+        if report_wanted:
             holders = [sequence for sequence in self.sequences.values() if sequence.table]
             link.report = Report(self.ledger, holders, self.reserve.spare())
 

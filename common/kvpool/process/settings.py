@@ -86,7 +86,7 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     Raises SettingsProblem. `--help` and unknown flags end the process, as argparse does it.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    path = _config_path(arguments)
+    path = _config_path(arguments, f"{kind.model_config.get('env_prefix', '')}CONFIG")
     table = {} if path is None else _read_table(path, kind.table)
     if unknown := table.keys() - (kind.model_fields.keys() - {"config"}):
         raise SettingsProblem("\n".join(_unknown(kind, path, name) for name in sorted(unknown)))
@@ -118,14 +118,14 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _config_path(arguments: Sequence[str]) -> Path | None:
+def _config_path(arguments: Sequence[str], own_variable: str) -> Path | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
         given = parser.parse_known_args(arguments)[0].config
     except argparse.ArgumentError:
         return None  # `--config` without a file: the real parser says so
-    given = given or os.environ.get(CONFIG_VARIABLE)
+    given = given or os.environ.get(own_variable) or os.environ.get(CONFIG_VARIABLE)
     return Path(given).expanduser() if given else None
 
 

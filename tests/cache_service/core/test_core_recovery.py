@@ -241,6 +241,14 @@ def test_the_larger_attempt_stays_wherever_it_lives() -> None:
     assert (manager.reconciled[Case.FENCES], manager.reconciled[Case.FENCED]) == (1, 1)
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_of_two_attempts_in_one_report_the_larger_stays(order: tuple[int, int]) -> None:
+    worker = Reporter()
+    tables = {1: (1, 2), 2: (3, 4)}
+    worker.report(sequences=tuple(sequence("x", 5, 3, *tables[attempt], attempt=attempt) for attempt in order))
+    assert {attempt: s.fenced for (_, attempt), s in worker.session.sequences.items()} == {1: True, 2: False}
+
+
 def test_of_two_equal_attempts_the_one_that_lives_stays() -> None:
     manager = CacheManager(3)
     Reporter(manager, "here").report(sequences=(sequence("x", 5, 4, 1, 2),))
@@ -276,10 +284,11 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         ({"contents": (run(1, root=None),)}, "needs a root"),
         ({"contents": (run(1, root=Root("other")),)}, "needs a root"),
         ({"contents": (run(1), run(1, first=1))}, "reported twice"),
-        ({"contents": (run(1), run(2), run(2, first=1))}, "said to hold two contents"),
+        ({"contents": (run(1), run(2), run(2, first=1))}, "reported twice"),
         ({"contents": (run(*[0] * 4097),)}, "at most 4096 contents per part"),
         ({"reserve": (ReservedBlock(1, OLD), ReservedBlock(1, OLD))}, "reported twice"),
         ({"contents": (run(1),), "reserve": (ReservedBlock(1, OLD),)}, "reported twice"),
+        ({"contents": (run(1), run(2)), "reserve": (ReservedBlock(2, OLD),)}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2),), "reserve": (ReservedBlock(2, OLD),)}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("a", 5, 4, 3, 4))}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("b", 5, 4, 3, 2))}, "reported twice"),

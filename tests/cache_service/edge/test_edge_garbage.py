@@ -26,7 +26,7 @@ from cache_service.core.messages import (
     Uplink,
     WorkerLoad,
 )
-from cache_service.server import collect_young
+from cache_service.garbage import collect_young
 from tests.cache_service.edge.peer import prompt, refused
 
 ROOT = Root("model-a")

@@ -215,6 +215,19 @@ async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, w
     assert "about to leave: v, w" in answer.explanation
 
 
+async def test_an_order_to_drain_outlives_the_session_but_not_the_process(stub: Stub, worker: Worker) -> None:
+    """A worker that registers again before it has heard of the order is told in its new session; its successor is not."""
+    await stub.Drain(pb.DrainRequest(worker_id="w", grace_ms=1500))
+    await worker.register()
+    (entry,) = (await worker.keep_alive()).downlink.entries
+    assert entry.drain.grace_ms == 1500
+    worker.request.incarnation += 1
+    await worker.register()
+    assert not (await worker.keep_alive()).downlink.entries
+    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    assert (await stub.Route(request)).workers
+
+
 async def test_a_worker_that_says_it_drains_is_routed_to_no_more(stub: Stub, worker: Worker) -> None:
     """By its heartbeat; an older heartbeat that arrives late does not take that back, a new session does."""
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
