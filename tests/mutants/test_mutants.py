@@ -1,0 +1,102 @@
+"""Every mutant still is the mistake that it says: whole, applicable to the code as it is, and listed in docs/TESTING.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import document, patch, tree
+from tests.mutants.patch import Mutant, PatchError
+
+_HEADER = "Mutant: does nothing\nMistake: none\nSeen in: our own\nBreaks: nothing\n\n"
+_DIFF = "--- a/client/gate.py\n+++ b/client/gate.py\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
+
+
+@pytest.mark.parametrize("name", patch.names())
+def test_it_applies_and_is_a_change_of_python_code(name: str) -> None:
+    """Without fuzz, at one place, in shipped code; what it makes can be compiled, and is other code than before."""
+    mutant = patch.read(name)
+    for path, text in patch.mutated(mutant, tree.ROOT).items():
+        assert path.split("/")[0] in ("cache_service", "worker_service", "client"), (
+            f"{name} changes {path}, which is not shipped"
+        )
+        before = ast.parse((tree.ROOT / path).read_text(encoding="utf-8"))
+        assert ast.dump(ast.parse(text)) != ast.dump(before), f"{name} changes no code in {path}"
+    for test in mutant.tests:
+        assert (tree.ROOT / test.partition("::")[0]).exists(), f"{name} names {test}, which is not there"
+
+
+def test_no_two_make_the_same_mistake() -> None:
+    """Each is another change, and says so in other words."""
+    mutants = [patch.read(name) for name in patch.names()]
+    assert len({mutant.hunks for mutant in mutants}) == len({mutant.what for mutant in mutants}) == len(mutants) >= 25
+
+
+def test_the_page_lists_them_all() -> None:
+    """docs/TESTING.md says of each what kills it; `make mutants` writes the table."""
+    page = document.PAGE.read_text(encoding="utf-8")
+    assert document.names_in(page) == patch.names(), "run `python -m tests.mutants --write`, which makes the table anew"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "lacks Mutant, Mistake, Seen in, Breaks"),
+        (_HEADER.replace("Breaks: nothing\n", "") + _DIFF, "lacks Breaks"),
+        (_HEADER.replace("none", "") + _DIFF, "has the line 'Mistake: '"),
+        (_HEADER.replace("Breaks", "Braeks") + _DIFF, "has the line 'Braeks: nothing'"),
+        (_HEADER, "has no diff"),
+        (_HEADER + _DIFF + "two and a half\n", "not of a unified diff"),
+    ],
+)
+def test_an_incomplete_file_is_refused_with_what_it_lacks(text: str, words: str) -> None:
+    with pytest.raises(PatchError, match=words):
+        patch.parse("broken", text)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("one\ntwo, changed\n", "is not there any more"),
+        ("one\ntwo\none\ntwo\n", "stands there 2 times"),
+        (None, "there is no client"),
+    ],
+)
+def test_a_patch_that_the_code_has_left_behind_says_what_to_do(tmp_path: Path, code: str | None, words: str) -> None:
+    if code is not None:
+        (tmp_path / "client").mkdir()
+        (tmp_path / "client/gate.py").write_text(code)
+    with pytest.raises(PatchError, match=words) as caught:
+        patch.mutated(patch.parse("old", _HEADER + _DIFF), tmp_path)
+    assert "put what `git diff` shows" in str(caught.value)
+
+
+def test_a_copy_imports_its_own_code_under_every_name(tmp_path: Path) -> None:
+    """Also where kvpool is installed in editable mode, which names the checkout; and the checkout stays as it is."""
+    root = tmp_path / "copy"
+    tree.copy(tree.ROOT, root)
+    original = (tree.ROOT / "client/gate.py").read_text(encoding="utf-8")
+    line = "class Gate:\n"
+    mutant = Mutant("m", "", "", "", "", (), (patch.Hunk("client/gate.py", line, f"IS_MUTATED = True\n\n\n{line}"),))
+    tree.mutate(mutant, root)
+    assert (tree.ROOT / "client/gate.py").read_text(encoding="utf-8") == original
+    for module in tree.modules(mutant.paths):
+        program = f"import {module} as gate; assert gate.IS_MUTATED, gate.__file__"
+        _python(["-c", program], root)
+    _python(
+        tree.import_command(root, ["cache_service/core/manager.py", "worker_service/cache/link.py", "client/gate.py"])[
+            1:
+        ],
+        root,
+    )
+
+
+def _python(arguments: list[str], root: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=tree.environment(root), capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
