@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -168,8 +169,13 @@ def require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            hint = (
+                "is another cluster running there? choose another port with --port"
+                if in_use
+                else f"{host} must be an address of this machine (`ip address` lists them); give one with --host"
+            )
             raise Unavailable(
-                f"cannot listen on {join_host_port(host, port)}: {error.strerror}; is another cluster running there? "
-                "choose another port with --port",
-                reason="PORT_IN_USE",
+                f"cannot listen on {join_host_port(host, port)}: {error.strerror}; {hint}",
+                reason="PORT_IN_USE" if in_use else "NO_SUCH_ADDRESS",
             ) from error

@@ -153,7 +153,7 @@ class Faults:
 
         async def is_back() -> bool:
             lines = self.cluster.processes[name].log[told:]
-            _, lost, after = lines.partition("session lost")
+            _, lost, after = lines.partition("session ended")
             return bool(lost) and "no longer knows this session" in lines and "registered" in after
 
         await eventually(is_back, f"{name} hears that its session is over, and registers again", RECOVERED_SECONDS)

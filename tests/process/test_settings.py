@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings
+from kvpool.process.settings import CONFIG_VARIABLE, TABLES, ProcessSettings, SettingsProblem, load_settings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -32,6 +32,7 @@ class Oven(ProcessSettings):
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.process.settings.TABLES", ("oven", "fridge", *TABLES))
     for name in (CONFIG_VARIABLE, "OVEN_MAX_DEGREES", "OVEN_PLACE", "KITCHEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -118,6 +119,18 @@ def test_an_unknown_name_in_the_file_is_an_error_with_a_guess(file: Path) -> Non
     assert second == f"'x' in [oven] of {file} is no setting"
 
 
+def test_an_unknown_table_is_an_error_with_a_guess(file: Path) -> None:
+    file.write_text("[clinet]\ntimeout = 3\n")
+    assert problem("--config", str(file)) == f"[clinet] in {file} is no table that kvpool reads; did you mean [client]?"
+    file.write_text("[x]\n")
+    assert "[manager], [worker], [up], [client]" in problem("--config", str(file))
+
+
+def test_the_processs_own_variable_names_a_file_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVEN_CONFIG", str(file))
+    assert load_settings(Oven, []).max_degrees == 100
+
+
 def test_a_file_cannot_name_another_file(file: Path) -> None:
     file.write_text('[oven]\nconfig = "other.toml"\n')
     assert "'config' in [oven]" in problem("--config", str(file))
@@ -178,7 +191,7 @@ def test_a_worker_adds_its_port_to_a_host_that_it_advertises(advertise: str, tol
     assert settings.advertised(7) == told
 
 
-@pytest.mark.parametrize("advertise", ["box:", "box:x", "box:70000", ":7"])
+@pytest.mark.parametrize("advertise", ["box:", "box:x", "box:70000", ":7", "h:1:2"])
 def test_an_address_that_nobody_can_dial_is_refused(advertise: str) -> None:
     with pytest.raises(SettingsProblem, match="--advertise: needed host or host:port"):
         load_settings(WorkerSettings, ["--advertise", advertise])

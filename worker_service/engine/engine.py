@@ -305,7 +305,8 @@ class Engine:
                 self.drain_grace_seconds = event.grace_seconds
                 self.drain_asked.set()
             elif isinstance(event, events.SessionLost):
-                log.warning("session lost", why=event.why, num_running=self.scheduler.num_running)
+                # Nothing is lost with it: what runs goes on, and the next session is told.
+                log.info("session ended", why=event.why, num_running=self.scheduler.num_running)
             else:
                 self._forget_everything(event.why)
 

@@ -16,6 +16,11 @@ def join_host_port(host: str, port: int) -> str:
 def with_default_port(address: str, port: int) -> str:
     """`address` as host:port: `port` is added where it names a host alone. Raises ValueError, which says what is wrong."""
     host, colon, given = address.rpartition(":")
+    if address.count(":") > 1 and not address.startswith("["):
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            raise ValueError(f"needed host or host:port, got {address!r}") from None
     if not colon or address.endswith("]") or (":" in host and not host.startswith("[")):
         return join_host_port(address, port)
     if not host or not given.isdigit() or not 0 < int(given) < 65536:

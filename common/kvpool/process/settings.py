@@ -27,6 +27,8 @@ from pydantic_settings import (
 )
 
 CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
+TABLES: Final = ("manager", "worker", "up", "client")
+"""Of a settings file."""
 
 S = TypeVar("S", bound="ProcessSettings")
 
@@ -111,6 +113,10 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise SettingsProblem(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsProblem(f"the settings file {path} is not TOML: {error}") from None
+    if strange := [name for name, value in found.items() if isinstance(value, dict) and name not in TABLES]:
+        close = difflib.get_close_matches(strange[0], TABLES, n=1)
+        hint = f"; did you mean [{close[0]}]?" if close else f": there are {', '.join(f'[{name}]' for name in TABLES)}"
+        raise SettingsProblem(f"[{strange[0]}] in {path} is no table that kvpool reads{hint}")
     if loose := [name for name, value in found.items() if not isinstance(value, dict)]:
         raise SettingsProblem(
             f"{loose[0]!r} in {path} stands in no table: put it below [manager], [worker], [up] or [client]"
