@@ -197,7 +197,9 @@ def test_commands_named_in_the_text_exist(document: Path) -> None:
             assert words[1] in make_targets(), code
         if words[0] == "python" and words[1:2] == ["-m"]:
             module = ROOT / words[2].replace(".", "/")
-            assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file() or "kvpool" in words[2], code
+            assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file() or "kvpool" in words[2], (
+                code
+            )
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
