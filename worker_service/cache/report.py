@@ -6,7 +6,7 @@ as on any other day. The parts are built one by one, so that none keeps the engi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
@@ -60,7 +60,7 @@ class Report:
             sequence.acked_computed_tokens = sequence.num_computed_tokens
         self._numbers: dict[Content, int] = {}
         """Of the contents told so far, from 1."""
-        self._parts: Generator[cache_pb2.ReportRequest, None, None] = self._build()
+        self._parts: Iterator[cache_pb2.ReportRequest] = self._build()
         self._num_told = 0
         self._part = next(self._parts)
 
@@ -72,14 +72,14 @@ class Report:
     def told(self) -> bool:
         """The manager has taken the part in; returns whether it was the last."""
         if self._part.last:
-            self._parts.close()  # it and this object refer to each other
+            self._parts = iter(())  # the one it was and this object refer to each other
             return True
         self._num_told += 1
         self._part = next(self._parts)
         self._part.part = self._num_told
         return False
 
-    def _build(self) -> Generator[cache_pb2.ReportRequest, None, None]:
+    def _build(self) -> Iterator[cache_pb2.ReportRequest]:
         yield from self._content_parts()
         yield from self._sequence_parts()
         for begin in range(0, max(len(self._reserve), len(self._idle)), _MAX_BLOCKS):
