@@ -31,7 +31,7 @@ class _Life:
         return int(response.session)
 
 
-def test_two_lives_with_one_epoch_do_not_number_their_sessions_alike(tmp_path: Path) -> None:
+async def test_two_lives_with_one_epoch_do_not_number_their_sessions_alike(tmp_path: Path) -> None:
     """A disk that lost the epoch: a worker of the one life must not speak in another worker's session of the other."""
     starts = []
     for name in ("a", "b"):

@@ -6,6 +6,7 @@ import pytest
 from kvpool.v1 import cache_pb2, common_pb2
 
 from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.link import Call
 from worker_service.cache.sequence import CacheSequence, SequenceState
 from worker_service.cache.settings import CacheSettings
 
@@ -30,24 +31,32 @@ def _live(cache: EngineCache, max_new_tokens: int) -> CacheSequence:
 
 
 @pytest.mark.parametrize("report_seconds", [0.01, 0.05])
-def test_calls_grow_with_time_and_not_with_steps(report_seconds: float) -> None:
-    """Each step fills a block; those of `report_seconds` go out in one call."""
+@pytest.mark.parametrize("steps_on_the_way", [0, 1, 5])
+def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on_the_way: int) -> None:
+    """Each step fills a block; those of `report_seconds` go out in one call, also where the answer takes longer than a step."""
     cache = EngineCache(CacheSettings(block_size=1, num_blocks=256, report_seconds=report_seconds))
     sequence = _live(cache, 200)
     num_calls, num_steps = 0, 180
+    on_the_way: list[tuple[int, Call]] = []
     for step in range(num_steps):
         now = step * _STEP_SECONDS
         assert cache.extend(sequence, len(sequence.tokens))
         cache.begin_step([sequence])
         cache.end_step([Computed(sequence, len(sequence.tokens), 7)], now)
-        while (call := cache.next_call(list, now)) is not None:
+        while True:
+            while on_the_way and on_the_way[0][0] <= step:
+                answer = cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()])
+                answer.downlink.counts.add(free=1)
+                cache.on_reply(on_the_way.pop(0)[1], answer, now)
+            if (call := cache.next_call(list, now)) is None:
+                break
             num_calls += 1
             assert isinstance(call.request, cache_pb2.AppendRequest)
-            answer = cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()])
-            answer.downlink.counts.add(free=1)
-            cache.on_reply(call, answer, now)
+            on_the_way.append((step + steps_on_the_way, call))
+            if steps_on_the_way:
+                break
     assert 0 < num_calls <= num_steps * _STEP_SECONDS / report_seconds
-    assert sequence.acked_computed_tokens > num_steps - report_seconds / _STEP_SECONDS - 2
+    assert sequence.acked_computed_tokens > num_steps - report_seconds / _STEP_SECONDS - 2 - steps_on_the_way
 
 
 def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:

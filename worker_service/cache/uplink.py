@@ -86,20 +86,21 @@ def _free(state: CacheState, link: Link) -> Call | None:
 
 def _append(state: CacheState, link: Link, now: float) -> Call | None:
     size = state.settings.block_size
-    reports = _one_call(
-        state,
-        (
-            sequence
-            for sequence in state.sequences.values()
-            if sequence.state is SequenceState.LIVE
-            and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
-        ),
-    )
+    unreported = [
+        sequence
+        for sequence in state.sequences.values()
+        if sequence.state is SequenceState.LIVE
+        and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
+    ]
+    reports = _one_call(state, unreported)
     if not reports:
         state.report_due_at, state.is_urgent = None, False
     is_due = state.report_due_at is not None and now >= state.report_due_at
     if not (is_due or state.is_urgent or _wants_refill(state) or _has_idle_surplus(state)):
         return None
+    if len(reports) == len(unreported):
+        # What is filled while the call is on its way is due in its own time. Should the call fail, the next one is urgent.
+        state.report_due_at, state.is_urgent = None, False
     return calls.append_call(link, reports, size, _wish(state, link, reports), state.reserve.returning)
 
 
