@@ -76,7 +76,7 @@ class OurCluster:
             worker_arguments=(*worker_arguments, "--log-format", "json"),
             worker_environment=worker_environment,
         )
-        self._supervisor = Supervisor(self._on_line)
+        self._supervisor = Supervisor(self._on_line, last=MANAGER_NAME)
         self._client = Client(self._spec.address)
 
     async def __aenter__(self) -> Self:

@@ -27,13 +27,13 @@ from rich.text import Text
 if TYPE_CHECKING:  # a type checker reads the checkout, where the package `kvpool.client` is the folder `client`
     from client import Client, Completion, KvpoolError
     from client.cli.block_map import BlockMap, fetch_block_map, render_block_map
-    from client.cli.cluster import Cluster, ClusterSpec, free_port
+    from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
     from client.cli.supervisor import Supervisor
     from client.cli.terminal import stdout_console
 else:
     from kvpool.client import Client, Completion, KvpoolError
     from kvpool.client.cli.block_map import BlockMap, fetch_block_map, render_block_map
-    from kvpool.client.cli.cluster import Cluster, ClusterSpec, free_port
+    from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
     from kvpool.client.cli.supervisor import Supervisor
     from kvpool.client.cli.terminal import stdout_console
 
@@ -256,7 +256,9 @@ async def demo(console: Console) -> int:
             manager_arguments=("--state-dir", state_dir),
             worker_arguments=WORKER_ARGUMENTS,
         )
-        async with Supervisor(lambda name, line: log.append(f"{name:<9}| {Text.from_ansi(line).plain}")) as supervisor:
+        async with Supervisor(
+            lambda name, line: log.append(f"{name:<9}| {Text.from_ansi(line).plain}"), last=MANAGER_NAME
+        ) as supervisor:
             cluster = Cluster(spec, supervisor)
             try:
                 await run_demo(cluster, spec, log, console)

@@ -78,7 +78,7 @@ async def test_the_manager_is_stopped_last() -> None:
         "signal.signal(signal.SIGTERM, leave)\n" + SLEEPER
     )
     log = Log()
-    async with Supervisor(log) as supervisor:
+    async with Supervisor(log, last="manager") as supervisor:
         for name in ("manager", "worker-0", "worker-1"):
             await supervisor.start(child(name, polite))
             await log.wait_for(name, "ready")
