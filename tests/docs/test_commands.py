@@ -38,6 +38,7 @@ RUN_ELSEWHERE = {
     "make proto": "would write into the checkout; make check runs the same generator",
     "make test-compose": "needs a container engine, and is itself a test",
     "make live": "kills and freezes services for half an hour, and is itself a test",
+    "make simulate": "runs thousands of seeds; 500 run with the tests",
     "make bench": "measures, for many minutes",
     "make bench-peers": "installs the peers that bench measures against",
 }
