@@ -17,7 +17,6 @@ from cache_service.servicer import CacheServicer
 from client.gate import Gate
 from worker_service.cache import calls, uplink
 from worker_service.cache.ledger import BlockLedger
-from worker_service.cache.link import Link
 from worker_service.engine.engine import Engine
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -38,18 +37,6 @@ def free_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
         return call
 
     patch.setattr(uplink, "_free", _free)
-
-
-def downlink_entries_twice(patch: pytest.MonkeyPatch) -> None:
-    """A worker applies entries of the downlink again that it has applied."""
-
-    def new_entries(link: Link, downlink: Any) -> Any:
-        entries = list(downlink.entries)
-        if entries:
-            link.applied_number = entries[-1].number
-        return entries
-
-    patch.setattr(Link, "new_entries", new_entries)
 
 
 def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +153,6 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
     breaks.__name__: (breaks, frozenset(laws))
     for breaks, laws in (
         (free_while_a_step_runs, {"no use after free"}),
-        (downlink_entries_twice, {"one writer"}),
         (sealed_before_computed, {"one writer", "sealed-only sharing", "manager and worker agree"}),
         (hits_without_the_guard, {"sealed-only sharing", "exact hits", "manager and worker agree"}),
         (leak_on_abort, {"nothing leaks", "all goes quiet"}),
@@ -175,7 +161,7 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (reserve_not_reported, {"one writer"}),
         (tables_not_reported, {"one writer"}),
         (epoch_not_raised, {"generations grow", "one writer", "no errors"}),
-        (stale_content_kept, {"sealing", "one writer", "manager and worker agree"}),
+        (stale_content_kept, {"state", "sealing", "one writer", "manager and worker agree"}),
         (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
         (gate_forgets_its_base, {"one right text", "explained errors"}),
     )

@@ -181,7 +181,7 @@ async def test_an_idle_worker_finds_a_restarted_manager_too() -> None:
         for epoch in (2, 3):
             world.wire.manager = CacheManager(epoch)
             async with asyncio.timeout(5):
-                while not world.manager.sessions:
+                while not (world.cache.is_ready() and world.is_known()):
                     await asyncio.sleep(0.005)
             assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
 

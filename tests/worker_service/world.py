@@ -189,11 +189,11 @@ class World:
     async def until_idle(self) -> None:
         """Until the manager has acknowledged that nothing is held."""
         async with asyncio.timeout(20):
-            while not (self.cache.is_ready() and self.cache.is_idle and self._is_known()):
+            while not (self.cache.is_ready() and self.cache.is_idle and self.is_known()):
                 self.engine.changed_for_link.set()
                 await asyncio.sleep(0.002)
 
-    def _is_known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the manager that stands there now knows the session that the worker believes in."""
         return any(session.number == self.cache.session for session in self.manager.sessions)
 
