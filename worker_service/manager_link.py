@@ -238,7 +238,7 @@ class ManagerLink:
 
     def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
         reason = reason_of_failure(error)
-        retriable = reason in ("STALE_CALL", "STALE_SESSION", "BAD_REPORT") or error.code() in (
+        retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
             grpc.StatusCode.CANCELLED,

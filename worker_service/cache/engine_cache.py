@@ -237,7 +237,10 @@ class EngineCache:
             self._guarded(lambda: downlink.take_reply(self._state, link, call, response, now))
 
     def on_refused(self, call: Call, why: str) -> None:
-        """The call was refused in a way that the same state would be refused again."""
+        """The call was refused in a way that the same state would be refused again. A call given up before is of the past."""
+        link = self._state.link
+        if link is None or link.in_flight is not call:
+            return
         if isinstance(call.request, cache_pb2.ReportRequest):
             self.give_up(f"the manager refuses the report: {why}")
         else:
@@ -254,9 +257,6 @@ class EngineCache:
         link.failed(now)
         if reason == "STALE_SESSION":
             self.lose("the manager no longer knows this session")
-            return
-        if reason == "BAD_REPORT":
-            self.give_up("the manager cannot take in what this worker holds")
             return
         self._state.is_urgent = True
         for stated in call.stated:
