@@ -109,7 +109,7 @@ class Client:
 
     async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
         """Ask a worker to take no further requests, end the running ones within `grace` seconds (None: its own setting)
-        and leave. Returns its session at once; it has left when `describe` no longer lists that. May be repeated."""
+        and leave. Returns its session at once; it has left when `describe` no longer lists its incarnation. May be repeated."""
         response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
         return response.session
 

@@ -163,7 +163,7 @@ class CacheServiceServicer:
 
     def Drain(self, request, context):
         """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
-        carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+        carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -72,7 +72,7 @@ class CacheServiceStub:
     """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent."""
     Drain: _aio.UnaryUnaryMultiCallable[_cache_pb2.DrainRequest, _cache_pb2.DrainResponse]
     """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
-    carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+    carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
     """
     Route: _aio.UnaryUnaryMultiCallable[_cache_pb2.RouteRequest, _cache_pb2.RouteResponse]
     """Which workers hold the longest prefix of a prompt. Advisory: changes nothing, not even the eviction order."""
@@ -164,7 +164,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.DrainRequest, _abc.Awaitable[_cache_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_cache_pb2.DrainResponse]:
         """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
-        carries a `drain`. Returns at once; the worker has left when Describe no longer lists the session. Idempotent.
+        carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
         """
 
     @_abc_1.abstractmethod
