@@ -22,6 +22,7 @@ from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.truth import NUM_TOP, Truth
+from tests.cluster.two_workers import TwoWorkers
 from tests.tiny_models import Oracle
 
 pytestmark = [
@@ -36,20 +37,10 @@ ENDLESS_TOKENS = 6_000
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(TwoWorkers):
     """A cluster of the workers a and b, which serve one model, and what they must answer."""
 
-    cluster: Cluster
     truths: list[Truth]
-
-    async def repair(self) -> None:
-        """Let a test that has failed in the middle not take others with it."""
-        if self.cluster.processes[MANAGER].status is not None:
-            await self.cluster.start_manager()
-        for name in ("a", "b"):
-            self.cluster.resume(name)
-            if self.cluster.processes[name].status is not None:
-                self.cluster.start_worker(name)
 
     async def is_served(self, client: Client) -> str:
         """A new request is answered, and with the truth; returns by whom."""
@@ -69,10 +60,6 @@ class Subject:
         ]
         assert answer == truth.tokens
 
-    async def both_live(self) -> None:
-        await self.cluster.until_registered("a", "b")
-        await self.cluster.until_clean()
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -90,12 +77,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
 @pytest_asyncio.fixture(loop_scope="module")
 async def subject(shared: Subject) -> AsyncIterator[Subject]:
     """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
-    await shared.both_live()
-    try:
+    async with shared.lent():
         yield shared
-    finally:
-        await shared.repair()
-        await shared.both_live()
 
 
 async def start_streams(client: Client, num_streams: int, first: int = 0) -> list[GenerateStream]:

@@ -16,6 +16,7 @@ from client import Client, Completion, GenerateOptions, GenerateStream
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
+from tests.cluster.two_workers import TwoWorkers
 from tests.tiny_models import MIN_MARGIN
 from worker_service.model.sampler import uniform
 
@@ -47,24 +48,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(TwoWorkers):
     """A cluster of the workers a and b, which serve one model in fp32, and requests with their undisturbed answers."""
 
-    cluster: Cluster
     requests: list[Request]
-
-    async def both_live(self) -> None:
-        await self.cluster.until_registered("a", "b")
-        await self.cluster.until_clean()
-
-    async def repair(self) -> None:
-        """Let a test that has failed in the middle not take others with it."""
-        if self.cluster.processes[MANAGER].status is not None:
-            await self.cluster.start_manager()
-        for name in ("a", "b"):
-            self.cluster.resume(name)
-            if self.cluster.processes[name].status is not None:
-                self.cluster.start_worker(name)
 
 
 def questions() -> list[tuple[list[int], GenerateOptions]]:
@@ -123,12 +110,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
 @pytest_asyncio.fixture(loop_scope="module")
 async def subject(shared: Subject) -> AsyncIterator[Subject]:
     """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
-    await shared.both_live()
-    try:
+    async with shared.lent():
         yield shared
-    finally:
-        await shared.repair()
-        await shared.both_live()
 
 
 class Reader:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.table import Table
 from cache_service.core.recovery import Case
 from tests.simulation.faults import FAULTS
 from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
+from tests.simulation.tally import Tally
 from tests.simulation.world import Result
 
 REASONS = (
@@ -55,7 +55,7 @@ OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 
 
 @dataclass
-class Totals:
+class Totals(Tally):
     """Sums over runs."""
 
     num_runs: int = 0
@@ -65,14 +65,6 @@ class Totals:
     seconds: float = 0.0
     fewest_operations: int = 1 << 60
     fewest_faults: int = 1 << 60
-    operations: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    laws: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    cases: Counter[str] = field(default_factory=Counter)
-    downlink: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    events: Counter[str] = field(default_factory=Counter)
 
     def add(self, result: Result) -> None:
         """One more run."""
@@ -81,8 +73,7 @@ class Totals:
         self.seconds += result.seconds
         self.fewest_operations = min(self.fewest_operations, result.num_client_operations)
         self.fewest_faults = min(self.fewest_faults, result.faults.total())
-        for name in ("operations", "faults", "laws", "reasons", "cases", "downlink", "outcomes", "events"):
-            getattr(self, name).update(getattr(result, name))
+        self.add_counts(result)
 
     def expected(self) -> dict[str, list[tuple[str, int]]]:
         """What has to be reached, by kind, and how often it was."""

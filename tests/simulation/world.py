@@ -21,6 +21,7 @@ from tests.simulation.laws import Laws
 from tests.simulation.manager import ManagerProcess
 from tests.simulation.process import Process
 from tests.simulation.rpc import StreamCall
+from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
 
 ACTIVE_SECONDS = 22.0
@@ -38,7 +39,7 @@ class Violation(NamedTuple):
 
 
 @dataclass
-class Result:
+class Result(Tally):
     """What a run was."""
 
     seed: int
@@ -47,14 +48,6 @@ class Result:
     num_events: int
     seconds: float
     """Of virtual time."""
-    operations: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    laws: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    cases: Counter[str] = field(default_factory=Counter)
-    downlink: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    events: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -271,15 +264,15 @@ class World:
             self.violation,
             self.kernel.num_events,
             self.kernel.now,
-            self.operations,
-            self.faults,
-            self.laws.counts,
-            self.reasons,
-            self.cases,
-            self.downlink,
-            self.outcomes,
-            self.counts + self.bus.num_faults,
             self.kernel.lines,
+            operations=self.operations,
+            faults=self.faults,
+            laws=self.laws.counts,
+            reasons=self.reasons,
+            cases=self.cases,
+            downlink=self.downlink,
+            outcomes=self.outcomes,
+            events=self.counts + self.bus.num_faults,
         )
         self.__dict__.clear()
         return result

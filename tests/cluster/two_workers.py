@@ -1,0 +1,42 @@
+"""A cluster of the workers a and b, which tests do harm to and hand on whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tests.cluster.cluster import MANAGER, Cluster
+
+WORKERS = ("a", "b")
+
+
+@dataclass(frozen=True)
+class TwoWorkers:
+    """The cluster; both workers serve one model."""
+
+    cluster: Cluster
+
+    async def both_live(self) -> None:
+        """Both are registered, all blocks have come back, and every law holds."""
+        await self.cluster.until_registered(*WORKERS)
+        await self.cluster.until_clean()
+
+    async def _repair(self) -> None:
+        """Let a test that has failed in the middle not take others with it."""
+        if self.cluster.processes[MANAGER].status is not None:
+            await self.cluster.start_manager()
+        for name in WORKERS:
+            self.cluster.resume(name)
+            if self.cluster.processes[name].status is not None:
+                self.cluster.start_worker(name)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Both live before a test and behind it, whatever it has done."""
+        await self.both_live()
+        try:
+            yield
+        finally:
+            await self._repair()
+            await self.both_live()

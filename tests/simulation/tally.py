@@ -1,0 +1,25 @@
+"""How often what was reached, of one run or of many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counters by name, of each kind of thing."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    laws: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    cases: Counter[str] = field(default_factory=Counter)
+    downlink: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+
+    def add_counts(self, other: Tally) -> None:
+        """Add those of another one."""
+        for kind in fields(Tally):
+            getattr(self, kind.name).update(getattr(other, kind.name))
