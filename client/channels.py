@@ -1,4 +1,4 @@
-"""The gRPC channels of one client: one per address, opened when first used."""
+"""The gRPC channels and stubs of one client: one per address, made when first used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Final
 
 import grpc.aio
+from kvpool.v1 import cache_pb2_grpc, worker_pb2_grpc
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MAX_CHANNELS: Final = 256
@@ -29,38 +30,56 @@ _OPTIONS: Final[list[tuple[str, int]]] = [
 ]
 
 
+class _Peer:
+    """One address. A stub registers each of its methods when it is made, so it is made once."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.manager = cache_pb2_grpc.CacheServiceStub(channel)
+        self.worker = worker_pb2_grpc.WorkerServiceStub(channel)
+
+
 class Channels:
     """Channels by address. Use it, and close it, inside one running event loop."""
 
     def __init__(self) -> None:
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._channels)
+        return len(self._peers)
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port, on this machine or another; connects when it is first used. Not encrypted."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-            self._channels[address] = channel
+    def manager(self, address: str) -> cache_pb2_grpc.CacheServiceStub:
+        """The manager at host:port, on this machine or another; connects when it is first called. Not encrypted."""
+        return self._peer(address).manager
+
+    def worker(self, address: str) -> worker_pb2_grpc.WorkerServiceStub:
+        """The worker at host:port, likewise."""
+        return self._peer(address).worker
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(self._open(address))
             self._bound()
-        self._channels.move_to_end(address)
-        return channel
+        self._peers.move_to_end(address)
+        return peer
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
     async def close(self) -> None:
         """Close all channels; calls that still run on them are cancelled. May be repeated."""
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-        while self._channels:
-            await self._channels.popitem()[1].close()
+        while self._peers:
+            await self._peers.popitem()[1].channel.close()
 
     def _bound(self) -> None:
         # Restarted workers come back on other ports: without a bound a long-lived client would collect dead channels.
-        while len(self._channels) > MAX_CHANNELS:
-            _, oldest = self._channels.popitem(last=False)
-            task = asyncio.get_running_loop().create_task(oldest.close(grace=600.0))
+        while len(self._peers) > MAX_CHANNELS:
+            _, oldest = self._peers.popitem(last=False)
+            task = asyncio.get_running_loop().create_task(oldest.channel.close(grace=600.0))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from kvpool.v1 import cache_pb2, common_pb2
 
 from .channels import MAX_MESSAGE_BYTES, Channels
 from .config import ClientConfig
@@ -64,11 +64,11 @@ class Manager:
             first_block=first_block or 0,
             max_blocks=max_blocks,
         )
-        return await self._call(self._stub().Describe, request, deadline)
+        return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
 
     async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:
         """Audit of the manager's laws."""
-        return await self._call(self._stub().Check, cache_pb2.CheckRequest(), deadline)
+        return await self._call(self._channels.manager(self._config.manager).Check, cache_pb2.CheckRequest(), deadline)
 
     async def route(
         self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, max_workers: int = 0
@@ -82,7 +82,7 @@ class Manager:
                 f"a prompt of {len(token_ids)} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes",
                 reason="NEVER_FITS",
             )
-        return await self._call(self._stub().Route, request, deadline)
+        return await self._call(self._channels.manager(self._config.manager).Route, request, deadline)
 
     async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:
         """Ask a worker to end its requests within `grace` seconds, and leave."""
@@ -92,10 +92,7 @@ class Manager:
             )
         grace_ms = None if grace is None else round(grace * 1000)
         request = cache_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
-        return await self._call(self._stub().Drain, request, deadline)
-
-    def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        return cache_pb2_grpc.CacheServiceStub(self._channels.get(self._config.manager))
+        return await self._call(self._channels.manager(self._config.manager).Drain, request, deadline)
 
     async def _call(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import grpc.aio
-from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import cache_pb2, worker_pb2
 
 from .channels import Channels
 from .deadline import Deadline
@@ -102,7 +102,7 @@ class Models:
         for worker in serving:
             who = f"{worker.worker_id} ({worker.address})"
             deadline.check(f"asking {who} for its model")
-            stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(worker.address))
+            stub = self._channels.worker(worker.address)
             remaining = deadline.remaining()
             longest = _FACTS_TIMEOUT_SECONDS + _FILES_TIMEOUT_SECONDS
             call = stub.GetModel(worker_pb2.GetModelRequest(), timeout=min(longest, remaining))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
-from kvpool.v1 import common_pb2, worker_pb2_grpc
+from kvpool.v1 import common_pb2
 
 from .attempts import Attempts, Target
 from .channels import MAX_MESSAGE_BYTES, Channels
@@ -227,7 +227,7 @@ class GenerateStream:
                 f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}", reason="NEVER_FITS"
             )
         self._gate.open(target.attempt)
-        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(target.address))
+        stub = self._channels.worker(target.address)
         return WatchedCall(
             stub.Generate(request, timeout=deadline.remaining()),
             target,

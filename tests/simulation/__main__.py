@@ -26,7 +26,7 @@ def replay(seed: int, *, is_traced: bool, console: Console) -> int:
         console.print(f"[bold red]broken[/] at {result.violation.at:.4f} s: {result.violation.law}", highlight=False)
         console.print(result.violation.message, markup=False, highlight=False)
     console.print(
-        f"seed {seed}: {result.num_client_operations} operations, {result.faults.total()} faults, {result.num_events} events, "
+        f"seed {seed}: {result.num_operations} operations, {result.faults.total()} faults, {result.num_events} events, "
         f"{result.seconds:.1f} virtual seconds, trace {result.digest}",
         highlight=False,
     )

@@ -155,7 +155,7 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (free_while_a_step_runs, {"no use after free"}),
         (sealed_before_computed, {"one writer", "sealed-only sharing", "manager and worker agree"}),
         (hits_without_the_guard, {"sealed-only sharing", "exact hits", "manager and worker agree"}),
-        (leak_on_abort, {"nothing leaks", "all goes quiet"}),
+        (leak_on_abort, {"nothing leaks", "all goes quiet", "explained errors"}),
         (late_calls_executed, {"stale calls change nothing", "nothing leaks", "one writer"}),
         (tenants_share, {"sealed-only sharing", "exact hits", "manager and worker agree"}),
         (reserve_not_reported, {"one writer"}),

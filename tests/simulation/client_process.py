@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from client.channels import Channels
 from client.config import ClientConfig
 from client.deadline import Deadline
 from client.errors import (
@@ -47,16 +48,13 @@ class RequestPlan:
     """Seconds that the reader rests between two chunks."""
 
 
-class _Channels:
+class _Channels(Channels):
     def __init__(self, process: ClientProcess) -> None:
+        super().__init__()
         self._process = process
-        self._channels: dict[str, Channel] = {}
 
-    def get(self, address: str) -> Any:
-        found = self._channels.get(address)
-        if found is None:
-            found = self._channels[address] = Channel(self._process.world.bus, self._process, address)
-        return found
+    def _open(self, address: str) -> Any:
+        return Channel(self._process.world.bus, self._process, address)
 
 
 class ClientProcess(Process):

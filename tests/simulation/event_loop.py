@@ -43,7 +43,7 @@ class Clock:
 class Handle:
     """A callback that is due now, or at a time."""
 
-    __slots__ = ("_args", "_callback", "_context", "_when")
+    __slots__ = ("args", "callback", "context", "due_at")
 
     def __init__(
         self,
@@ -52,34 +52,23 @@ class Handle:
         context: contextvars.Context | None,
         when: float = 0.0,
     ) -> None:
-        self._callback: Callable[..., object] | None = callback
-        self._args = args
-        self._context = context
-        self._when = when
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+        self.context = context
+        self.due_at = when
 
     def cancel(self) -> None:
         """Never run it."""
-        self._callback = None
-        self._args = ()
+        self.callback = None
+        self.args = ()
 
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
-        return self._callback is None
+        return self.callback is None
 
     def when(self) -> float:
         """When it is due, by the process's clock."""
-        return self._when
-
-    def run(self) -> None:
-        """Call it, once."""
-        callback, args = self._callback, self._args
-        if callback is None:
-            return
-        self._callback = None
-        if self._context is None:
-            callback(*args)
-        else:
-            self._context.run(callback, *args)
+        return self.due_at
 
 
 Executor = Callable[["SimLoop", Any, Callable[..., Any], tuple[Any, ...]], "asyncio.Future[Any]"]
@@ -117,7 +106,15 @@ class SimLoop(asyncio.AbstractEventLoop):
                         self.is_stopped = True
                         break
                     self.num_callbacks_left -= 1
-                ready.popleft().run()
+                handle = ready.popleft()
+                due = handle.callback
+                if due is None:
+                    continue
+                handle.callback = None
+                if handle.context is None:
+                    due(*handle.args)
+                else:
+                    handle.context.run(due, *handle.args)
         finally:
             _set_running_loop(None)
         if not self.is_stopped:

@@ -236,43 +236,73 @@ def _rival(world: World, draw: random.Random) -> bool:
 
 
 def _overtaken(world: World, draw: random.Random) -> bool:
-    """A worker is cut off until one of its streams has gone on elsewhere; then the manager forgets all, and both report."""
-    worker = _worker(world, draw)
-    if worker is None or world.when_overtaken is not None:
+    """A worker is cut off until one of its streams has gone on elsewhere; then it comes back, or the manager forgets all and
+    both report, the older attempt last or first."""
+    busy = [worker for worker in world.slots.values() if not worker.is_dead and _sequences(worker)]
+    if not busy or world.is_watching:
         return False
-    machine = worker.machine
-    pairs = [pair for other in _machines(world) if other != machine for pair in ((machine, other), (other, machine))]
-    for source, target in pairs:
-        world.bus.cut(source, target)
-    for other in world.live_workers():
-        other.gpu.step_seconds = 1.0
-    is_over = False
+    worker = draw.choice(busy)
+    others = [machine for machine in _machines(world) if machine != worker.machine]
+    for other in others:
+        world.bus.cut(worker.machine, other)
+        world.bus.cut(other, worker.machine)
+    worker.gpu.step_seconds = _PAUSE_SECONDS
+    gives_up_at = world.kernel.now + 5 * LEASE_SECONDS
+    world.is_watching = True
 
-    def forget() -> None:
-        if world.manager is not None and not world.manager.is_dead:
+    def watch() -> None:
+        newer = _newer_attempt(world, worker)
+        if newer is None and world.is_watching and not worker.is_dead and world.kernel.now < gives_up_at:
+            world.kernel.after(0.1, watch)
+            return
+        if newer is not None:
+            newer.gpu.step_seconds = _PAUSE_SECONDS
+            if draw.random() < 0.7:
+                forget(newer)
+        heal(0.0 if newer is None else draw.uniform(0.0, 1.0))
+
+    def forget(newer: WorkerProcess) -> None:
+        if draw.random() < 0.5:
+            for source, target in ((newer.machine, manager.MACHINE), (manager.MACHINE, newer.machine)):
+                world.bus.cut(source, target)
+                world.kernel.after(draw.uniform(3.0, 5.0), world.bus.heal, source, target)
+        if world.manager is not None:
             world.manager.crash()
 
-    def end() -> None:
-        nonlocal is_over
-        if is_over:
-            return
-        is_over = True
-        world.when_overtaken = None
-        for source, target in pairs:
-            later = 0.0 if manager.MACHINE in (source, target) else draw.uniform(1.0, 5.0)
-            world.kernel.after(draw.uniform(0.0, 0.8) + later, world.bus.heal, source, target)
-        for other in world.live_workers():
-            world.kernel.after(3.0, setattr, other.gpu, "step_seconds", world.step_seconds)
+    def heal(seconds: float) -> None:
+        world.is_watching = False
+        for other in others:
+            # The client, else it would end the stream that it has left.
+            later = seconds if other == manager.MACHINE else seconds + draw.uniform(4.0, 8.0)
+            world.kernel.after(later, world.bus.heal, worker.machine, other)
+            world.kernel.after(later, world.bus.heal, other, worker.machine)
+        for slow in world.live_workers():
+            world.kernel.after(_PAUSE_SECONDS + 3.0, setattr, slow.gpu, "step_seconds", world.step_seconds)
 
-    def look(attempt: int) -> None:
-        if attempt > 1 and not is_over:
-            world.kernel.after(draw.uniform(0.0, 1.5), forget)
-            world.kernel.after(draw.uniform(0.0, 1.5), end)
-            world.when_overtaken = None
-
-    world.when_overtaken = look
-    world.kernel.after(5 * LEASE_SECONDS, end)
+    watch()
     return True
+
+
+_PAUSE_SECONDS = 3.0
+"""A step takes so long while streams are to be still there when the manager comes back."""
+
+
+def _sequences(worker: WorkerProcess) -> dict[str, int]:
+    """The attempts that run or wait here, by sequence_id."""
+    sequences = [sequence for sequence, _, _ in worker.live_tables()]
+    return {
+        sequence.id.sequence_id: sequence.id.attempt for sequence in (*sequences, *worker.engine.scheduler.candidates())
+    }
+
+
+def _newer_attempt(world: World, worker: WorkerProcess) -> WorkerProcess | None:
+    """Who holds blocks for a larger attempt of one of this worker's sequences."""
+    here = _sequences(worker)
+    for other in world.live_workers():
+        for sequence, _, _ in other.live_tables():
+            if other is not worker and sequence.id.attempt > here.get(sequence.id.sequence_id, 1 << 30):
+                return other
+    return None
 
 
 FAULTS: dict[str, Fault] = {
@@ -295,5 +325,5 @@ FAULTS: dict[str, Fault] = {
     "report cut half-way": _report_cut,
     "client vanishes": _client_vanishes,
     "rival incarnation": _rival,
-    "attempt overtaken, then forgotten": _overtaken,
+    "attempt overtaken": _overtaken,
 }

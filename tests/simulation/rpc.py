@@ -172,7 +172,7 @@ class UnaryCall(Call):
         raise AssertionError(f"{self.method} waits for something")
 
     async def _answer(self, server: Process, handler: Any, request: Any, context: Context, is_repeated: bool) -> None:
-        server.world.laws.before_call(server)
+        server.world.laws.before_call(server, self.method)
         response = await handler.unary_unary(request, context)
         server.world.laws.after_call(server, self.method, request, response, context.failure, self.process)
         self.bus.open_calls.pop(self, None)

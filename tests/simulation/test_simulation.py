@@ -18,11 +18,10 @@ NUM_SEEDS = 500
 SEEDS_PER_TEST = 100
 ROOT = Path(__file__).parents[2]
 
+TOO_RARE = {"refusal: STALE_ATTEMPT"}
+"""Not reached by so few seeds for certain; `make simulate` wants it, and tests/cache_service/core has it."""
+
 _totals = Totals()
-
-
-TOO_RARE = {"reconciliation: fences"}
-"""Not reached by so few seeds for certain; `make simulate` wants it, and tests/cache_service/core/test_core_recovery.py has it."""
 
 
 @pytest.mark.timeout(600)
@@ -33,7 +32,7 @@ def test_every_law_holds_in_every_seed(first: int) -> None:
     for results in run_all(range(first, first + SEEDS_PER_TEST), jobs=2):
         for result in results:
             assert result.violation is None, f"replay it: python -m tests.simulation {result.seed} --trace"
-            assert result.num_client_operations >= 200
+            assert result.num_operations >= 200
             assert result.faults.total() >= 5
             _totals.add(result)
             num_runs += 1

@@ -71,7 +71,7 @@ class Totals(Tally):
         self.num_runs += 1
         self.num_events += result.num_events
         self.seconds += result.seconds
-        self.fewest_operations = min(self.fewest_operations, result.num_client_operations)
+        self.fewest_operations = min(self.fewest_operations, result.num_operations)
         self.fewest_faults = min(self.fewest_faults, result.faults.total())
         self.add_counts(result)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from kvpool.v1 import worker_pb2
 
 from cache_service.core.messages import Limits
 from tests.simulation import manager, patches, tracer
@@ -24,6 +21,7 @@ from tests.simulation.rpc import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
 
+_WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Free"})
 ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
@@ -51,9 +49,14 @@ class Result(Tally):
     lines: list[str] = field(default_factory=list)
 
     @property
-    def num_client_operations(self) -> int:
-        """What clients have asked for: attempts at requests, their ends by the reader, routes, descriptions, checks, drains."""
-        return sum(count for name, count in self.operations.items() if name.startswith("client's "))
+    def num_operations(self) -> int:
+        """What clients have asked for (attempts at requests, their ends by the reader, routes, descriptions, checks, drains), and
+        what workers have told or asked the manager. Heartbeats are none."""
+        return sum(
+            count
+            for name, count in self.operations.items()
+            if name.startswith("client's ") or name in _WORKERS_OPERATIONS
+        )
 
 
 class World:
@@ -76,8 +79,8 @@ class World:
         self.slots: dict[str, WorkerProcess] = {}
         """The newest process of each worker."""
         self.clients: list[ClientProcess] = []
-        self.when_overtaken: Callable[[int], None] | None = None
-        """Told the attempt of each stream that a worker begins to serve."""
+        self.is_watching = False
+        """A fault waits for its moment."""
         self._draw = self.kernel.random("world")
         self._processes: list[Process] = []
         self._num_managers = 0
@@ -122,7 +125,7 @@ class World:
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
-        for number in range(draw.randint(60, 66)):
+        for number in range(draw.randint(46, 52)):
             if self.requests and draw.random() < 0.15:
                 prompt, salt = list(self.requests[-1].prompt), self.requests[-1].tenant_salt
             else:
@@ -157,8 +160,6 @@ class World:
     def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
         """A worker begins to serve a stream."""
         self.operation(call.method)
-        if self.when_overtaken is not None and call.method == "Generate":
-            self.when_overtaken(worker_pb2.GenerateRequest.FromString(call.request).attempt)
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
 
     def live_workers(self) -> list[WorkerProcess]:
@@ -292,11 +293,11 @@ class World:
             if draw.random() < 0.4:
                 at = draw.uniform(0.5, ACTIVE_SECONDS)
             kernel.at(at, self._ask, request)
-        for _ in range(30):
+        for _ in range(12):
             self._plan_look("describe", draw.choice(["", "w0", "w1"]))
-        for _ in range(10):
+        for _ in range(6):
             self._plan_look("check", None)
-        for _ in range(36):
+        for _ in range(12):
             request = draw.choice(self.requests)
             self._plan_look("route", (request.tenant_salt, request.prompt))
         for _ in range(draw.choice([0, 1, 2])):
@@ -332,7 +333,7 @@ class World:
     def _heal(self) -> None:
         self.kernel.trace("FAULT", "everything heals")
         self.bus.heal_all()
-        self.when_overtaken = None
+        self.is_watching = False
         self.disk.lies = False
         self.disk.operations_left = None
         for process in self._processes:
