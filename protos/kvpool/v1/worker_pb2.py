@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\"%\n\x0fGetModelRequest\x12\x12\n\nfacts_only\x18\x01 \x01(\x08\"j\n\x10GetModelResponse\x12&\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.ModelFactsH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.kvpool.v1.FilePartH\x00\x42\t\n\x07message\"\x93\x02\n\nModelFacts\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\"\n\x05\x66iles\x18\x0c \x03(\x0b\x32\x13.kvpool.v1.FileInfo\"R\n\x08\x46ileInfo\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x08\x46ilePart\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xd4\x02\n\x0fGenerateRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.TokenIdsH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.kvpool.v1.SamplingParams\x12\'\n\x04stop\x18\t \x01(\x0b\x32\x19.kvpool.v1.StopConditions\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14num_delivered_tokens\x18\x0b \x01(\rB\x08\n\x06promptB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"`\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x42\x08\n\x06_top_p\"f\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"\xc5\x01\n\x10GenerateResponse\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvpool.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.Usage\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kvpool.v1.FinishReason\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"t\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r*~\n\tModelFile\x12\x1a\n\x16MODEL_FILE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_FILE_TOKENIZER\x10\x01\x12\x1c\n\x18MODEL_FILE_CHAT_TEMPLATE\x10\x02\x12\x1d\n\x19MODEL_FILE_SPECIAL_TOKENS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9d\x01\n\rWorkerService\x12\x45\n\x08GetModel\x12\x1a.kvpool.v1.GetModelRequest\x1a\x1b.kvpool.v1.GetModelResponse0\x01\x12\x45\n\x08Generate\x12\x1a.kvpool.v1.GenerateRequest\x1a\x1b.kvpool.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\"%\n\x0fGetModelRequest\x12\x12\n\nfacts_only\x18\x01 \x01(\x08\"j\n\x10GetModelResponse\x12&\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.ModelFactsH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.kvpool.v1.FilePartH\x00\x42\t\n\x07message\"\x93\x02\n\nModelFacts\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\"\n\x05\x66iles\x18\x0c \x03(\x0b\x32\x13.kvpool.v1.FileInfo\"R\n\x08\x46ileInfo\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x08\x46ilePart\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb6\x03\n\x0fGenerateRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.TokenIdsH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.kvpool.v1.SamplingParams\x12\'\n\x04stop\x18\t \x01(\x0b\x32\x19.kvpool.v1.StopConditions\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14num_delivered_tokens\x18\x0b \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x0e\n\x06tenant\x18\x0f \x01(\tB\x08\n\x06promptB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdb\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.kvpool.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"z\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\"\xf9\x01\n\x10GenerateResponse\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvpool.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.Usage\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kvpool.v1.FinishReason\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.kvpool.v1.PromptLogprobs\"<\n\x0ePromptLogprobs\x12*\n\x08logprobs\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.TokenLogprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"t\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r*~\n\tModelFile\x12\x1a\n\x16MODEL_FILE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_FILE_TOKENIZER\x10\x01\x12\x1c\n\x18MODEL_FILE_CHAT_TEMPLATE\x10\x02\x12\x1d\n\x19MODEL_FILE_SPECIAL_TOKENS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9d\x01\n\rWorkerService\x12\x45\n\x08GetModel\x12\x1a.kvpool.v1.GetModelRequest\x1a\x1b.kvpool.v1.GetModelResponse0\x01\x12\x45\n\x08Generate\x12\x1a.kvpool.v1.GenerateRequest\x1a\x1b.kvpool.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELFILE']._serialized_start=1597
-  _globals['_MODELFILE']._serialized_end=1723
-  _globals['_FINISHREASON']._serialized_start=1725
-  _globals['_FINISHREASON']._serialized_end=1820
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_MODELFILE']._serialized_start=2081
+  _globals['_MODELFILE']._serialized_end=2207
+  _globals['_FINISHREASON']._serialized_start=2209
+  _globals['_FINISHREASON']._serialized_end=2304
   _globals['_GETMODELREQUEST']._serialized_start=37
   _globals['_GETMODELREQUEST']._serialized_end=74
   _globals['_GETMODELRESPONSE']._serialized_start=76
@@ -46,19 +48,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FILEPART']._serialized_start=546
   _globals['_FILEPART']._serialized_end=628
   _globals['_GENERATEREQUEST']._serialized_start=631
-  _globals['_GENERATEREQUEST']._serialized_end=971
-  _globals['_TOKENIDS']._serialized_start=973
-  _globals['_TOKENIDS']._serialized_end=996
-  _globals['_SAMPLINGPARAMS']._serialized_start=998
-  _globals['_SAMPLINGPARAMS']._serialized_end=1094
-  _globals['_STOPCONDITIONS']._serialized_start=1096
-  _globals['_STOPCONDITIONS']._serialized_end=1198
-  _globals['_GENERATERESPONSE']._serialized_start=1201
-  _globals['_GENERATERESPONSE']._serialized_end=1398
-  _globals['_TOKENLOGPROBS']._serialized_start=1400
-  _globals['_TOKENLOGPROBS']._serialized_end=1477
-  _globals['_USAGE']._serialized_start=1479
-  _globals['_USAGE']._serialized_end=1595
-  _globals['_WORKERSERVICE']._serialized_start=1823
-  _globals['_WORKERSERVICE']._serialized_end=1980
+  _globals['_GENERATEREQUEST']._serialized_end=1069
+  _globals['_TOKENIDS']._serialized_start=1071
+  _globals['_TOKENIDS']._serialized_end=1094
+  _globals['_SAMPLINGPARAMS']._serialized_start=1097
+  _globals['_SAMPLINGPARAMS']._serialized_end=1444
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1353
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1401
+  _globals['_STOPCONDITIONS']._serialized_start=1446
+  _globals['_STOPCONDITIONS']._serialized_end=1568
+  _globals['_GENERATERESPONSE']._serialized_start=1571
+  _globals['_GENERATERESPONSE']._serialized_end=1820
+  _globals['_PROMPTLOGPROBS']._serialized_start=1822
+  _globals['_PROMPTLOGPROBS']._serialized_end=1882
+  _globals['_TOKENLOGPROBS']._serialized_start=1884
+  _globals['_TOKENLOGPROBS']._serialized_end=1961
+  _globals['_USAGE']._serialized_start=1963
+  _globals['_USAGE']._serialized_end=2079
+  _globals['_WORKERSERVICE']._serialized_start=2307
+  _globals['_WORKERSERVICE']._serialized_end=2464
 # @@protoc_insertion_point(module_scope)

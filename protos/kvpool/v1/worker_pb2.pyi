@@ -246,6 +246,10 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     attempt: _builtins.int
     """See SequenceKey."""
@@ -260,9 +264,21 @@ class GenerateRequest(_message.Message):
     """Log-probabilities of the tokens: unset, none; 0, of the tokens sampled; n, also of the n most likely ones (at most 20)."""
     num_delivered_tokens: _builtins.int
     """How many of the prompt's last tokens an earlier attempt has generated and the client has taken: the stream goes on where
-    that one broke off. Changes nothing but the text: it goes on behind the text of those tokens, so that a character or a stop
-    string of which they hold the beginning comes out as if there had been one stream. Less than the prompt's tokens, and
-    only with token_ids; stop.max_tokens, start_index and usage do not count them as generated. Engines without text ignore it.
+    that one broke off. The text goes on behind the text of those tokens, so that a character or a stop string of which they hold
+    the beginning comes out as if there had been one stream; penalties and stop.min_tokens count them as generated. Less than
+    the prompt's tokens, and only with token_ids; stop.max_tokens, start_index and usage do not count them as generated.
+    """
+    prompt_logprobs: _builtins.int
+    """Log-probabilities of the prompt's tokens: unset, none; 0, of the tokens themselves; n, also of the n most likely ones (at most
+    20). They come in the first messages. KV hits have no logits, so such a request computes all of its prompt.
+    """
+    echo: _builtins.bool
+    """Begin the text with the prompt's."""
+    priority: _builtins.int
+    """With --scheduling-policy priority: smaller is served earlier, and preempted later. 0 is the usual one."""
+    tenant: _builtins.str
+    """On whose behalf; a worker shares its steps fairly between tenants of one priority. Empty: one tenant like others. Whoever must
+    not share blocks with others sets tenant_salt.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -284,17 +300,25 @@ class GenerateRequest(_message.Message):
         stop: Global___StopConditions | None = ...,
         logprobs: _builtins.int | None = ...,
         num_delivered_tokens: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        echo: _builtins.bool = ...,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "attempt", b"attempt", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "prompt", b"prompt", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "echo", b"echo", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -324,10 +348,35 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 class SamplingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy. Otherwise logits are divided by it. At most 100."""
     top_k: _builtins.int
@@ -336,6 +385,18 @@ class SamplingParams(_message.Message):
     """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; unset or 1: all. In (0, 1]."""
     seed: _builtins.int
     """With a position, decides the draw: the same seed gives the same text, whatever else is in the batch."""
+    min_p: _builtins.float
+    """Drop tokens whose probability is less than min_p times that of the most likely one; unset or 0: none. In [0, 1]."""
+    repetition_penalty: _builtins.float
+    """Logits of tokens that occur in prompt or answer are divided by it if positive, else multiplied; unset or 1: none. In (0, 10]."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that occur in the answer. In [-2, 2]."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit as often as it occurs in the answer. In [-2, 2]."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids. In [-100, 100], at most 1,024 of them."""
+
     def __init__(
         self,
         *,
@@ -343,13 +404,27 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         top_p: _builtins.float | None = ...,
         seed: _builtins.int = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_p", b"_top_p", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
@@ -362,10 +437,13 @@ class StopConditions(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most; 0: as many as max_model_len leaves."""
     ignore_eos: _builtins.bool
     """Go on behind the model's end-of-text ids."""
+    min_tokens: _builtins.int
+    """Neither an end-of-text id nor a stop id is drawn before so many tokens; stop strings count from then on."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further ids that end the text, beside the model's own."""
@@ -381,10 +459,11 @@ class StopConditions(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,6 +479,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     start_index: _builtins.int
     """Index of token_ids[0] among the tokens generated in this stream, from 0; the client takes a token only at its next one."""
     text: _builtins.str
@@ -420,6 +500,10 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """In the first message and the last."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """The next of the prompt's tokens, in order, if asked for. The first token of a prompt has none: its entry is empty."""
+
     def __init__(
         self,
         *,
@@ -429,14 +513,37 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         usage: Global___Usage | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "start_index", b"start_index", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "start_index", b"start_index", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> Global___TokenLogprobs:
+        """Unset for the first token of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: Global___TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
