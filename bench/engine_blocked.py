@@ -162,7 +162,7 @@ async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, in
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return run.model.gaps(), run.engine.num_steps, cache.num_reserve_waits
+    return run.model.gaps(), run.engine.stats.num_steps, cache.num_reserve_waits
 
 
 def _introduction(trace: Trace, number: int) -> cache_pb2.RegisterRequest:

@@ -188,8 +188,8 @@ class Server:
         engine = self.engine
         log.info(
             "stopped",
-            steps=engine.num_steps,
-            forwarded_tokens=engine.num_forwarded_tokens,
+            steps=engine.stats.num_steps,
+            forwarded_tokens=engine.stats.num_forwarded_tokens,
             preemptions=engine.scheduler.num_preemptions,
             calls_to_manager=engine.cache.num_calls,
             decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,

@@ -53,8 +53,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 params = self._decode(request)
             accepted = engine.submit(params)
         except EngineError as error:
+            engine.stats.on_refused(error.kind)
             await _abort(context, status.of_error(error))
         except Exception:
+            engine.stats.on_refused(ErrorKind.INTERNAL)
             await _abort_with_bug(context)
         # A client that goes away while a message waits to be sent would leave the `finally` to the garbage collector.
         context.add_done_callback(lambda _: engine.abort(accepted))  # type: ignore[arg-type]

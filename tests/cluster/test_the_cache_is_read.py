@@ -77,16 +77,16 @@ async def test_no_token_is_forwarded_twice_and_none_is_left_out(
     """num_forwarded_tokens = Σ(prompt − cached + generated − 1): alone, together, warm, and where 16 arrive as one."""
     engine = cluster.worker.engine
     for _ in range(2):
-        before = engine.num_forwarded_tokens
+        before = engine.stats.num_forwarded_tokens
         completions = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
         check_all(truths, completions)
-        assert engine.num_forwarded_tokens - before == num_to_forward(completions)
+        assert engine.stats.num_forwarded_tokens - before == num_to_forward(completions)
 
-    before = engine.num_forwarded_tokens
+    before = engine.stats.num_forwarded_tokens
     common = tuple(range(100, 164))
     prompts = [(*common, 200 + index) for index in range(16)]
     completions = await cluster.all_at_once(prompts, max_tokens=2)
-    assert engine.num_forwarded_tokens - before == num_to_forward(completions)
+    assert engine.stats.num_forwarded_tokens - before == num_to_forward(completions)
     assert sorted(completion.num_cached_tokens for completion in completions) == [0] + [64] * 15
 
 
@@ -97,10 +97,10 @@ async def test_a_text_that_stops_early_costs_only_what_it_computed(
     truth = truths[2]
     stop = truth.tokens[6]
     expected = truth.tokens[: truth.tokens.index(stop)]
-    before = cluster.worker.engine.num_forwarded_tokens
+    before = cluster.worker.engine.stats.num_forwarded_tokens
     stopped = await cluster.complete(truth.prompt, max_tokens=tiny.num_new_tokens, stop_token_ids=[stop])
     assert (list(stopped.token_ids), stopped.finish_reason) == (expected, "stop")
-    assert cluster.worker.engine.num_forwarded_tokens - before == len(truth.prompt) + len(expected)
+    assert cluster.worker.engine.stats.num_forwarded_tokens - before == len(truth.prompt) + len(expected)
 
 
 async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths: list[Truth], tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def test_without_preemption_each_token_is_forwarded_once() -> None:
         await asyncio.gather(*map(read, requests))
         usages = [request.usage() for request in requests]
         forwarded = sum(u.num_prompt_tokens - u.num_cached_tokens + u.num_generated_tokens - 1 for u in usages)
-        assert world.model.num_forwarded == world.engine.num_forwarded_tokens == forwarded
+        assert world.model.num_forwarded == world.engine.stats.num_forwarded_tokens == forwarded
         assert sum(u.num_cached_tokens for u in usages) > 0
 
 

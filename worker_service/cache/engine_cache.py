@@ -49,6 +49,11 @@ class EngineCache:
         return self._state.open_link() is not None
 
     @property
+    def num_used_blocks(self) -> int:
+        """Blocks that tables name, shared ones once."""
+        return self._state.ledger.num_used
+
+    @property
     def num_spare_blocks(self) -> int:
         """Blocks in the reserve."""
         return len(self._state.reserve)

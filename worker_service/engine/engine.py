@@ -22,6 +22,7 @@ from ..cache.sequence import CacheSequence, SequenceId
 from .errors import EngineError, ErrorKind, invalid
 from .request import GenerationParams, Request
 from .scheduler import Scheduled, Scheduler, as_step
+from .stats import CANCELLED, EngineStats
 from .step import SampledToken, StepRunner
 from .text import TextDecoder
 
@@ -66,8 +67,7 @@ class Engine:
         self.scheduler = Scheduler(
             cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
         )
-        self.num_steps = 0
-        self.num_forwarded_tokens = 0
+        self.stats = EngineStats()
         self.changed_for_link = asyncio.Event()
         """Set when there may be something to tell the manager."""
         self.drain_asked = asyncio.Event()
@@ -114,6 +114,7 @@ class Engine:
         if not params.ignore_eos:
             stop_token_ids |= self.settings.eos_token_ids
         request = Request(params, sequence, max_tokens, stop_token_ids, decoder)
+        request.times.arrived_at = self._clock()
         self.scheduler.add(request)
         self.changed_for_link.set()
         return request
@@ -179,7 +180,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """The reader has gone: end the request and free its blocks. Nothing happens if it has ended."""
-        self._remove(request)
+        self._break_off(request, CANCELLED)
         self.changed_for_link.set()
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -249,6 +250,7 @@ class Engine:
         self.cache.begin_step(sequences)
         step = as_step(batch)
         loop = asyncio.get_running_loop()
+        launched_at = self._clock()
         try:
             tokens = await loop.run_in_executor(self._model_thread, self._runner.execute, step)
         except Exception as error:
@@ -259,11 +261,18 @@ class Engine:
                     scheduled.request, EngineError(ErrorKind.INTERNAL, f"the model step failed: {type(error).__name__}")
                 )
             return
-        self.num_steps += 1
-        self.num_forwarded_tokens += sum(scheduled.num_tokens for scheduled in batch)
-        self._finish_step(batch, tokens)
+        now = self._clock()
+        self._count_step(batch, now - launched_at)
+        self._finish_step(batch, tokens, now)
 
-    def _finish_step(self, batch: list[Scheduled], tokens: list[SampledToken | None]) -> None:
+    def _count_step(self, batch: list[Scheduled], seconds: float) -> None:
+        num_tokens = num_decodes = 0
+        for scheduled in batch:
+            num_tokens += scheduled.num_tokens
+            num_decodes += scheduled.num_tokens == 1 and scheduled.request.num_generated > 0
+        self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
+
+    def _finish_step(self, batch: list[Scheduled], tokens: list[SampledToken | None], now: float) -> None:
         computed = [
             Computed(
                 scheduled.sequence,
@@ -272,17 +281,20 @@ class Engine:
             )
             for scheduled, token in zip(batch, tokens, strict=True)
         ]
-        self.cache.end_step(computed, self._clock())
+        self.cache.end_step(computed, now)
         for scheduled, token in zip(batch, tokens, strict=True):
             request = scheduled.request
             # A request may have been aborted while its step ran.
             if token is not None and self.scheduler.find(scheduled.sequence.id) is request:
-                self._pass_on(request, token)
+                self._pass_on(request, token, now)
 
-    def _pass_on(self, request: Request, token: SampledToken) -> None:
+    def _pass_on(self, request: Request, token: SampledToken, now: float) -> None:
         """Give the request its token. What goes wrong with one text ends that request, never the engine."""
         try:
+            self.stats.on_token(request, now)
             if request.on_token(token):
+                assert request.finish_reason is not None
+                self.stats.on_finished(request, request.finish_reason.value, now)
                 self._remove(request)
         except Exception as error:
             log.exception("token could not be passed on", sequence_id=request.params.sequence_id)
@@ -291,7 +303,7 @@ class Engine:
     def _take_events(self) -> None:
         for event in self.cache.take_events():
             if isinstance(event, events.Granted):
-                self.scheduler.on_granted(event.sequence)
+                self._on_granted(event.sequence)
             elif isinstance(event, events.Refused):
                 self._fail_sequence(
                     event.sequence, EngineError(ErrorKind.REFUSED, event.status.message, status=event.status)
@@ -310,6 +322,12 @@ class Engine:
             else:
                 self._forget_everything(event.why)
 
+    def _on_granted(self, sequence: CacheSequence) -> None:
+        self.scheduler.on_granted(sequence)
+        request = self.scheduler.find(sequence.id)
+        if request is not None and request.sequence is sequence:
+            self.stats.on_granted(request, self._clock())
+
     def _forget_everything(self, why: str) -> None:
         """No step is running here: end all streams, forget all blocks; the edge then registers again."""
         log.error(
@@ -327,4 +345,9 @@ class Engine:
 
     def _fail(self, request: Request, error: EngineError) -> None:
         request.stream.fail(error)
-        self._remove(request)
+        self._break_off(request, error.kind.name.lower())
+
+    def _break_off(self, request: Request, outcome: str) -> None:
+        if self.scheduler.find(request.sequence.id) is request:
+            self.stats.on_broken_off(outcome)
+            self._remove(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..cache.sequence import CacheSequence
+from .stats import RequestTimes
 from .step import SampledToken, SamplingParams
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .text import TextDecoder
@@ -52,6 +53,9 @@ class Request:
         """Served from the cache at the first admission."""
         self.num_preemptions = 0
         self.num_generated = 0
+        self.finish_reason: FinishReason | None = None
+        """Why it came to its end; None before, and if it was broken off."""
+        self.times = RequestTimes()
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._decoder = decoder
@@ -98,6 +102,6 @@ class Request:
     def _finish(self, chunk: Chunk, reason: FinishReason) -> None:
         if self._decoder is not None:
             chunk.text += self._decoder.finish()
-        chunk.finish_reason = reason
+        chunk.finish_reason = self.finish_reason = reason
         chunk.usage = self.usage()
         self.stream.put(chunk)

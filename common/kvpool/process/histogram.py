@@ -1,0 +1,35 @@
+"""Counts of observed values by size. No I/O, no lock, no registry: whoever serves metrics reads it when asked."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+class Histogram:
+    """How many values fell into each of some buckets, and what they sum up to."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the largest value of each bucket, ascending; one more bucket takes what is larger than all."""
+        assert list(bounds) == sorted(set(bounds)), bounds
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+        """Of all values, in their unit."""
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self._counts)
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """(bound, number of values up to it) for each bucket; the last bound is infinite."""
+        return list(zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True))
