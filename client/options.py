@@ -48,6 +48,11 @@ class GenerateOptions(TypedDict, total=False):
     """Name of the adapter to use; empty, the default: none."""
     tenant_salt: str
     """Tenants with different salts never share blocks."""
+    priority: int
+    """Of a worker with --scheduling-policy priority: smaller is served earlier, and preempted later. 0, the default: as usual."""
+    tenant: str
+    """On whose behalf; a worker shares its steps fairly between tenants of one priority. Whoever must not share blocks either sets
+    tenant_salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class GenerateSettings:
     model: str | None
     adapter: str
     tenant_salt: str
+    priority: int
+    tenant: str
 
     @classmethod
     def from_options(cls, options: GenerateOptions) -> GenerateSettings:
@@ -105,8 +112,14 @@ class GenerateSettings:
         _require(all(0 <= token < 2**32 for token in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids")
         _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, "logprobs", logprobs, f"None or 0 … {MAX_LOGPROBS}")
         _require(timeout is None or 0 < timeout <= 86_400, "timeout", timeout, "in (0, 86400] seconds, or None")
-        for name in ("adapter", "tenant_salt"):
-            value = options.get("adapter", "") if name == "adapter" else options.get("tenant_salt", "")
+        priority = options.get("priority", 0)
+        _require(-(2**31) <= priority < 2**31, "priority", priority, "in -2**31 … 2**31 − 1")
+        names = {
+            "adapter": options.get("adapter", ""),
+            "tenant_salt": options.get("tenant_salt", ""),
+            "tenant": options.get("tenant", ""),
+        }
+        for name, value in names.items():
             _require(len(value.encode()) <= MAX_NAME_BYTES, name, value, f"{MAX_NAME_BYTES} bytes at most")
         return cls(
             max_tokens=max_tokens or 0,
@@ -120,8 +133,10 @@ class GenerateSettings:
             logprobs=logprobs,
             timeout=timeout,
             model=options.get("model"),
-            adapter=options.get("adapter", ""),
-            tenant_salt=options.get("tenant_salt", ""),
+            adapter=names["adapter"],
+            tenant_salt=names["tenant_salt"],
+            priority=priority,
+            tenant=names["tenant"],
         )
 
     def request(
@@ -142,6 +157,8 @@ class GenerateSettings:
             token_ids=worker_pb2.TokenIds(ids=token_ids),
             adapter=self.adapter,
             tenant_salt=self.tenant_salt,
+            priority=self.priority,
+            tenant=self.tenant,
             model_fingerprint=model_fingerprint,
             sampling=worker_pb2.SamplingParams(
                 temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed

@@ -35,7 +35,8 @@ def decode_generate(
         raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
     if request.attempt < 1:
         raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
-    for name, text in (("adapter", request.adapter), ("tenant_salt", request.tenant_salt)):
+    names = (("adapter", request.adapter), ("tenant_salt", request.tenant_salt), ("tenant", request.tenant))
+    for name, text in names:
         if len(text.encode()) > MAX_NAME_BYTES:
             raise invalid(name, f"at most {MAX_NAME_BYTES} bytes, got {len(text.encode())}")
     if request.adapter:
@@ -58,6 +59,8 @@ def decode_generate(
         stop_strings=_stop_strings(request.stop),
         ignore_eos=request.stop.ignore_eos,
         tenant_salt=request.tenant_salt,
+        priority=request.priority,
+        tenant=request.tenant,
     )
 
 

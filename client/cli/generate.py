@@ -22,6 +22,8 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Name or fingerprint, where workers serve several models.")
 ]
+Priority = Annotated[int, typer.Option("--priority", help="Smaller is served earlier, where the worker goes by it.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="On whose behalf: steps are shared fairly between tenants.")]
 Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds until the last token.", show_default="600")]
 
 
@@ -36,6 +38,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text ids.")] = False,
     model: ModelName = None,
     tenant_salt: Annotated[str, typer.Option("--tenant-salt", help="Other salts never share blocks.")] = "",
+    priority: Priority = 0,
+    tenant: Tenant = "",
     timeout: Timeout = None,
     as_json: JsonOption = False,
     manager: ManagerOption = None,
@@ -51,6 +55,8 @@ def generate(
         "ignore_eos": ignore_eos,
         "model": model,
         "tenant_salt": tenant_salt,
+        "priority": priority,
+        "tenant": tenant,
         "timeout": timeout,
     }
     prompt = sys.stdin.read() if text == "-" else text

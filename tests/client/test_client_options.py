@@ -33,6 +33,9 @@ from client.options import GenerateSettings
         {"timeout": 0},
         {"adapter": "x" * 257},
         {"tenant_salt": "x" * 257},
+        {"priority": 2**31},
+        {"priority": -(2**31) - 1},
+        {"tenant": "x" * 257},
         {"max_token": 5},
     ],
 )
@@ -53,6 +56,8 @@ def test_options_reach_the_message() -> None:
             stop_token_ids=[9],
             ignore_eos=True,
             logprobs=0,
+            priority=-7,
+            tenant="acme",
         )
     )
     request = settings.request(token_ids=[1, 2], num_delivered=0, sequence_id="s", attempt=3, model_fingerprint="f")
@@ -62,6 +67,7 @@ def test_options_reach_the_message() -> None:
     assert request.sampling.seed == 2**64 - 1
     assert (request.stop.max_tokens, request.stop.ignore_eos) == (7, True)
     assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
+    assert (request.priority, request.tenant) == (-7, "acme")
     assert request.HasField("logprobs")
     assert request.logprobs == 0
 

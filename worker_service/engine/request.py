@@ -32,6 +32,10 @@ class GenerationParams:
     """Go on behind the model's end-of-text ids."""
     adapter: str = ""
     tenant_salt: str = ""
+    priority: int = 0
+    """With the policy `priority`: smaller is served earlier, and preempted later."""
+    tenant: str = ""
+    """On whose behalf; steps are shared fairly between tenants of one priority."""
 
 
 class Request:
