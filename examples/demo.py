@@ -26,13 +26,15 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # a type checker reads the checkout, where the package `kvpool.client` is the folder `client`
     from client import Client, Completion, KvpoolError
-    from client.cli.block_map import BlockMap, fetch_block_map, render_block_map
+    from client.block_map import BlockMap, fetch_block_map
+    from client.cli.block_map import render_block_map
     from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
     from client.cli.supervisor import Supervisor
     from client.cli.terminal import stdout_console
 else:
     from kvpool.client import Client, Completion, KvpoolError
-    from kvpool.client.cli.block_map import BlockMap, fetch_block_map, render_block_map
+    from kvpool.client.block_map import BlockMap, fetch_block_map
+    from kvpool.client.cli.block_map import render_block_map
     from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
     from kvpool.client.cli.supervisor import Supervisor
     from kvpool.client.cli.terminal import stdout_console

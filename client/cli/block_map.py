@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 from kvpool.v1 import cache_pb2
 from rich.text import Text
 
-from ..client import Client
-from ..errors import NotFound
-from .status import num_device_blocks
+from ..block_map import BlockMap
 
-PAGE_BLOCKS: Final = 4096
 _COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _LABEL_CELLS: Final = 8
 _INDENT: Final = " " * _LABEL_CELLS
@@ -39,44 +35,6 @@ _STATE_NAMES: Final = {
     cache_pb2.BLOCK_STATE_RESERVED: "reserved",
     cache_pb2.BLOCK_STATE_COPYING: "copying",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMap:
-    """All blocks of one worker's device pool, as the manager described them page by page."""
-
-    worker_id: str
-    """Whose blocks they are."""
-    block_size: int
-    """Token slots of a block."""
-    num_blocks: int
-    """Blocks of the pool, the null block included."""
-    blocks: tuple[cache_pb2.BlockDescription, ...]
-    """In order of block_id. The null block may be missing."""
-
-
-async def fetch_block_map(client: Client, worker_id: str) -> BlockMap:
-    """Page through Describe. Pages are taken one after the other, so blocks may change between them. NotFound if the
-    worker is not there."""
-    blocks: dict[int, cache_pb2.BlockDescription] = {}
-    first_block = 0
-    while True:
-        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=PAGE_BLOCKS)
-        if not response.workers:
-            raise NotFound(
-                f"the manager knows no live worker {worker_id!r}; `kvpool status` lists them", reason="UNKNOWN_WORKER"
-            )
-        worker = response.workers[0]
-        num_blocks = num_device_blocks(worker)
-        blocks |= {block.block_id: block for block in worker.blocks}
-        first_block += PAGE_BLOCKS
-        if first_block >= num_blocks:
-            return BlockMap(
-                worker_id=worker_id,
-                block_size=worker.kv_cache_config.block_size,
-                num_blocks=num_blocks,
-                blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
-            )
 
 
 def render_block_map(block_map: BlockMap, width: int) -> Text:

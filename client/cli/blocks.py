@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..block_map import BlockMap, fetch_block_map
 from ..client import Client
 from ..errors import NotFound
-from .block_map import BlockMap, fetch_block_map, render_block_map
+from .block_map import render_block_map
 from .terminal import ManagerOption, client_config, stdout_console
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
 from rich.table import Table
 
+from ..block_map import num_device_blocks
 from ..client import Client
 from .terminal import JsonOption, ManagerOption, client_config, stdout_console
 
@@ -61,11 +62,6 @@ def device_counts(worker: cache_pb2.WorkerDescription) -> common_pb2.BlockCounts
             for name in ("capacity", "free", "cached", "held", "reserved", "copying", "shared"):
                 setattr(total, name, getattr(total, name) + getattr(counts, name))
     return total
-
-
-def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of the device tier, null blocks included."""
-    return sum(pool.num_blocks for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE)
 
 
 def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:

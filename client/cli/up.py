@@ -18,12 +18,12 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
+from ..block_map import num_device_blocks
 from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
 from ..errors import InvalidRequest, KvpoolError
 from .cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
 from .gpus import visible_gpus
 from .log import PrefixedLog
-from .status import num_device_blocks
 from .supervisor import Supervisor
 from .terminal import error_line, stdout_console
 

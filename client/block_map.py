@@ -1,0 +1,56 @@
+"""The blocks of a worker as the manager describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from .client import Client
+from .errors import NotFound
+
+PAGE_BLOCKS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """All blocks of one worker's device pool, as the manager described them page by page."""
+
+    worker_id: str
+    """Whose blocks they are."""
+    block_size: int
+    """Token slots of a block."""
+    num_blocks: int
+    """Blocks of the pool, the null block included."""
+    blocks: tuple[cache_pb2.BlockDescription, ...]
+    """In order of block_id. The null block may be missing."""
+
+
+async def fetch_block_map(client: Client, worker_id: str) -> BlockMap:
+    """Page through Describe. Pages are taken one after the other, so blocks may change between them. NotFound if the
+    worker is not there."""
+    blocks: dict[int, cache_pb2.BlockDescription] = {}
+    first_block = 0
+    while True:
+        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=PAGE_BLOCKS)
+        if not response.workers:
+            raise NotFound(
+                f"the manager knows no live worker {worker_id!r}; `kvpool status` lists them", reason="UNKNOWN_WORKER"
+            )
+        worker = response.workers[0]
+        num_blocks = num_device_blocks(worker)
+        blocks |= {block.block_id: block for block in worker.blocks}
+        first_block += PAGE_BLOCKS
+        if first_block >= num_blocks:
+            return BlockMap(
+                worker_id=worker_id,
+                block_size=worker.kv_cache_config.block_size,
+                num_blocks=num_blocks,
+                blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
+            )
+
+
+def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
+    """Blocks of the device tier, null blocks included."""
+    return sum(pool.num_blocks for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE)
