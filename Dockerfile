@@ -27,7 +27,7 @@ COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 base, worker = project['dependencies'], project['optional-dependencies']['worker']; \
-manager = ('googleapis-', 'grpcio', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
+manager = ('googleapis-', 'grpcio', 'prometheus-client', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
 open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager))); \
 open('worker.txt', 'w').write('\n'.join(base + worker))"
 

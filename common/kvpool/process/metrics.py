@@ -1,0 +1,182 @@
+"""/metrics over HTTP, in Prometheus' text format, for whoever fills the page.
+
+The page is filled on the event loop, which owns all state, when somebody asks for it; it is written out in a thread, so that a long
+one keeps no call waiting. Nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import socket
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from types import TracebackType
+from typing import Final, Self
+
+import structlog
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+
+from .address import is_loopback, join_host_port
+from .histogram import Histogram
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.metrics")
+
+PATH: Final = "/metrics"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+MAX_CONNECTIONS: Final = 32
+"""At the same time; further ones are closed at once."""
+MAX_HEAD_BYTES: Final = 16 << 10
+"""Of a request."""
+CONNECTION_SECONDS: Final = 10.0
+"""Prometheus gives up after as long, unless told otherwise."""
+
+_PROCESS: Final = ProcessCollector(registry=None)
+
+
+class MetricsPortError(Exception):
+    """The address for /metrics cannot be listened on; the message says which and why."""
+
+
+class MetricsPage:
+    """The answer to one request, to be filled by calls in any order. Names end in their unit; a counter's without `_total`."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+
+    def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
+        """A value that goes up and down."""
+        self._family(name, text, "gauge").add_sample(name, labels, value)
+
+    def counter(self, name: str, text: str, value: float, **labels: str) -> None:
+        """A value that only grows, from 0 at the start of the process."""
+        self._family(name, text, "counter").add_sample(f"{name}_total", labels, value)
+
+    def histogram(self, name: str, text: str, values: Histogram, **labels: str) -> None:
+        """Counts of values by size."""
+        family = self._family(name, text, "histogram")
+        buckets = values.cumulative()
+        for bound, count in buckets:
+            family.add_sample(
+                f"{name}_bucket", {**labels, "le": "+Inf" if bound == math.inf else repr(float(bound))}, count
+            )
+        family.add_sample(f"{name}_count", labels, buckets[-1][1])
+        family.add_sample(f"{name}_sum", labels, values.sum)
+
+    def _family(self, name: str, text: str, kind: str) -> Metric:
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = Metric(name, text, kind)
+        assert family.type == kind, name
+        return family
+
+    def collect(self) -> Iterable[Metric]:
+        """What is on the page, and what the operating system knows of this process."""
+        yield from self._families.values()
+        yield from _PROCESS.collect()
+
+
+def listen_for_metrics(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes any free one. Raises MetricsPortError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            hint = "choose another --metrics-port; 0 takes any free one"
+        else:
+            hint = "choose another --metrics-host or --metrics-port"
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise MetricsPortError(f"cannot listen on {join_host_port(host, port)} for metrics: {why}; {hint}") from None
+
+
+class MetricsServer:
+    """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer."""
+
+    def __init__(self, listener: socket.socket, fill: Callable[[MetricsPage], None]) -> None:
+        host, port = listener.getsockname()[:2]
+        self.host: str = host
+        self.url = f"http://{join_host_port(host, port)}{PATH}"
+        self._listener = listener
+        self._fill = fill
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_HEAD_BYTES)
+        log.info("metrics", url=self.url)
+        if not is_loopback(self.host):
+            log.warning("metrics beyond loopback without encryption or authentication", host=self.host)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request, one answer, and the connection is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._connections) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(CONNECTION_SECONDS):
+                writer.write(await self._answer(reader))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            log.debug("request for metrics broke off")
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+        target, _, protocol = rest.partition(" ")
+        if not protocol.startswith("HTTP/1."):
+            return _response(HTTPStatus.BAD_REQUEST)
+        if target.partition("?")[0] != PATH:
+            return _response(HTTPStatus.NOT_FOUND)
+        if method not in ("GET", "HEAD"):
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED)
+        page = MetricsPage()
+        try:
+            self._fill(page)
+            body = await asyncio.to_thread(generate_latest, page)
+        except Exception:
+            # Whoever looks at us must not be what stops us.
+            log.exception("metrics cannot be told")
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR)
+        return _response(HTTPStatus.OK, body, CONTENT_TYPE, with_body=method == "GET")
+
+
+def _response(
+    status: HTTPStatus, body: bytes = b"", content_type: str = "text/plain", *, with_body: bool = True
+) -> bytes:
+    if status is not HTTPStatus.OK:
+        body = f"{status.phrase}; the metrics are at {PATH}\n".encode()
+    allowed = "Allow: GET, HEAD\r\n" if status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        f"{allowed}Connection: close\r\n\r\n"
+    )
+    return head.encode() + (body if with_body else b"")
