@@ -26,6 +26,8 @@ def main() -> None:
     settings = _settings()
     configure_logging(settings.log_format, settings.log_level)
     try:
+        from kvpool.process.metrics import MetricsPortError
+
         from .manager_link import RegistrationRefused
         from .model.errors import ModelError
         from .server import PortInUse, StoppedWhileLoading, run_worker
@@ -43,7 +45,7 @@ def main() -> None:
                 # Nothing is held and nobody knows this worker; to leave in order would be to wait for the load.
                 sys.stderr.flush()
                 os._exit(0)
-    except (ModelError, PortInUse, RegistrationRefused) as error:
+    except (MetricsPortError, ModelError, PortInUse, RegistrationRefused) as error:
         print(f"kvpool worker: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

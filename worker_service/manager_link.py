@@ -65,7 +65,12 @@ class ManagerLink:
         self._on_session = on_session
         self._clock = clock
         self._register_no = 0
-        self._highest_epoch = 0
+        self.highest_epoch = 0
+        """Of the manager, that this process has seen."""
+        self.num_sessions = 0
+        """Registrations that the manager has taken."""
+        self.num_failed_calls = 0
+        """Mutating calls that were not executed or not answered."""
         self._session = 0
         self._keep_alive_seconds = 1.0
         self._keep_alive_deadline = CALL_SECONDS
@@ -115,7 +120,7 @@ class ManagerLink:
             request = cache_pb2.RegisterRequest()
             request.CopyFrom(self._introduction)
             request.register_no = self._register_no
-            request.highest_epoch_seen = self._highest_epoch
+            request.highest_epoch_seen = self.highest_epoch
             request.holds_state = self._cache.holds_state
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS)
@@ -124,7 +129,8 @@ class ManagerLink:
                 await asyncio.sleep(REGISTER_RETRY_SECONDS)
                 continue
             self._complained = False
-            self._highest_epoch = max(self._highest_epoch, response.epoch)
+            self.highest_epoch = max(self.highest_epoch, response.epoch)
+            self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
             # One that is lost must leave time for the next, also under a short lease.
             self._keep_alive_deadline = min(CALL_SECONDS, response.lease_ms / 4000)
@@ -237,6 +243,7 @@ class ManagerLink:
             self._announce_if_ready()
 
     def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+        self.num_failed_calls += 1
         reason = reason_of_failure(error)
         retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
             grpc.StatusCode.UNAVAILABLE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvpool.process.address import is_loopback
+from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
@@ -24,6 +26,7 @@ from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
+from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
 from .model.kv_cache import KVCachePlan
 from .model.load import LoadedModel, load_model
@@ -31,6 +34,7 @@ from .model.runner import ModelRunner
 from .model.settings import ModelSettings
 from .servicer import WorkerServicer
 from .settings import WorkerSettings
+from .throughput import ThroughputLog
 
 log = structlog.get_logger("kvpool.worker")
 
@@ -61,8 +65,8 @@ class StoppedWhileLoading(Exception):
 
 
 async def run_worker(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortInUse, ModelError,
-    RegistrationRefused, StoppedWhileLoading."""
+    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortInUse, MetricsPortError,
+    ModelError, RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     server: Server | None = None
@@ -97,8 +101,9 @@ class Server:
         loaded: LoadedModel,
         runner: ModelRunner,
         model_thread: ThreadPoolExecutor,
+        metrics_listener: socket.socket | None = None,
     ) -> None:
-        """`grpc_server` is bound to `port` and not started yet."""
+        """`grpc_server` is bound to `port` and not started yet. `metrics_listener`: where /metrics is to be served, if at all."""
         self._settings = settings
         self._grpc = grpc_server
         self.port = port
@@ -122,10 +127,18 @@ class Server:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grace_cut = asyncio.Event()
+        self.metrics: MetricsServer | None = None
+        if metrics_listener is not None:
+            metrics = WorkerMetrics(self.engine, self._link, _labels(settings, loaded.facts, plan))
+            self.metrics = MetricsServer(metrics_listener, metrics.fill)
+        self._throughput: asyncio.Task[None] | None = None
 
     @classmethod
     async def load(cls, settings: WorkerSettings) -> Self:
-        """Take the port, then load the model. Raises PortInUse, ModelError."""
+        """Take the ports, then load the model. Raises PortInUse, MetricsPortError, ModelError."""
+        metrics_listener = None
+        if settings.metrics_port is not None:
+            metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         try:
             port = server.add_insecure_port(settings.address(settings.port))
@@ -138,8 +151,10 @@ class Server:
             loaded, runner = await asyncio.get_running_loop().run_in_executor(model_thread, _load, settings)
         except BaseException:
             model_thread.shutdown(wait=False)
+            if metrics_listener is not None:
+                metrics_listener.close()
             raise
-        return cls(settings, server, port, loaded, runner, model_thread)
+        return cls(settings, server, port, loaded, runner, model_thread, metrics_listener)
 
     @property
     def address(self) -> str:
@@ -156,6 +171,9 @@ class Server:
             asyncio.create_task(self.engine.run(), name="engine"),
             asyncio.create_task(self._link.run(), name="link"),
         ]
+        self._throughput = asyncio.create_task(ThroughputLog(self.engine).run(), name="throughput")
+        if self.metrics is not None:
+            await self.metrics.__aenter__()
         return self
 
     async def serve_until(self, stop: asyncio.Event) -> None:
@@ -182,9 +200,13 @@ class Server:
         await self._grpc.stop(LAST_WORDS_SECONDS)
         # The streams have ended; let the link say Free before it says good-bye.
         await _settle(self.engine)
-        for task in self._tasks:
+        assert self._throughput is not None
+        tasks = [*self._tasks, self._throughput]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._health_tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._health_tasks, return_exceptions=True)
+        if self.metrics is not None:
+            await self.metrics.__aexit__(kind, error, traceback)
         engine = self.engine
         log.info(
             "stopped",
@@ -297,6 +319,19 @@ def _introduction(
         kv_cache_config=config,
         max_model_len=loaded.facts.max_model_len,
         engine=f"kvpool {_version()}",
+    )
+
+
+def _labels(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan) -> WorkerLabels:
+    return WorkerLabels(
+        version=_version(),
+        model_name=facts.name,
+        dtype=facts.dtype,
+        device=facts.device,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        bytes_per_block=plan.bytes_per_token * plan.block_size,
+        prefix_caching=settings.prefix_caching,
     )
 
 

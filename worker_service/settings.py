@@ -93,6 +93,15 @@ class WorkerSettings(ProcessSettings):
         le=3600,
         description="Seconds that running requests get to end on SIGTERM, or when the worker is drained.",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port for /metrics, which Prometheus reads; 0 takes any free one, which the log names. Default: none.",
+    )
+    metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
+        "127.0.0.1", description="Address for /metrics; --host does not change it."
+    )
     cache_dir: Path | None = Field(
         None,
         description="Folder for converted models. Default: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool.",

@@ -1,0 +1,71 @@
+"""A line in the log every ten seconds while a worker is busy: how fast, how full, how much the cache serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import structlog
+
+from .engine.engine import Engine
+
+log = structlog.get_logger("kvpool.worker")
+
+INTERVAL_SECONDS: Final = 10.0
+
+
+class _Counts(NamedTuple):
+    at: float
+    prefilled: int
+    generated: int
+    admitted: int
+    cached: int
+
+
+class ThroughputLog:
+    """Looks at the engine's counts again and again, and tells what has changed."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._last = self._count()
+
+    async def run(self) -> None:
+        """A look every INTERVAL_SECONDS, for ever."""
+        while True:
+            await asyncio.sleep(INTERVAL_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Log what has happened since the look before; nothing if nothing has, and nobody waits for anything."""
+        before, now = self._last, self._count()
+        self._last = now
+        scheduler, cache = self._engine.scheduler, self._engine.cache
+        seconds = now.at - before.at
+        prefilled, generated = now.prefilled - before.prefilled, now.generated - before.generated
+        if seconds <= 0 or not (prefilled or generated or scheduler.num_running or scheduler.num_waiting):
+            return
+        admitted = now.admitted - before.admitted
+        # Where no prompt came in there is no rate to tell.
+        hits = {"hit_rate": round((now.cached - before.cached) / admitted, 3)} if admitted else {}
+        log.info(
+            "throughput",
+            prompt_tokens_per_s=round(prefilled / seconds, 1),
+            generated_tokens_per_s=round(generated / seconds, 1),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=round(cache.num_used_blocks / (cache.settings.num_blocks - 1), 3),
+            **hits,
+        )
+
+    def _count(self) -> _Counts:
+        stats = self._engine.stats
+        return _Counts(
+            self._clock(),
+            stats.num_forwarded_tokens - stats.num_decoded_tokens,
+            stats.num_generated_tokens,
+            stats.num_admitted_tokens,
+            stats.num_cached_tokens,
+        )

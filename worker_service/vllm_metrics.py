@@ -1,0 +1,71 @@
+"""The metrics that routers and dashboards made for vLLM look for, under its names, with its labels and meaning.
+
+The names are those of vLLM 0.32 (docs.vllm.ai, "Production Metrics"): KV usage counts blocks of running requests, cached ones are
+free; prefix cache queries and hits are in tokens, once per request; prompt tokens count when the first token is out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvpool.process.metrics import MetricsPage
+
+from .engine.engine import Engine
+from .engine.stats import CANCELLED
+from .engine.stream import FinishReason
+
+if TYPE_CHECKING:
+    from .metrics import WorkerLabels
+
+ENGINE: Final = "0"
+"""vLLM numbers the engines of one process; a worker is one."""
+
+
+def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> None:
+    """Everything that we have of what vLLM tells."""
+    labels = {"model_name": worker.model_name, "engine": ENGINE}
+    scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
+    usage = cache.num_used_blocks / (worker.num_blocks - 1)
+    page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
+    page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.num_waiting, **labels)
+    page.gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, **labels)
+    page.gauge(
+        "vllm:cache_config_info",
+        "Layout of the KV cache.",
+        1,
+        block_size=str(worker.block_size),
+        num_gpu_blocks=str(worker.num_blocks),
+        cache_dtype=worker.dtype,
+        enable_prefix_caching=str(worker.prefix_caching),
+        engine=ENGINE,
+    )
+    for name, text, value in (
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_admitted_tokens),
+        ("prefix_cache_hits", "Prompt tokens found there.", stats.num_cached_tokens),
+        ("num_preemptions", "Preemptions.", scheduler.num_preemptions),
+        ("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens),
+        ("generation_tokens", "Tokens generated.", stats.num_generated_tokens),
+    ):
+        page.counter(f"vllm:{name}", text, value, **labels)
+    for reason, count in _finished(engine).items():
+        page.counter("vllm:request_success", "Requests that have ended.", count, **labels, finished_reason=reason)
+    for name, text, histogram in (
+        ("time_to_first_token_seconds", "Time to the first token.", stats.first_token_seconds),
+        ("inter_token_latency_seconds", "Time from a token to the next.", stats.inter_token_seconds),
+        ("e2e_request_latency_seconds", "Time from arrival to the last token.", stats.request_seconds),
+        ("request_queue_time_seconds", "Time from arrival to the first blocks.", stats.queue_seconds),
+        ("request_prefill_time_seconds", "Time from the first blocks to the first token.", stats.prefill_seconds),
+        ("request_decode_time_seconds", "Time from the first token to the last.", stats.decode_seconds),
+        ("request_prompt_tokens", "Prompt tokens of a request.", stats.request_prompt_tokens),
+        ("request_generation_tokens", "Generated tokens of a request.", stats.request_generated_tokens),
+        ("iteration_tokens_total", "Tokens computed in a step.", stats.step_tokens),
+    ):
+        page.histogram(f"vllm:{name}", text, histogram, **labels)
+
+
+def _finished(engine: Engine) -> dict[str, int]:
+    """Ends of requests in vLLM's words."""
+    ended = engine.stats.ended
+    whole = {reason.value: ended[reason.value] for reason in FinishReason}
+    cancelled = ended[CANCELLED]
+    return {**whole, "abort": cancelled, "error": ended.total() - sum(whole.values()) - cancelled}
