@@ -28,10 +28,9 @@ from .engine.errors import EngineError, ErrorKind
 from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
 from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
-from .model.kv_cache import KVCachePlan
 from .model.load import LoadedModel, load_model
+from .model.memory import KVCachePlan
 from .model.runner import ModelRunner
-from .model.settings import ModelSettings
 from .servicer import WorkerServicer
 from .settings import WorkerSettings
 from .throughput import ThroughputLog
@@ -262,19 +261,12 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
-    loaded = load_model(
-        ModelSettings(
-            model=settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            max_model_len=settings.max_model_len,
-            cache_dir=settings.cache_dir,
-        ),
-        progress=log.info,
-    )
-    plan = loaded.plan(settings.block_size, settings.num_blocks, settings.kv_cache_memory)
-    log.info(plan.describe(loaded.facts.max_model_len))
-    return loaded, loaded.runner(plan)
+    loaded = load_model(settings.model_settings(), progress=log.info)
+    budget = loaded.plan(settings.memory_settings())
+    for line in budget.lines():
+        log.info(str(line))
+    log.info(budget.kv_cache.describe(loaded.facts.max_model_len))
+    return loaded, loaded.runner(budget.kv_cache)
 
 
 def _build_engine(

@@ -13,6 +13,9 @@ from kvpool.process.settings import ProcessSettings
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from .model.memory import MemorySettings
+from .model.settings import ModelSettings
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -68,6 +71,13 @@ class WorkerSettings(ProcessSettings):
     kv_cache_memory: ByteSize | None = Field(
         None,
         description="Size of the KV cache, e.g. 2GiB. Default: a share of the free memory, if --num-blocks is not given.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that may be taken, other processes' included, if the size of the KV cache is not "
+        "given. On a CPU the KV cache takes a fifth of the free memory.",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Largest sequence in tokens, prompt and generated together. Default: the model's own."
@@ -131,6 +141,27 @@ class WorkerSettings(ProcessSettings):
                 f"listening on {self.host} needs --advertise: the host, or host:port, under which clients reach this worker"
             )
         return self
+
+    def model_settings(self) -> ModelSettings:
+        """How the model is to be loaded."""
+        return ModelSettings(
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            cache_dir=self.cache_dir,
+        )
+
+    def memory_settings(self) -> MemorySettings:
+        """How much memory may be taken."""
+        return MemorySettings(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
 
     def address(self, port: int) -> str:
         """host:port to listen on."""

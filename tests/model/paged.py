@@ -13,6 +13,7 @@ import torch
 from worker_service.attention.torch_backend import TorchAttention
 from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel, load_model
+from worker_service.model.memory import MemorySettings
 from worker_service.model.runner import ModelRunner
 from worker_service.model.settings import ModelSettings
 
@@ -65,7 +66,7 @@ class Request:
 
     @property
     def logprobs(self) -> list[float]:
-        return [token.logprob for token in self.sampled if token.logprob is not None]
+        return [token.logprobs.logprob for token in self.sampled if token.logprobs is not None]
 
 
 class PagedModel:
@@ -75,7 +76,8 @@ class PagedModel:
         self._free = list(range(1, num_blocks))
         random.Random(3).shuffle(self._free)
         backend = TorchAttention(loaded.dtype, min_shared_tokens)
-        self.runner: ModelRunner = loaded.runner(loaded.plan(BLOCK_SIZE, num_blocks), backend)
+        memory = MemorySettings(BLOCK_SIZE, num_blocks)
+        self.runner: ModelRunner = loaded.runner(loaded.plan(memory).kv_cache, backend)
         self.runner.kv_cache.fill(float("nan"))
 
     def request(
@@ -98,11 +100,11 @@ class PagedModel:
                 if index * stagger <= step_no and len(request.sampled) < request.num_new
             ]
             parts = [_next_part(request, chunk) for request in running]
-            for request, part, token in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
+            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
                 request.computed += len(part.token_ids)
-                assert (token is None) == (part.sampling is None)
-                if token is not None:
-                    request.sampled.append(token)
+                assert (result.token is None) == (part.sampling is None)
+                if result.token is not None:
+                    request.sampled.append(result.token)
             step_no += 1
 
     def block_bytes(self, blocks: Sequence[int]) -> list[torch.Tensor]:

@@ -1,71 +1,30 @@
-"""The size of the KV cache: what is asked for, what fits, and how it is told."""
+"""The tensors of the KV cache: their layout, and the memory they take."""
 
 from __future__ import annotations
 
 import resource
 from pathlib import Path
 
-import pytest
 import torch
 
-from worker_service.model.errors import KVCacheTooLarge, ModelError
-from worker_service.model.kv_cache import KVCache, KVCachePlan, plan_kv_cache
+from worker_service.model.kv_cache import KVCache
 from worker_service.model.layers import AttentionLayer
+from worker_service.model.memory import KVCachePlan
+from worker_service.model.memory_facts import kv_bytes_per_token
 
 CPU = torch.device("cpu")
 LAYERS = [
     AttentionLayer("a", torch.nn.Identity(), num_kv_heads=2, k_head_dim=8, v_head_dim=8, window=None),
     AttentionLayer("b", torch.nn.Identity(), num_kv_heads=1, k_head_dim=12, v_head_dim=4, window=8),
 ]
-BYTES_PER_TOKEN = (2 * 16 + 16) * 2
-FREE = 10_000_000
 
 
-def plan(
-    block_size: int = 16, num_blocks: int | None = None, memory: int | None = None, free: int = FREE
-) -> KVCachePlan:
-    return plan_kv_cache(LAYERS, torch.bfloat16, CPU, free, block_size, num_blocks, memory)
+def plan(num_blocks: int, block_size: int = 16) -> KVCachePlan:
+    return KVCachePlan(num_blocks, block_size, kv_bytes_per_token(LAYERS, torch.bfloat16))
 
 
-def test_by_number_of_blocks() -> None:
-    made = plan(num_blocks=10)
-    assert (made.num_blocks, made.capacity, made.bytes_per_token) == (10, 9, BYTES_PER_TOKEN)
-    assert made.total_bytes == 10 * 16 * BYTES_PER_TOKEN
-
-
-def test_by_memory_takes_whole_blocks() -> None:
-    assert plan(memory=16 * BYTES_PER_TOKEN * 7 + 100).num_blocks == 7
-
-
-def test_by_default_a_share_of_what_is_free() -> None:
-    assert plan().total_bytes == pytest.approx(FREE * 0.2, rel=0.01)
-
-
-def test_the_line_for_the_log() -> None:
-    assert plan(num_blocks=101).describe(max_model_len=170) == (
-        "KV cache: 151.50 KiB, 100 blocks of 16 tokens = 1,600 tokens; at 170 tokens per sequence 9.09 at once"
-    )
-
-
-def test_too_large_names_the_largest_that_fits() -> None:
-    with pytest.raises(KVCacheTooLarge, match=r"at most 6510 blocks fit \(--num-blocks 6510"):
-        plan(num_blocks=6511)
-    assert plan(num_blocks=6510).num_blocks == 6510
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_blocks": 1}, "at least 2 are needed"),
-        ({"memory": 1000}, "--kv-cache-memory"),
-        ({"num_blocks": 4, "memory": 4}, "not both"),
-        ({"block_size": 12}, "power of two"),
-        ({"block_size": 0}, "power of two"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        plan(**settings)
+def test_bytes_per_token_are_those_of_all_layers() -> None:
+    assert kv_bytes_per_token(LAYERS, torch.bfloat16) == (2 * 16 + 16) * 2
 
 
 def test_tensors_have_the_layout_and_the_null_block_stays_zero() -> None:
@@ -82,7 +41,7 @@ def test_tensors_have_the_layout_and_the_null_block_stays_zero() -> None:
 def test_memory_is_taken_as_it_is_touched() -> None:
     """A cache of a gigabyte costs next to nothing before its blocks are used; each tensor is zero and aligned."""
     size = 1 << 30
-    made = plan(memory=size, free=8 * size)
+    made = plan(size // plan(1).bytes_per_block)
     before = resident_bytes()
     cache = KVCache(made, LAYERS, torch.bfloat16, CPU)
     assert made.total_bytes > 0.99 * size

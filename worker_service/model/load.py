@@ -20,10 +20,12 @@ from .errors import ModelError, UnsupportedModel
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .fingerprint import fingerprint
 from .guard import check_config, check_layers
-from .kv_cache import KVCache, KVCachePlan, plan_kv_cache
+from .kv_cache import KVCache
 from .layers import AttentionLayer, find_attention_layers
+from .memory import KVCachePlan, MemoryBudget, MemorySettings, plan_memory
+from .memory_facts import facts_of_loaded
 from .packed_linear import pack_linears
-from .placement import choose_device, choose_dtype, dtype_name, free_memory_bytes, own_dtype
+from .placement import choose_device, choose_dtype, dtype_name, own_dtype
 from .probe import probe
 from .progress import Progress
 from .quiet import quiet_transformers
@@ -42,12 +44,12 @@ class LoadedModel:
     device: torch.device
     model: Any
 
-    def plan(
-        self, block_size: int, num_blocks: int | None = None, kv_cache_memory_bytes: int | None = None
-    ) -> KVCachePlan:
-        """Size of the KV cache; allocates nothing. See plan_kv_cache."""
-        free = free_memory_bytes(self.device)
-        return plan_kv_cache(self.layers, self.dtype, self.device, free, block_size, num_blocks, kv_cache_memory_bytes)
+    def plan(self, settings: MemorySettings) -> MemoryBudget:
+        """Size of the KV cache and how the memory is spent; keeps nothing allocated. Raises ModelError."""
+        facts = facts_of_loaded(
+            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, self.runner
+        )
+        return plan_memory(facts, settings)
 
     def runner(self, plan: KVCachePlan, backend: AttentionBackend | None = None) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None takes plain torch."""

@@ -61,18 +61,6 @@ def cpu_has_bfloat16() -> bool:
     return flags is not None and not _NATIVE_BFLOAT16_FLAGS.isdisjoint(flags[1].split())
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on the device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    text = Path("/proc/meminfo").read_text()
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    if match is None:
-        raise ModelError("Cannot tell the free memory of this machine: give --kv-cache-memory or --num-blocks.")
-    return int(match[1]) * 1024
-
-
 def own_dtype(config: Any) -> torch.dtype | None:
     """The dtype that the model's config names, if any."""
     dtype = getattr(config, "dtype", None)

@@ -12,8 +12,9 @@ from ..attention.interface import ATTENTION_NAME
 from ..attention.torch_backend import TorchAttention
 from ..engine.step import SequencePart
 from .errors import UnsupportedModel
-from .kv_cache import KVCache, KVCachePlan
+from .kv_cache import KVCache
 from .layers import AttentionLayer
+from .memory import KVCachePlan
 from .runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
