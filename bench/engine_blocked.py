@@ -40,7 +40,7 @@ from worker_service.cache.sequence import CacheSequence, SequenceState
 from worker_service.cache.settings import CacheSettings
 from worker_service.engine.engine import Engine, EngineSettings
 from worker_service.engine.request import GenerationParams, Request
-from worker_service.engine.step import SampledToken, Step
+from worker_service.engine.step import PartResult, SampledToken, Step
 from worker_service.manager_link import ManagerLink
 
 STEP_SECONDS: Final = 0.010
@@ -54,12 +54,12 @@ class _SleepingModel:
         self.began: list[float] = []
         self.ended: list[float] = []
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: Step) -> list[PartResult]:
         self.began.append(time.perf_counter())
-        tokens = [None if part.sampling is None else SampledToken(7, None, []) for part in step.parts]
+        results = [PartResult(None if part.sampling is None else SampledToken(7)) for part in step.parts]
         time.sleep(STEP_SECONDS)
         self.ended.append(time.perf_counter())
-        return tokens
+        return results
 
     def gaps(self) -> float:
         """Seconds between the end of a step and the start of the next, over all steps."""

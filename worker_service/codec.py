@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.request import GenerationParams
-from .engine.step import SamplingParams
+from .engine.step import SamplingParams, TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
 
 MAX_ID_BYTES = 128
@@ -99,7 +99,9 @@ def _sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
     if num_logprobs is not None and num_logprobs > MAX_LOGPROBS:
         raise invalid("logprobs", f"at most {MAX_LOGPROBS}, got {num_logprobs}")
-    return SamplingParams(temperature, sampling.top_k, top_p, sampling.seed, num_logprobs)
+    return SamplingParams(
+        temperature=temperature, top_k=sampling.top_k, top_p=top_p, seed=sampling.seed, num_logprobs=num_logprobs
+    )
 
 
 def _stop_token_ids(stop: worker_pb2.StopConditions) -> frozenset[int]:
@@ -136,13 +138,19 @@ def encode_chunk(chunk: Chunk) -> worker_pb2.GenerateResponse:
         finish_reason=_FINISH_REASONS[chunk.finish_reason],
     )
     for token in chunk.tokens:
-        if token.logprob is not None:
-            response.logprobs.add(
-                logprob=token.logprob,
-                top_token_ids=[token_id for token_id, _ in token.top],
-                top_logprobs=[logprob for _, logprob in token.top],
-            )
+        if token.logprobs is not None:
+            response.logprobs.append(_encode_logprobs(token.logprobs))
+    for logprobs in chunk.prompt_logprobs:
+        response.prompt_logprobs.add(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
     return response
+
+
+def _encode_logprobs(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
 
 
 def encode_usage(usage: Usage) -> worker_pb2.Usage:

@@ -16,7 +16,7 @@ from tests.client.fakes import UNAVAILABLE, Context, FakeModel, FakeWorker
 from worker_service.cache.sequence import CacheSequence
 from worker_service.codec import decode_generate, encode_chunk
 from worker_service.engine.request import Request
-from worker_service.engine.step import SampledToken
+from worker_service.engine.step import SampledToken, TokenLogprobs
 from worker_service.engine.text import TextDecoder
 
 EOS = 256
@@ -118,8 +118,9 @@ class Storyteller(FakeWorker):
             size = telling.sizes[number % len(telling.sizes)]
             for _ in range(size):
                 token = self._story(params.sampling.seed, num_prompt + number)
-                logprob = None if params.sampling.num_logprobs is None else -float(num_prompt + number)
-                is_ended = told.on_token(SampledToken(token, logprob, []))
+                wanted = params.sampling.num_logprobs is not None
+                logprobs = TokenLogprobs(-float(num_prompt + number), []) if wanted else None
+                is_ended = told.on_token(SampledToken(token, logprobs))
                 number += 1
                 if is_ended or number == telling.breaks_behind:
                     break

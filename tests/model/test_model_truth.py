@@ -43,9 +43,10 @@ def assert_true(request: Request, truth: tuple[list[int], torch.Tensor]) -> None
     assert request.token_ids == tokens
     logprobs = torch.log_softmax(logits, dim=-1)
     for index, sampled in enumerate(request.sampled):
-        assert sampled.logprob == pytest.approx(float(logprobs[index, sampled.token_id]), abs=LOGPROB_TOLERANCE)
+        assert sampled.logprobs is not None
+        assert sampled.logprobs.logprob == pytest.approx(float(logprobs[index, sampled.token_id]), abs=LOGPROB_TOLERANCE)
         best = logprobs[index].topk(3)
-        assert [value for _, value in sampled.top] == pytest.approx(best.values.tolist(), abs=LOGPROB_TOLERANCE)
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(best.values.tolist(), abs=LOGPROB_TOLERANCE)
 
 
 def test_oracle_is_beyond_doubt_and_varies(subject: Subject) -> None:

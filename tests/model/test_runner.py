@@ -11,7 +11,7 @@ import torch
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
 from worker_service.attention.packing import PackingError
-from worker_service.engine.step import SamplingParams, SequencePart, Step
+from worker_service.engine.step import PartResult, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel
 from worker_service.model.runner import RowSelector
 from worker_service.model.sampler import Draw, sample
@@ -28,10 +28,10 @@ def test_an_empty_step_does_nothing(loaded: LoadedModel) -> None:
 
 def test_parts_without_sampling_get_nothing(loaded: LoadedModel) -> None:
     runner = PagedModel(loaded).runner
-    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [None]
+    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [PartResult()]
     first, second = runner.execute(Step([SequencePart([3], 2, [1], None), SequencePart([5], 0, [2], GREEDY)]))
-    assert first is None
-    assert second is not None
+    assert first.token is None
+    assert second.token is not None
 
 
 def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -> None:
@@ -83,7 +83,8 @@ def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> No
         expected = sample(logits, [Draw(sampling, position=length)])
         cut = length // 2
         runner.execute(Step([SequencePart(prompt[:cut], 0, [4, 5, 6], None)]))
-        assert runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)])) == expected
+        (result,) = runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)]))
+        assert [result.token] == expected
 
 
 class WithoutArgument(torch.nn.Module):

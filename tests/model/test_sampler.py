@@ -131,18 +131,20 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     draws = [Draw(SamplingParams(2.0, top_k=3, seed=9, num_logprobs=count), 5) for count in wanted]
     sampled = sample(logits, draws)
     logprobs = torch.log_softmax(logits, -1)
-    assert sampled[0].logprob is None
-    assert sampled[0].top == []
-    assert sampled[1].logprob == pytest.approx(float(logprobs[1, sampled[1].token_id]))
-    assert sampled[1].top == []
+    assert sampled[0].logprobs is None
+    assert sampled[1].logprobs is not None
+    assert sampled[1].logprobs.logprob == pytest.approx(float(logprobs[1, sampled[1].token_id]))
+    assert sampled[1].logprobs.top == []
     best = logprobs[2].topk(4)
-    assert [token for token, _ in sampled[2].top] == best.indices.tolist()
-    assert [value for _, value in sampled[2].top] == pytest.approx(best.values.tolist())
+    assert sampled[2].logprobs is not None
+    assert [token for token, _ in sampled[2].logprobs.top] == best.indices.tolist()
+    assert [value for _, value in sampled[2].logprobs.top] == pytest.approx(best.values.tolist())
 
 
 def test_more_logprobs_than_tokens_are_all_tokens_with_ties_by_id() -> None:
-    top = sample(torch.tensor([[1.0, 2.0, 1.0]]), [Draw(SamplingParams(num_logprobs=20), 0)])[0].top
-    assert [token for token, _ in top] == [1, 0, 2]
+    logprobs = sample(torch.tensor([[1.0, 2.0, 1.0]]), [Draw(SamplingParams(num_logprobs=20), 0)])[0].logprobs
+    assert logprobs is not None
+    assert [token for token, _ in logprobs.top] == [1, 0, 2]
 
 
 def test_bfloat16_logits_are_sampled_in_full_precision() -> None:

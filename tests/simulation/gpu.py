@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation import tracer
 from worker_service.cache.sequence import CacheSequence
-from worker_service.engine.step import SampledToken, SequencePart, Step
+from worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 
 if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
@@ -46,7 +46,7 @@ class Gpu:
     def shutdown(self, wait: bool = True) -> None:
         """As a thread pool's."""
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: Step) -> list[PartResult]:
         """As a StepRunner's; the loop hands steps to `launch` instead."""
         raise AssertionError("steps are launched")
 
@@ -76,13 +76,13 @@ class Gpu:
             return
         self._compute(parts, total)
         self.num_steps += 1
-        sampled = [self._sample(part) if part.samples else None for part in parts]
-        self.worker.deliver(self._complete, future, sampled)
+        results = [PartResult(self._sample(part) if part.samples else None) for part in parts]
+        self.worker.deliver(self._complete, future, results)
 
-    def _complete(self, future: asyncio.Future[Any], sampled: list[SampledToken | None]) -> None:
+    def _complete(self, future: asyncio.Future[Any], results: list[PartResult]) -> None:
         self.is_busy = False
         if not future.done():
-            future.set_result(sampled)
+            future.set_result(results)
 
     def _compute(self, parts: list[_Part], num_tokens: int) -> None:
         """Write the slots of the first `num_tokens` tokens of the step."""
@@ -141,7 +141,7 @@ class Gpu:
 
     def _sample(self, part: _Part) -> SampledToken:
         read = self.read(part.table, part.start + len(part.tokens))
-        return SampledToken(tracer.next_token(read), None, [])  # type: ignore[arg-type]
+        return SampledToken(tracer.next_token(read))  # type: ignore[arg-type]
 
     def read(self, table: list[int], end: int) -> list[int | None]:
         """The slots of positions 0 … end − 1, through a block table."""

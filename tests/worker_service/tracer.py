@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence as List
 
-from worker_service.engine.step import SampledToken, Step
+from worker_service.engine.step import PartResult, SampledToken, Step
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1
@@ -47,7 +47,7 @@ class TracerModel:
         """How long a step takes at least."""
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: Step) -> list[PartResult]:
         if self.gate is not None:
             assert self.gate.wait(10)
         if self.step_seconds:
@@ -57,8 +57,9 @@ class TracerModel:
             raise RuntimeError("the device fell off the bus")
         self.num_steps += 1
         written: set[int] = set()
-        results: list[SampledToken | None] = []
-        for tokens, start, table, sampling in step.parts:
+        results: list[PartResult] = []
+        for part in step.parts:
+            tokens, start, table = part.token_ids, part.start, part.block_table
             digest = 0 if start == 0 else self._read(table, start - 1)
             for position, token in enumerate(tokens, start):
                 slot = self._slot(table, position)
@@ -67,7 +68,7 @@ class TracerModel:
                 digest = _mix(digest, token, position)
                 self._slots[slot] = digest
             self.num_forwarded += len(tokens)
-            results.append(None if sampling is None else SampledToken(digest % VOCAB_SIZE, None, []))
+            results.append(PartResult(None if part.sampling is None else SampledToken(digest % VOCAB_SIZE)))
         return results
 
     def _slot(self, table: List[int], position: int) -> int:

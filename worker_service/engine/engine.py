@@ -23,7 +23,7 @@ from .errors import EngineError, ErrorKind, invalid
 from .request import GenerationParams, Request
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import SampledToken, StepRunner
+from .step import PartResult, StepRunner
 from .text import TextDecoder
 
 log = structlog.get_logger()
@@ -272,27 +272,30 @@ class Engine:
             num_decodes += scheduled.num_tokens == 1 and scheduled.request.num_generated > 0
         self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
 
-    def _finish_step(self, batch: list[Scheduled], tokens: list[SampledToken | None], now: float) -> None:
+    def _finish_step(self, batch: list[Scheduled], results: list[PartResult], now: float) -> None:
         computed = [
             Computed(
                 scheduled.sequence,
                 scheduled.sequence.num_computed_tokens + scheduled.num_tokens,
-                None if token is None else token.token_id,
+                None if result.token is None else result.token.token_id,
             )
-            for scheduled, token in zip(batch, tokens, strict=True)
+            for scheduled, result in zip(batch, results, strict=True)
         ]
         self.cache.end_step(computed, now)
-        for scheduled, token in zip(batch, tokens, strict=True):
+        for scheduled, result in zip(batch, results, strict=True):
             request = scheduled.request
             # A request may have been aborted while its step ran.
-            if token is not None and self.scheduler.find(scheduled.sequence.id) is request:
-                self._pass_on(request, token, now)
+            if self.scheduler.find(scheduled.sequence.id) is request:
+                self._pass_on(request, result, now)
 
-    def _pass_on(self, request: Request, token: SampledToken, now: float) -> None:
-        """Give the request its token. What goes wrong with one text ends that request, never the engine."""
+    def _pass_on(self, request: Request, result: PartResult, now: float) -> None:
+        """Give the request what the step made for it. What goes wrong with one text ends that request, never the engine."""
         try:
+            request.on_prompt_logprobs(result.prompt_logprobs)
+            if result.token is None:
+                return
             self.stats.on_token(request, now)
-            if request.on_token(token):
+            if request.on_token(result.token):
                 assert request.finish_reason is not None
                 self.stats.on_finished(request, request.finish_reason.value, now)
                 self._remove(request)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from ..cache.sequence import CacheSequence
 from .stats import RequestTimes
-from .step import SampledToken, SamplingParams
+from .step import PromptRows, SampledToken, SamplingParams, SequencePart, TokenLogprobs
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .text import TextDecoder
+from .token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,23 @@ class GenerationParams:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     """Go on behind the model's end-of-text ids."""
+    min_tokens: int = 0
+    """Before so many tokens, delivered ones included, no id that ends the text is drawn, and no stop string counts."""
+    num_prompt_logprobs: int | None = None
+    """None: no log-probabilities of the prompt; 0: of its tokens; n: also of the n most likely tokens at each position."""
+    echo: bool = False
+    """Begin the text with the prompt's, unless an earlier attempt has delivered tokens."""
     adapter: str = ""
     tenant_salt: str = ""
     priority: int = 0
     """With the policy `priority`: smaller is served earlier, and preempted later."""
     tenant: str = ""
     """On whose behalf; steps are shared fairly between tenants of one priority."""
+
+    @property
+    def tells_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are to be told: the attempt that delivered tokens has told them."""
+        return self.num_prompt_logprobs is not None and not self.num_delivered_tokens
 
 
 class Request:
@@ -64,6 +77,12 @@ class Request:
         self._stop_token_ids = stop_token_ids
         self._decoder = decoder
         self._was_granted = False
+        self._num_prompt_told = 0
+        """Tokens of the prompt whose log-probabilities were told; stays over preemption."""
+        self._counts: TokenCounts | None = None
+        if params.sampling.has_penalties:
+            num_prompt = len(params.token_ids) - params.num_delivered_tokens
+            self._counts = TokenCounts(params.token_ids[:num_prompt], params.token_ids[num_prompt:])
 
     def __repr__(self) -> str:
         return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
@@ -82,12 +101,49 @@ class Request:
         if not self._was_granted:
             self._was_granted = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
-            self.stream.put(Chunk(0, usage=self.usage()))
+            chunk = Chunk(0, usage=self.usage())
+            if self.params.tells_prompt_logprobs:
+                chunk.prompt_logprobs.append(None)
+                self._num_prompt_told = 1
+            self.stream.put(chunk)
+
+    def part(self, num_tokens: int, *, samples: bool) -> SequencePart:
+        """Its part in a step that computes `num_tokens` more of its tokens and, if it `samples`, the next one."""
+        sequence, start = self.sequence, self.sequence.num_computed_tokens
+        return SequencePart(
+            token_ids=sequence.tokens[start : start + num_tokens],
+            start=start,
+            block_table=sequence.table,
+            sampling=self.params.sampling if samples else None,
+            banned_ids=self._stop_token_ids if self._is_too_short() else (),
+            counts=self._counts,
+            prompt_rows=self._prompt_rows(start, start + num_tokens),
+        )
+
+    def _is_too_short(self) -> bool:
+        return self.params.num_delivered_tokens + self.num_generated < self.params.min_tokens
+
+    def _prompt_rows(self, start: int, end: int) -> PromptRows | None:
+        """What the positions start … end − 1 are to tell of the prompt: those behind which a token stands that was not told."""
+        wanted = self.params.num_prompt_logprobs
+        if wanted is None or not self.params.tells_prompt_logprobs:
+            return None
+        # The row of a position tells of the token behind it.
+        targets = self.params.token_ids[self._num_prompt_told : end + 1]
+        return PromptRows(self._num_prompt_told - 1 - start, targets, wanted) if targets else None
+
+    def on_prompt_logprobs(self, logprobs: List[TokenLogprobs]) -> None:
+        """Take what the last step told of the prompt."""
+        if logprobs:
+            self._num_prompt_told += len(logprobs)
+            self.stream.put(Chunk(0, prompt_logprobs=list(logprobs)))
 
     def on_token(self, token: SampledToken) -> bool:
         """Take the next token, pass on what has become certain; returns whether the text has ended."""
         index = self.num_generated
         self.num_generated += 1
+        if self._counts is not None:
+            self._counts.add(token.token_id)
         if token.token_id in self._stop_token_ids:
             self._finish(Chunk(index), FinishReason.STOP)
             return True

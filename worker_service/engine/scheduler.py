@@ -26,13 +26,8 @@ class Scheduled(NamedTuple):
 
     def part(self) -> SequencePart:
         """The part as the model side sees it."""
-        start = self.sequence.num_computed_tokens
-        return SequencePart(
-            token_ids=self.sequence.tokens[start : start + self.num_tokens],
-            start=start,
-            block_table=self.sequence.table,
-            sampling=self.request.params.sampling if self.samples else None,
-        )
+        assert self.sequence is self.request.sequence
+        return self.request.part(self.num_tokens, samples=self.samples)
 
 
 def as_step(batch: list[Scheduled]) -> Step:

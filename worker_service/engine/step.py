@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+from .token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token of one sequence is chosen."""
+    """How the next token of one sequence is chosen. The model side says in which order (model/sampling/sampler.py)."""
 
     temperature: float = 0.0
     """0: greedy. Otherwise logits are divided by it before truncation."""
@@ -16,10 +19,36 @@ class SamplingParams:
     """Keep the k most likely tokens; 0: all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1: all."""
+    min_p: float = 0.0
+    """Drop tokens whose probability is less than min_p times that of the most likely one; 0: none."""
     seed: int = 0
     """With the position of the token, decides the draw (0 … 2**64 − 1)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occur in prompt or answer are divided by it if positive, else multiplied; 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as it occurs in the answer."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id → what is added to its logit."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: of the sampled token; n: also of the n most likely tokens."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens the sequence holds."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class PromptRows(NamedTuple):
+    """Tokens of a part behind which the prompt goes on, and what is to be told of the tokens that follow them there."""
+
+    first: int
+    """Index in token_ids of the first of them."""
+    targets: list[int]
+    """For each, from `first` on, the token that the prompt has behind it. Never empty."""
+    num_top: int
+    """So many of the most likely tokens are told beside each target."""
 
 
 class SequencePart(NamedTuple):
@@ -36,6 +65,12 @@ class SequencePart(NamedTuple):
     """Block ids of the sequence from position 0, covering at least start + len(token_ids) positions."""
     sampling: SamplingParams | None
     """How to sample the token behind the last one; None in the middle of a prefill: no logits are computed."""
+    banned_ids: Collection[int] = ()
+    """Ids that must not be sampled now: those that would end a text that is still too short."""
+    counts: TokenCounts | None = None
+    """Which tokens the sequence holds; given if `sampling` has penalties."""
+    prompt_rows: PromptRows | None = None
+    """Where log-probabilities of the prompt are wanted."""
 
 
 class Step(NamedTuple):
@@ -44,19 +79,35 @@ class Step(NamedTuple):
     parts: list[SequencePart]
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural log-probabilities under the model (temperature 1, no penalties, no truncation)."""
+
+    logprob: float
+    """Of the token that stands there."""
+    top: list[tuple[int, float]]
+    """(token id, log-probability) of the most likely tokens, best first, as many as were asked for."""
+
+
 class SampledToken(NamedTuple):
     """The token that follows a sequence's part."""
 
     token_id: int
-    logprob: float | None
-    """Natural log-probability under the model (temperature 1, no truncation) if it was asked for."""
-    top: list[tuple[int, float]]
-    """(token id, log-probability) of the most likely tokens, best first, as many as were asked for."""
+    logprobs: TokenLogprobs | None = None
+    """If they were asked for."""
+
+
+class PartResult(NamedTuple):
+    """What came of one part of a step."""
+
+    token: SampledToken | None = None
+    """None where the part asked for none."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """One for each of the part's prompt_rows."""
 
 
 class StepRunner(Protocol):
     """The model as the engine sees it. Blocking; called from one thread, one step at a time."""
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
-        """Run the step and sample. One entry per part, None where the part asked for no token."""
+    def execute(self, step: Step) -> list[PartResult]:
+        """Run the step and sample. One entry per part."""
         ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .errors import EngineError
-from .step import SampledToken
+from .step import SampledToken, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -36,6 +36,8 @@ class Chunk:
     text: str = ""
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of the prompt's next tokens; None for its first, which nothing stands before."""
 
     def merge(self, later: Chunk) -> None:
         """Append the chunk that follows this one."""
@@ -43,6 +45,7 @@ class Chunk:
         self.text += later.text
         self.usage = later.usage or self.usage
         self.finish_reason = later.finish_reason
+        self.prompt_logprobs += later.prompt_logprobs
 
 
 class TokenStream:

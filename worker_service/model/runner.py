@@ -10,7 +10,7 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.packing import Packing, pack
-from ..engine.step import SampledToken, SequencePart, Step
+from ..engine.step import PartResult, SequencePart, Step
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .sampler import Draw, sample
@@ -35,11 +35,11 @@ class ModelRunner:
         self.kv_cache = kv_cache
         bind_layers(layers, kv_cache.layers, backend)
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: Step) -> list[PartResult]:
         """Run the step and sample; see StepRunner. Raises PackingError, before anything is written, for a bad part."""
-        sampled: list[SampledToken | None] = [None] * len(step.parts)
+        results = [PartResult()] * len(step.parts)
         if not step.parts:
-            return sampled
+            return results
         packing = self._pack(step.parts)
         asked = [index for index, part in enumerate(step.parts) if part.sampling is not None]
         rows = [packing.offsets[index] + packing.query_lens[index] - 1 for index in asked]
@@ -48,8 +48,8 @@ class ModelRunner:
             if asked:
                 tokens = sample(logits, [_draw(step.parts[index]) for index in asked])
                 for index, token in zip(asked, tokens, strict=True):
-                    sampled[index] = token
-        return sampled
+                    results[index] = PartResult(token)
+        return results
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""

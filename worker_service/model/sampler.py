@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..engine.step import SampledToken, SamplingParams
+from ..engine.step import SampledToken, SamplingParams, TokenLogprobs
 
 
 class Draw(NamedTuple):
@@ -82,12 +82,13 @@ def _truncate(scaled: torch.Tensor, top_k: int, top_p: float) -> None:
 
 def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]) -> list[SampledToken]:
     token_ids: list[int] = tokens.tolist()
-    sampled = [SampledToken(token_id, None, []) for token_id in token_ids]
+    sampled = [SampledToken(token_id) for token_id in token_ids]
     for row, num_top in enumerate(wanted):
         if num_top is None:
             continue
         logprobs = torch.log_softmax(logits[row].float(), dim=-1)
-        sampled[row] = SampledToken(token_ids[row], float(logprobs[token_ids[row]]), _top(logprobs, num_top))
+        found = TokenLogprobs(float(logprobs[token_ids[row]]), _top(logprobs, num_top))
+        sampled[row] = SampledToken(token_ids[row], found)
     return sampled
 
 
