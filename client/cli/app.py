@@ -10,6 +10,7 @@ import typer
 from kvpool.process.settings import SettingsProblem
 
 from ..errors import KvpoolError
+from .bench import bench
 from .blocks import blocks
 from .chat import chat
 from .check import check
@@ -38,6 +39,7 @@ app.command("chat")(chat)
 app.command("status")(status)
 app.command("blocks")(blocks)
 app.command("check")(check)
+app.add_typer(bench, name="bench")
 app.command("health")(health)
 app.command("drain")(drain)
 app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
