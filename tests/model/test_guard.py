@@ -44,26 +44,11 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
         ("bart", {}, "encoder-decoder"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "not through transformers' AttentionInterface"),
-        ("llama4_text", {}, "in chunks of"),
+        ("llama4_text", {"attention_chunk_size": 32}, "--max-model-len 32"),
         ("qwen3_next", {}, "linear_attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("clip_text_model", {}, "no causal language model"),
         ("llama", {"rope_parameters": rope("dynamic", original_max_position_embeddings=32)}, "--max-model-len 32"),
-        (
-            "phi3",
-            {
-                "pad_token_id": 0,
-                "eos_token_id": 1,
-                "original_max_position_embeddings": 32,
-                "rope_parameters": rope(
-                    "longrope",
-                    short_factor=[1.0] * 4,
-                    long_factor=[2.0] * 4,
-                    original_max_position_embeddings=32,
-                ),
-            },
-            "--max-model-len 32",
-        ),
     ],
 )
 def test_refused_by_config(kind: str, fields: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .digest import file_digest
 from .progress import Progress
+from .rope import Regime
 from .weights import safetensors_names
 
 # Fields of config.json that say how it was saved or how text is generated, not what the model computes.
@@ -18,18 +19,23 @@ _NO_PART_IN_KV = frozenset(
 )
 
 
-def fingerprint(folder: Path, dtype: str, cache_dir: Path, progress: Progress) -> str:
-    """Hex SHA-256 over the weights files, the config fields that shape the computation, and the dtype."""
+def fingerprint(
+    folder: Path, dtype: str, cache_dir: Path, progress: Progress, rope_regime: Regime | None = None
+) -> str:
+    """Hex SHA-256 over the weights files, the config fields that shape the computation, the dtype, and what was fixed
+    about RoPE at load."""
     config = json.loads((folder / "config.json").read_bytes())
     files = weights_files(folder)
     size = sum(file.stat().st_size for file in files)
     if size > 1 << 30:
         progress(f"reading {size / 1e9:.1f} GB of weights for the model's fingerprint; remembered for next time")
-    content = {
+    content: dict[str, Any] = {
         "config": _shaping(config),
         "dtype": dtype,
         "weights": {file.name: file_digest(file, cache_dir) for file in files},
     }
+    if rope_regime is not None:
+        content["rope_regime"] = rope_regime
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

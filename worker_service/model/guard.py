@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from .errors import UnsupportedModel
-from .layers import AttentionLayer
+from .errors import ModelError, UnsupportedModel
+from .layers import AttentionLayer, find_attention_layers
+from .probe import probe
+from .rope import original_length, rope_sets
+from .twin import THRESHOLD, build_twin, thresholds, twin_config
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# These choose their frequencies by the longest position in the whole packed row, so a long neighbour would change
+# It chooses its frequencies by the longest position in the whole packed row, so a long neighbour would change
 # everybody's K, unless no position can be that long.
-_ROPE_BY_LONGEST = frozenset({"dynamic", "longrope"})
+_ROPE_BY_LONGEST = "dynamic"
+
+_log = structlog.get_logger("kvpool.model")
 
 
 def check_config(config: Any, max_model_len: int) -> None:
@@ -22,14 +30,17 @@ def check_config(config: Any, max_model_len: int) -> None:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder model; only decoder-only language models are served.")
-    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
+    # "vision": between the parts of an image only.
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise UnsupportedModel(f"{kind} is configured for bidirectional attention; only causal models are served.")
-    if getattr(text, "attention_chunk_size", None):
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and max_model_len > chunk:
         raise UnsupportedModel(
-            f"{kind} attends in chunks of {text.attention_chunk_size} tokens, a rule that is in its mask only; "
-            "full and sliding-window attention are served."
+            f"{kind} attends in chunks of {chunk} tokens, a rule that is in its mask only: give --max-model-len {chunk} "
+            f"or less, so that it plays no part (it is {max_model_len})."
         )
-    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    known = _KNOWN_LAYER_TYPES | ({"chunked_attention"} if chunk else set())
+    others = set(getattr(text, "layer_types", None) or ()) - known
     if others:
         raise UnsupportedModel(
             f"{kind} has layers of type {', '.join(sorted(others))}, whose state is not KV per token; "
@@ -43,7 +54,8 @@ def _check_dispatch(config: Any) -> None:
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
         raise UnsupportedModel(f"transformers has no causal language model for {config.model_type!r}.")
-    if not cls._can_set_attn_implementation():
+    # The model class of something made of several models need not attend itself; its layers are looked at later.
+    if config.get_text_config(decoder=True) is config and not cls._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{cls.__name__} computes attention in its own code and not through transformers' AttentionInterface, "
             "so its KV cannot be paged."
@@ -51,17 +63,75 @@ def _check_dispatch(config: Any) -> None:
 
 
 def _check_rope(kind: str, text: Any, max_model_len: int) -> None:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    sets = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
-    for rope in sets:
-        if rope.get("rope_type") not in _ROPE_BY_LONGEST:
+    for rope in rope_sets(text):
+        if rope.get("rope_type") != _ROPE_BY_LONGEST:
             continue
-        original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        original = original_length(text, rope)
         if max_model_len > original:
             raise UnsupportedModel(
-                f"{kind} uses {rope['rope_type']} RoPE, which changes all positions once one sequence is longer than "
+                f"{kind} uses {_ROPE_BY_LONGEST} RoPE, which changes all positions once one sequence is longer than "
                 f"{original} tokens; give --max-model-len {original} or less (it is {max_model_len})."
             )
+
+
+def check_twin(config: Any, max_model_len: int) -> None:
+    """Refuse by the behaviour of a tiny model with the same rules, before any weights are read. Takes tenths of a second.
+
+    It is probed in float32, and its windows and whatever else begins at some length begin within the probe. Raises
+    UnsupportedModel.
+    """
+    started = time.monotonic()
+    try:
+        _check_twin(config, max_model_len)
+    except UnsupportedModel as error:
+        fits = _length_that_works(config, max_model_len)
+        raise (UnsupportedModel(f"{error} Give --max-model-len {fits} or less.") if fits else error) from error
+    _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
+
+
+def _check_twin(config: Any, max_model_len: int) -> None:
+    cpu = torch.device("cpu")
+    try:
+        small = twin_config(config, max_model_len)
+        twin = build_twin(small)
+    except Exception as error:  # a config class says in its own ways what it does not like
+        raise UnsupportedModel(
+            f"{config.model_type} cannot be checked: a tiny model of its kind cannot be built: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    limit = getattr(small.get_text_config(decoder=True), "max_position_embeddings", None)
+    guarded_layers(twin, small, torch.float32, cpu, min(max_model_len, limit or max_model_len))
+
+
+def _length_that_works(config: Any, max_model_len: int) -> int | None:
+    """The longest text for which a rule that begins at some length is never met, if that makes the model right."""
+    for length in sorted(value for value in thresholds(config) if THRESHOLD < value < max_model_len):
+        try:
+            check_config(config, length)
+            _check_twin(config, length)
+        except UnsupportedModel:
+            return None
+        return length
+    return None
+
+
+def guarded_layers(
+    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> list[AttentionLayer]:
+    """The attention layers of a model that may be served. Raises UnsupportedModel."""
+    started = time.monotonic()
+    try:
+        layers = find_attention_layers(model, device)
+        check_layers(config, layers, max_model_len)
+        probe(model, layers, dtype, device, max_model_len)
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models fail in all ways on an input that they were not written for
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
+        ) from error
+    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
+    return layers
 
 
 def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: int) -> None:

@@ -16,20 +16,20 @@ from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
 from ..attention.torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .cache_dir import default_cache_dir
-from .errors import ModelError, UnsupportedModel
+from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .fingerprint import fingerprint
-from .guard import check_config, check_layers
+from .guard import check_config, check_twin, guarded_layers
 from .kv_cache import KVCache
-from .layers import AttentionLayer, find_attention_layers
+from .layers import AttentionLayer
 from .memory import KVCachePlan, MemoryBudget, MemorySettings, plan_memory
 from .memory_facts import facts_of_loaded
 from .packed_linear import pack_linears
 from .placement import choose_device, choose_dtype, dtype_name, own_dtype
-from .probe import probe
 from .progress import Progress
 from .quiet import quiet_transformers
 from .resolve import ModelFolder, resolve_model
+from .rope import Regime, fix_longrope
 from .runner import ModelRunner
 from .settings import ModelSettings
 
@@ -76,11 +76,13 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device, own_dtype(config))
     max_model_len = _max_model_len(config, settings.max_model_len)
+    rope_regime = fix_longrope(config, max_model_len)
     check_config(config, max_model_len)
-    facts = _read_facts(folder, config, device, dtype, max_model_len, cache_dir, progress)
+    check_twin(config, max_model_len)
+    facts = _read_facts(folder, config, device, dtype, max_model_len, rope_regime, cache_dir, progress)
     started = time.monotonic()
-    model = _load_weights(folder.path, dtype, device)
-    layers = _guarded_layers(model, config, dtype, device, max_model_len)
+    model = _load_weights(folder.path, config, dtype, device)
+    layers = guarded_layers(model, config, dtype, device, max_model_len)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
     return LoadedModel(facts, layers, dtype, device, model)
 
@@ -112,6 +114,7 @@ def _read_facts(
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int,
+    rope_regime: Regime | None,
     cache_dir: Path,
     progress: Progress,
 ) -> ModelFacts:
@@ -119,7 +122,7 @@ def _read_facts(
     text = config.get_text_config(decoder=True)
     return ModelFacts(
         name=folder.name,
-        fingerprint=fingerprint(folder.path, dtype_name(dtype), cache_dir, progress),
+        fingerprint=fingerprint(folder.path, dtype_name(dtype), cache_dir, progress, rope_regime),
         architecture=config.model_type,
         dtype=dtype_name(dtype),
         device=str(device),
@@ -138,27 +141,12 @@ def _generation_config(path: Path) -> Any:
     return GenerationConfig.from_pretrained(path, local_files_only=True)
 
 
-def _guarded_layers(
-    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> list[AttentionLayer]:
-    try:
-        layers = find_attention_layers(model, device)
-        check_layers(config, layers, max_model_len)
-        probe(model, layers, dtype, device, max_model_len)
-    except (ModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # models fail in all ways on an input that they were not written for
-        raise UnsupportedModel(
-            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
-        ) from error
-    return layers
-
-
-def _load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     register()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,

@@ -4,51 +4,79 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ..attention.interface import ATTENTION_NAME
+from ..attention.packing import pack
 from ..attention.torch_backend import TorchAttention
 from ..engine.step import SequencePart
 from .errors import UnsupportedModel
 from .kv_cache import KVCache
-from .layers import AttentionLayer
+from .layers import AttentionLayer, bind_layers, unbind_layers
 from .memory import KVCachePlan
 from .runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
-_LENGTHS = (21, 14)
-# Steps of (sequence, first token, end): chunked, packed, the order changed, and prefill beside decode.
+_LENGTHS = (21, 14, 9)
+# Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
+# prefill beside decode, and alone.
 _STEPS = (
     ((1, 0, 5), (0, 0, 9)),
-    ((0, 9, 16), (1, 5, 13)),
+    ((2, 0, 9), (0, 9, 16), (1, 5, 13)),
     ((1, 13, 14), (0, 16, 20)),
     ((0, 20, 21),),
 )
+_FAR, _NEAR = 2, 0
+"""Sequences that share a row, one at the last positions of the longest text, one at the first."""
+
+
+class _Trial(NamedTuple):
+    """A model to be probed, and what it runs on."""
+
+    model: Any
+    layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
 
 
 def probe(
     model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> None:
-    """Compare two random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
+    """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
-    Raises UnsupportedModel if they differ by more than rounding. The model is bound to nothing afterwards.
+    Then one of them again beside a neighbour at the last positions below max_model_len. Raises UnsupportedModel if
+    anything differs by more than rounding. The model is bound to nothing afterwards.
     """
+    trial = _Trial(model, layers, dtype, device, max_model_len)
     lengths = [min(length, max_model_len) for length in _LENGTHS]
-    sequences = _random_sequences(model.config.get_text_config(decoder=True).vocab_size, lengths)
-    paged = _paged_logits(model, layers, dtype, device, sequences)
-    eager = _eager_logits(model, device, sequences)
-    for ours, reference in zip(paged, eager, strict=True):
-        difference = relative_difference(ours, reference)
-        if not difference <= _TOLERANCE[dtype]:
-            raise UnsupportedModel(
-                f"{type(model).__name__} computes something else over paged KV than alone in eager attention: its logits "
-                f"differ by {difference:.1%}, rounding in {dtype} explains {_TOLERANCE[dtype]:.1%}. It probably "
-                "ignores position_ids or masks in a way of its own, and cannot be served."
-            )
+    sequences = random_sequences(model.config, lengths)
+    alone = [_eager_logits(trial, tokens) for tokens in sequences]
+    for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
+        _compare(
+            trial,
+            ours,
+            reference,
+            "packed and in chunks",
+            "ignores position_ids or masks in a way of its own, or keeps a state",
+        )
+    far_start = max_model_len - lengths[_FAR]
+    far = _eager_logits(trial, sequences[_FAR], far_start)
+    for far_first in (True, False):
+        near_logits, far_logits = _beside_far(trial, sequences, far_start, far_first)
+        _compare(
+            trial, near_logits, alone[_NEAR], f"beside a neighbour at position {max_model_len - 1}",
+            "chooses its positions' frequencies by the longest text of the row: give a smaller --max-model-len",
+        )  # fmt: skip
+        _compare(
+            trial, far_logits, far, f"at positions {far_start} … {max_model_len - 1}",
+            "takes positions from elsewhere than position_ids",
+        )  # fmt: skip
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -58,24 +86,53 @@ def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours - reference).norm() / varies.norm())
 
 
-def _random_sequences(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
-    numbers = random.Random(0)
-    return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]
+def random_sequences(config: Any, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Token ids that the config gives no special meaning, such as padding or the place of an image."""
+    special: set[int] = set()
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")):
+                special.update(value if isinstance(value, list) else [value])
+    numbers = random.Random(seed)
+    ids = range(config.get_text_config(decoder=True).vocab_size)
+    plain = [token for token in ids if token not in special] if len(ids) < 1000 else ids
+    return [_draw(numbers, plain, special, length) for length in lengths]
 
 
-def _paged_logits(
-    model: Any,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    sequences: list[list[int]],
-) -> list[torch.Tensor]:
+def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length: int) -> list[int]:
+    drawn: list[int] = []
+    while len(drawn) < length:
+        token = numbers.choice(ids)
+        if token not in special:
+            drawn.append(token)
+    return drawn
+
+
+def _compare(trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str) -> None:
+    difference, tolerance = relative_difference(ours, reference), _TOLERANCE[trial.dtype]
+    if not difference <= tolerance:
+        raise UnsupportedModel(
+            f"{type(trial.model).__name__} computes something else over paged KV, {where}, than alone in eager attention: "
+            f"its logits differ by {difference:.1%}, rounding in {trial.dtype} explains {tolerance:.1%}. It probably {why}."
+        )
+
+
+def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
+    """A cache full of NaN, and for each sequence a table of blocks that are not in order."""
     per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
-    plan = KVCachePlan(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    runner = ModelRunner(model, layers, KVCache(plan, layers, dtype, device), TorchAttention(dtype), device)
-    runner.kv_cache.fill(float("nan"))
-    tables = [list(range(2 * per_sequence - 1, 0, -2)), list(range(2, 2 * per_sequence + 1, 2))]
-    logits: list[list[torch.Tensor]] = [[], []]
+    count = len(_LENGTHS)
+    plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
+    cache.fill(float("nan"))
+    tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
+    return cache, [tables[0][::-1], *tables[1:]]
+
+
+def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Per sequence [T, vocab_size], through the runner."""
+    cache, tables = _new_cache(trial)
+    runner = ModelRunner(trial.model, trial.layers, cache, TorchAttention(trial.dtype), trial.device)
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
         for step in _STEPS:
             chunks = [(index, first, sequences[index][first:end]) for index, first, end in step]
@@ -91,10 +148,38 @@ def _paged_logits(
     return [torch.cat(parts) for parts in logits]
 
 
-def _eager_logits(model: Any, device: torch.device, sequences: list[list[int]]) -> list[torch.Tensor]:
-    model.set_attn_implementation("eager")
+def _beside_far(
+    trial: _Trial, sequences: list[list[int]], far_start: int, far_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of _NEAR and _FAR in one row, _FAR with positions from far_start on but no KV before them."""
+    cache, tables = _new_cache(trial)
+    order = (_FAR, _NEAR) if far_first else (_NEAR, _FAR)
+    parts = [SequencePart(sequences[index], 0, tables[index], None) for index in order]
+    packing = pack(parts, _BLOCK_SIZE, cache.plan.num_blocks, trial.device)
+    shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
+    packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(trial.device))
+    backend = TorchAttention(trial.dtype)
+    bind_layers(trial.layers, cache.layers, backend)
     try:
         with torch.inference_mode():
-            return [model(torch.tensor([tokens], device=device), use_cache=False).logits[0] for tokens in sequences]
+            backend.begin(packing)
+            output = trial.model(input_ids=packing.input_ids, position_ids=packing.position_ids, use_cache=False)
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        unbind_layers(trial.layers)
+    first, second = torch.split(output.logits[0], [len(sequences[index]) for index in order])
+    return (second, first) if far_first else (first, second)
+
+
+def _eager_logits(trial: _Trial, tokens: list[int], start: int = 0) -> torch.Tensor:
+    """[T, vocab_size] of one sequence; positions are left to the model unless they begin elsewhere than at 0."""
+    positions: dict[str, torch.Tensor] = {}
+    if start:
+        positions["position_ids"] = torch.arange(start, start + len(tokens), device=trial.device)[None]
+    trial.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([tokens], device=trial.device)
+            logits: torch.Tensor = trial.model(input_ids=ids, use_cache=False, **positions).logits[0]
+    finally:
+        trial.model.set_attn_implementation(ATTENTION_NAME)
+    return logits
