@@ -22,7 +22,7 @@ from .audits import Audits
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
-from .core.session import Session
+from .core.session import Session, SessionEnd
 from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
 from .garbage import collect_young
 
@@ -135,7 +135,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
             # tell the next life of the manager what to outgrow. So all register again.
             for session in self._manager.sessions:
-                self._manager.deregister(session.number)
+                self._manager.deregister(session.number, SessionEnd.EPOCH_RAISED)
 
     def _is_foreign(self, seen: int, registration: Registration) -> bool:
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""

@@ -39,7 +39,7 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
-from .session import Downlink, Session
+from .session import Downlink, Session, SessionEnd
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
@@ -80,6 +80,10 @@ class CacheManager:
         """Newest (incarnation, register_no) seen of each worker, live or not; the oldest of the dead ones go first."""
         self.reconciled: Counter[Case] = Counter()
         """What the reports taken in so far have said, by case."""
+        self.num_reports = 0
+        """Reports taken in to their last part."""
+        self.ended: Counter[SessionEnd] = Counter()
+        """Sessions that are over."""
         self._told: deque[Recovery] = deque()
         """Reports that are complete, and still to be let go of."""
         self._retired: deque[Session] = deque()
@@ -99,6 +103,11 @@ class CacheManager:
     def num_prefix_nodes(self) -> int:
         """Nodes of the prefix tree over all workers."""
         return self._tree.num_nodes
+
+    @property
+    def num_unswept_sessions(self) -> int:
+        """Sessions that have ended and still have entries in the tree, until `sweep` has come by."""
+        return len(self._retired)
 
     @property
     def last_generation(self) -> int:
@@ -125,7 +134,7 @@ class CacheManager:
                 Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit: deregister one first"
             )
         if earlier is not None:
-            self._retire(earlier)
+            self._retire(earlier, SessionEnd.FENCED)
         self._remember(registration)
         self._last_session += 1
         config = registration.pool
@@ -137,6 +146,7 @@ class CacheManager:
             # It may not have heard of the order.
             session.draining, session.drain = True, earlier.drain
             downlink.push(earlier.drain)
+        session.registered_at = now
         if registration.holds_state:
             session.recovery = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
@@ -205,11 +215,11 @@ class CacheManager:
         session.downlink.acknowledge(downlink_ack)
         return self._reply(session)
 
-    def deregister(self, session_number: int) -> None:
+    def deregister(self, session_number: int, why: SessionEnd = SessionEnd.DEREGISTERED) -> None:
         """End a session; nothing happens if it has ended already."""
         session = self._sessions.get(session_number)
         if session is not None:
-            self._retire(session)
+            self._retire(session, why)
 
     def drain(self, worker_id: str, grace_seconds: float | None = None) -> Session:
         """Name the worker in no route any more and tell it to leave; nothing more happens if it is draining already.
@@ -241,7 +251,7 @@ class CacheManager:
                 session.lease_end = min(session.lease_end + gap, longest)
         expired = [session for session in self._sessions.values() if session.lease_end <= now]
         for session in expired:
-            self._retire(session)
+            self._retire(session, SessionEnd.EXPIRED)
         return expired
 
     def _session(self, number: int) -> Session:
@@ -281,13 +291,14 @@ class CacheManager:
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
         except Refusal as refusal:
-            self._retire(session)
+            self._retire(session, SessionEnd.BAD_REPORT)
             raise refusal.with_traceback(None) from None
         if part.last:
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
             session.recovery = None
             self._told.append(recovery)
+            self.num_reports += 1
         return session, self._reply(session)
 
     def _num_reports_begun(self) -> int:
@@ -296,8 +307,9 @@ class CacheManager:
             session.recovery is not None and session.recovery.num_parts > 0 for session in self._sessions.values()
         )
 
-    def _retire(self, session: Session) -> None:
+    def _retire(self, session: Session, why: SessionEnd) -> None:
         """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
+        self.ended[why] += 1
         session.pool.retired = True
         session.recovery = None  # the two refer to each other
         del self._sessions[session.number]

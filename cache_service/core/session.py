@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from .block_pool import BlockPool
@@ -10,6 +11,19 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .recovery import Recovery
+
+
+class SessionEnd(Enum):
+    """Why a session is over."""
+
+    EXPIRED = "expired"
+    """Its lease ran out."""
+    FENCED = "fenced"
+    """Its worker registered anew."""
+    DEREGISTERED = "deregistered"
+    BAD_REPORT = "bad_report"
+    EPOCH_RAISED = "epoch_raised"
+    """The manager goes on under a larger epoch, and all register again."""
 
 
 class Downlink:
@@ -58,6 +72,8 @@ class Session:
         self.pool = pool
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
+        self.registered_at = 0.0
+        """Monotonic time of the Register, in seconds."""
         self.last_call_no = 0
         """Number of the last mutating call executed."""
         self.downlink = downlink
@@ -77,6 +93,8 @@ class Session:
         self.num_calls = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        """Tokens that Append and Free have stated behind what was allocated."""
 
     @property
     def worker_id(self) -> str:

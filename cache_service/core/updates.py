@@ -130,6 +130,7 @@ def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Make the checked update true, and seal the blocks that are full and computed now."""
     pool = sequence.pool
     sequence.tokens += merge.new_tokens
+    sequence.session.num_generated_tokens += len(merge.new_tokens) // TOKEN_BYTES
     for block in merge.new_blocks:
         pool.bind(block)
     sequence.table += merge.new_blocks
