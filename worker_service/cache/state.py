@@ -100,6 +100,15 @@ class CacheState:
         rate = self.rate.tokens_per_second
         return spare_target(len(live), to_come, rate, self.settings.reserve_seconds, size)
 
+    def num_blocks_due(self) -> int:
+        """Blocks that are needed if each live sequence gets one more token."""
+        size = self.settings.block_size
+        return sum(
+            len(sequence.tokens) >= len(sequence.table) * size and sequence.num_blocks_to_come(size) > 0
+            for sequence in self.sequences.values()
+            if sequence.state is SequenceState.LIVE
+        )
+
     def let_go(self, sequence: CacheSequence) -> None:
         """Nothing here touches the sequence's blocks any more. The last one first, as the manager frees them."""
         if sequence.uses_blocks:

@@ -105,8 +105,12 @@ def _append(state: CacheState, link: Link, now: float) -> Call | None:
 
 
 def _wants_refill(state: CacheState) -> bool:
-    """Whether the reserve has shrunk so far that it should not wait for the next report."""
-    return not state.pool_is_empty and len(state.reserve) < (state.spare_target() + 1) // 2
+    """Whether the reserve has shrunk so far that it should not wait for the next report: by half, or below what the next step may
+    need."""
+    num_spare = len(state.reserve)
+    return not state.pool_is_empty and (
+        num_spare < (state.spare_target() + 1) // 2 or num_spare < state.num_blocks_due()
+    )
 
 
 def _has_idle_surplus(state: CacheState) -> bool:
