@@ -6,6 +6,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from ..cache.sequence import CacheSequence
+from .queue import Rank
 from .stats import RequestTimes
 from .step import PromptRows, SampledToken, SamplingParams, SequencePart, TokenLogprobs
 from .stream import Chunk, FinishReason, TokenStream, Usage
@@ -64,6 +65,8 @@ class Request:
     ) -> None:
         self.params = params
         self.sequence = sequence
+        self.rank = Rank(0, 0)
+        """Its place among all requests, given by the scheduler."""
         self.stream = TokenStream()
         self.num_prompt_tokens = len(params.token_ids)
         self.num_cached_tokens = 0
@@ -91,6 +94,11 @@ class Request:
     def has_begun(self) -> bool:
         """Whether it was ever granted a block table; a preempted request has begun too."""
         return self._was_granted
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is to be computed in the present round; one while it decodes."""
+        return len(self.sequence.tokens) - self.sequence.num_computed_tokens
 
     def usage(self) -> Usage:
         """What it has cost so far."""

@@ -1,17 +1,22 @@
 """Which sequences run in the next step, and how many of their tokens: continuous batching with chunked prefill.
 
 Pure: looks at requests and at the cache side, calls no model, waits for nothing. One step mixes decodes and prefill chunks under
-one token budget; tokens that the cache served are not charged. Decodes come first, so that a long prompt never stops the others.
+one token budget; tokens that the cache served are not charged. Every sequence that decodes is in every step, and what is
+prefilled beside it is bounded, so that a flood of long prompts slows it down by a bounded amount (Sarathi-Serve, OSDI 2024).
+
+Who comes first is decided in `queue.py` (policy, preemption) and `fairness.py` (tenants).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
+from .fairness import Fairness, Payer, tokens_by_payer
+from .queue import Rank, RequestQueue, SchedulingPolicy
 from .request import Request
 from .step import SequencePart, Step
 
@@ -36,18 +41,31 @@ def as_step(batch: list[Scheduled]) -> Step:
 
 
 class Scheduler:
-    """The queue and the running batch, first come first served."""
+    """The queue and the running batch."""
 
-    def __init__(self, cache: EngineCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: EngineCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_mixed_prefill_tokens: int = 512,
+        policy: SchedulingPolicy = SchedulingPolicy.FCFS,
+    ) -> None:
+        """`max_mixed_prefill_tokens`: prefilled in one step at most while a sequence decodes."""
         assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
+        assert max_mixed_prefill_tokens >= 1, "nobody's prompt would be computed beside a decode"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
+        self.policy = policy
         self.num_preemptions = 0
         self._cache = cache
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        """In the order of admission: the last is the youngest."""
+        self._waiting = RequestQueue()
+        self._running = RequestQueue()
+        self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
+        self._num_arrived = 0
 
     # -- requests
 
@@ -58,13 +76,18 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet."""
+        """Requests that have none yet, or had to give it back."""
         return len(self._waiting)
+
+    @property
+    def num_waiting_prompt_tokens(self) -> int:
+        """Prompt tokens of those that wait."""
+        return self._waiting.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Prompt tokens of all requests that are still to be computed."""
-        return sum(len(request.sequence.tokens) - request.sequence.num_computed_tokens for request in self)
+        return sum(request.num_uncomputed_tokens for request in self)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -75,18 +98,17 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
+        self._num_arrived += 1
+        request.rank = Rank(self.policy.level(request.params), self._num_arrived)
         self._requests[request.sequence.id] = request
-        self._waiting.append(request)
+        self._wait(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is, and free what it holds."""
         if self._requests.get(request.sequence.id) is not request:
             return  # it has ended, and its name may have been taken by another one since
         del self._requests[request.sequence.id]
-        if request in self._running:
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)
+        (self._running if request in self._running else self._waiting).remove(request)
         self._cache.free(request.sequence)
 
     def on_granted(self, sequence: CacheSequence) -> None:
@@ -95,58 +117,86 @@ class Scheduler:
         if request is None or request.sequence is not sequence:
             return
         self._waiting.remove(request)
-        self._running.append(request)
+        self._running.add(request)
         request.on_granted()
 
     def candidates(self) -> list[CacheSequence]:
         """Waiting sequences that there is room for in the batch, in order. Those waiting for a prefix in flight are passed over,
         not counted: they hold nothing. Those whose Allocate was not answered come first and keep their place in the batch: the
         manager may hold blocks for them that everybody else is short of."""
-        waiting = [request.sequence for request in self._waiting]
-        unanswered = [seq for seq in waiting if seq.state is SequenceState.WAITING and seq.maybe_granted]
-        others = [seq for seq in waiting if seq.state is SequenceState.WAITING and not seq.maybe_granted]
-        # Live ones were granted while a step runs; they join the batch when it has completed.
-        num_admitted = sum(seq.state in (SequenceState.ALLOCATING, SequenceState.LIVE) for seq in waiting)
-        room = self.max_num_seqs - len(self._running) - num_admitted - len(unanswered)
-        return unanswered + others[: max(0, room)]
+        ready: list[Request] = []
+        unanswered: list[Request] = []
+        admitted: list[Request] = []
+        for request in self._waiting:
+            sequence = request.sequence
+            if sequence.state is SequenceState.WAITING:
+                (unanswered if sequence.maybe_granted else ready).append(request)
+            elif sequence.state is not SequenceState.PARKED:
+                # Being allocated; or live: granted while a step runs, it joins the batch when that has completed.
+                admitted.append(request)
+        sequences = [request.sequence for request in unanswered]
+        room = self.max_num_seqs - len(self._running) - len(admitted) - len(unanswered)
+        if ready and room > 0:
+            # What has a place and is still to be computed counts as if it had been: else one tenant could take all places at once.
+            placed = (*self._running, *admitted, *unanswered)
+            committed = tokens_by_payer((request, request.num_uncomputed_tokens) for request in placed)
+            chosen = islice(self._fairness.in_order(ready, committed), room)
+            sequences += [request.sequence for request in chosen]
+        return sequences
 
     # -- steps
 
     def schedule(self) -> list[Scheduled]:
-        """The next batch; empty if nothing can run now. Preempts the youngest while the pool is exhausted."""
+        """The next batch; empty if nothing can run now. Preempts the last in rank while the pool is exhausted."""
         assert len(self._running) <= self.max_num_seqs
-        budget = self.max_num_batched_tokens
-        decodes: list[Scheduled] = []
-        for request in list(self._running):
-            if request not in self._running:  # preempted by an older one
-                continue
-            sequence = request.sequence
-            if len(sequence.tokens) - sequence.num_computed_tokens == 1 and self._make_room(request):
-                decodes.append(Scheduled(request, sequence, 1, True))
-        budget -= len(decodes)
+        decodes = self._schedule_decodes()
+        batch = decodes + self._schedule_prefills(decodes)
+        self._fairness.charge(tokens_by_payer((part.request, part.num_tokens) for part in batch))
+        return batch
+
+    def _schedule_decodes(self) -> list[Scheduled]:
+        return [
+            Scheduled(request, request.sequence, 1, True)
+            for request in list(self._running)
+            # It may have been preempted by one before it.
+            if request in self._running and request.num_uncomputed_tokens == 1 and self._make_room(request)
+        ]
+
+    def _schedule_prefills(self, decodes: list[Scheduled]) -> list[Scheduled]:
+        prefilling = [request for request in self._running if request.num_uncomputed_tokens > 1]
+        self._fairness.settle(Payer.of(request) for request in (*self._waiting, *prefilling))
+        budget = self.max_num_batched_tokens - len(decodes)
+        if len(prefilling) < len(self._running):
+            # Also when none of those that decode has a block just now: it may have one while this step runs.
+            budget = min(budget, self.max_mixed_prefill_tokens)
         prefills: list[Scheduled] = []
-        for request in self._running:
-            sequence = request.sequence
-            remaining = len(sequence.tokens) - sequence.num_computed_tokens
-            if remaining > 1 and budget:
-                count = min(remaining, budget)
-                prefills.append(Scheduled(request, sequence, count, count == remaining))
-                budget -= count
-        return decodes + prefills
+        committed = tokens_by_payer((part.request, 1) for part in decodes)
+        for request in self._fairness.in_order(prefilling, committed):
+            remaining = request.num_uncomputed_tokens
+            count = min(remaining, budget)
+            prefills.append(Scheduled(request, request.sequence, count, count == remaining))
+            budget -= count
+            if not budget:
+                break
+        return prefills
 
     def _make_room(self, request: Request) -> bool:
-        """A slot for the token to be computed. While the pool is exhausted, the youngest gives its blocks back."""
+        """A slot for the token to be computed. While the pool is exhausted, the last in rank gives its blocks back."""
         sequence = request.sequence
         if self._cache.extend(sequence, len(sequence.tokens)):
             return True
         if self._cache.is_exhausted and len(self._running) > 1:
-            self._preempt(self._running[-1])
+            self._preempt(self._running.last)
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue, to be computed again in the next round."""
+        """Back to its place in the queue, to be computed again in the next round."""
         self._running.remove(request)
         request.sequence = self._cache.preempt(request.sequence)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        self._waiting.add(request)
+        self._fairness.enter(Payer.of(request))

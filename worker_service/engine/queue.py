@@ -1,0 +1,80 @@
+"""The order of requests: who comes first under a policy, waiting or running."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .request import GenerationParams, Request
+
+
+class SchedulingPolicy(Enum):
+    """What puts one request before another.
+
+    * fcfs: all requests are of one level; `GenerationParams.priority` is not looked at. No accepted request starves.
+    * priority: the level is the request's priority, smaller first. Strict between levels: while a request of a better level can be
+      asked for or computed, nothing of a worse one is, so a worse level may starve. Within a level nobody does. Who runs is not
+      displaced by a better one that waits, only by the pool running out.
+
+    Within a level, tenants share fairly (`fairness.py`), and each tenant's requests come in the order of their arrival.
+    """
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+    def level(self, params: GenerationParams) -> int:
+        """Smaller is better."""
+        return params.priority if self is SchedulingPolicy.PRIORITY else 0
+
+
+class Rank(NamedTuple):
+    """A request's place in a total order that never changes, so that the first of those that run always gets to its end: whoever
+    has to give blocks back is the last."""
+
+    level: int
+    arrival: int
+    """Number of the request among all that were accepted. A preempted request keeps it."""
+
+
+class RequestQueue:
+    """Requests in the order of their ranks."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self.num_prompt_tokens = 0
+        """Of all of them."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        index = self._index(request)
+        return index < len(self._requests) and self._requests[index] is request
+
+    @property
+    def last(self) -> Request:
+        """The youngest of the worst level. There must be one."""
+        return self._requests[-1]
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place."""
+        index = self._index(request)
+        assert index == len(self._requests) or self._requests[index].rank > request.rank
+        self._requests.insert(index, request)
+        self.num_prompt_tokens += request.num_prompt_tokens
+
+    def remove(self, request: Request) -> None:
+        """Take a request out that is there."""
+        index = self._index(request)
+        assert self._requests[index] is request
+        del self._requests[index]
+        self.num_prompt_tokens -= request.num_prompt_tokens
+
+    def _index(self, request: Request) -> int:
+        return bisect_left(self._requests, request.rank, key=lambda other: other.rank)
