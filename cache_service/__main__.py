@@ -8,6 +8,7 @@ import signal
 import sys
 
 from kvpool.process.logs import configure_logging
+from kvpool.process.metrics import MetricsPortError
 from kvpool.process.settings import SettingsProblem, load_settings
 
 from .epoch import EpochStore, StateError
@@ -34,7 +35,7 @@ def main() -> int:
         return EXIT_FAILED
     try:
         asyncio.run(_serve(settings, epochs))
-    except PortError as error:
+    except (PortError, MetricsPortError) as error:
         _complain(str(error))
         return EXIT_FAILED
     finally:

@@ -17,6 +17,10 @@ class Audits:
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
+        self.num_audits = 0
+        """Audits that came to their end."""
+        self.num_violations = 0
+        """Broken laws that they found."""
         self._running: asyncio.Task[Audit] | None = None
         self._next: _Shared | None = None
 
@@ -45,7 +49,10 @@ class Audits:
             while more:
                 await asyncio.sleep(0)  # calls that have arrived meanwhile
                 more = audit.step()
-            return audit.result()
+            result = audit.result()
+            self.num_audits += 1
+            self.num_violations += len(result.violations)
+            return result
         finally:
             audit.close()
             if self._running is asyncio.current_task():

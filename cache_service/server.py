@@ -16,11 +16,13 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvpool.process.address import is_loopback
+from kvpool.process.metrics import MetricsPage, MetricsServer, listen_for_metrics
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .epoch import EpochStore
 from .garbage import collect_young
+from .metrics import ManagerMetrics
 from .servicer import CacheServicer
 from .settings import ManagerSettings
 
@@ -84,6 +86,9 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self._ticking: asyncio.Task[None] | None = None
+        self._metrics = ManagerMetrics(self.manager, self._servicer.counts, self._servicer.audits)
+        self.metrics: MetricsServer | None = None
+        """Answers /metrics, once started and if the settings name a port for it."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -95,12 +100,15 @@ class Server:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen and serve. Raises PortError."""
+        """Listen and serve. Raises PortError, MetricsPortError."""
         await require_free(self._settings.host.strip("[]"), self._settings.port)
         try:
             self.port = self._grpc.add_insecure_port(self._settings.address)
         except RuntimeError as error:
             raise PortError(f"cannot listen on {self._settings.address}: {error}") from None
+        if self._settings.metrics_port is not None:
+            listener = listen_for_metrics(self._settings.metrics_host, self._settings.metrics_port)
+            self.metrics = MetricsServer(listener, self._fill_metrics)
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._grpc.start()
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
@@ -108,6 +116,8 @@ class Server:
         log.info("listening", address=address, epoch=self.manager.epoch, state_dir=str(self._settings.state_folder))
         if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
+        if self.metrics is not None:
+            await self.metrics.start()
 
     async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Report NOT_SERVING, refuse further calls, let those in flight end, and stop. Idempotent."""
@@ -120,7 +130,12 @@ class Server:
         await self._grpc.stop(_GRACE_SECONDS)
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
+        if self.metrics is not None:
+            await self.metrics.stop()
         log.info("stopped", epoch=self.manager.epoch)
+
+    def _fill_metrics(self, page: MetricsPage) -> None:
+        self._metrics.fill(page, self._clock())
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 import structlog
-from google.rpc import status_pb2
+from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
@@ -23,6 +23,7 @@ from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
+from .counts import EdgeCounts
 from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
 from .garbage import collect_young
 
@@ -35,21 +36,32 @@ Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaita
 
 
 def answering(method: Method[Request, Response]) -> Method[Request, Response]:
-    """Turn what a method raises into the call's status. A bug is logged with its traceback and never ends the process."""
+    """Turn what a method raises into the call's status, and count the call. A bug is logged with its traceback and never ends the
+    process."""
+    name = method.__name__
 
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
+        began_at = self.clock()
+        code = code_pb2.CANCELLED  # unless it comes to another end
         try:
-            self.require_serving()
-            return await method(self, request, context)
-        except Refusal as refusal:
-            found = status.of_refusal(refusal)
-        except status.Unavailable as error:
-            found = status.of_unavailable(error)
-        except Exception:
-            log.exception("call failed", method=method.__name__)
-            found = status.of_bug()
-        return _fail(context, found)
+            try:
+                self.require_serving()
+                response = await method(self, request, context)
+                code = code_pb2.OK
+                return response
+            except Refusal as refusal:
+                self.counts.refusals[refusal.reason] += 1
+                found = status.of_refusal(refusal)
+            except status.Unavailable as error:
+                found = status.of_unavailable(error)
+            except Exception:
+                log.exception("call failed", method=name)
+                found = status.of_bug()
+            code = found.code
+            return _fail(context, found)
+        finally:
+            self.counts.on_call(name, code_pb2.Code.Name(code), self.clock() - began_at)
 
     return answer
 
@@ -76,10 +88,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._manager = manager
         self._epochs = epochs
         self._epoch_lock = asyncio.Lock()
-        self._audits = Audits(manager)
+        self.audits = Audits(manager)
+        self.counts = EdgeCounts()
         self._lease_ms = round(manager.lease_seconds * 1000)
         self._keep_alive_ms = round(keep_alive_seconds * 1000)
-        self._clock = clock
+        self.clock = clock
         self._stopping = False
 
     def require_serving(self) -> None:
@@ -100,7 +113,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         registration = codec.decode_registration(request)
         await self._outgrow(request.highest_epoch_seen, registration)
         earlier = self._live(registration.worker_id)
-        epoch, number = self._manager.register(registration, self._clock())
+        epoch, number = self._manager.register(registration, self.clock())
         if earlier is not None:
             log.warning(
                 "session fenced", worker_id=earlier.worker_id, session=f"{earlier.number:#x}", by=f"{number:#x}"
@@ -146,7 +159,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
+        num_reports = self._manager.num_reports
         session, reply = self._manager.report(codec.decode_uplink(request), codec.decode_report(request))
+        if self._manager.num_reports > num_reports:
+            self.counts.report_seconds.observe(self.clock() - session.registered_at)
         # What a part has made is old from here on: the collection at the next tick does not walk a whole report.
         collect_young()
         if request.last:
@@ -168,7 +184,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.KeepAliveResponse:
         load = codec.decode_load(request.load)
         reply = self._manager.keep_alive(
-            request.session, request.downlink_ack, load, self._clock(), draining=request.draining
+            request.session, request.downlink_ack, load, self.clock(), draining=request.draining
         )
         return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=codec.encode_downlink(reply))
 
@@ -201,9 +217,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         uplink = codec.decode_uplink(request)
         batch = codec.decode_batch(request.items, codec.decode_allocate_item)
         outcomes, reply = self._manager.allocate(uplink, batch.items)
+        merged = batch.merge(outcomes)
+        self.counts.on_outcomes(merged)
         return cache_pb2.AllocateResponse(
             downlink=codec.encode_downlink(reply),
-            results=map(codec.encode_allocate_outcome, batch.merge(outcomes)),
+            results=map(codec.encode_allocate_outcome, merged),
         )
 
     @answering
@@ -211,9 +229,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         uplink = codec.decode_uplink(request)
         batch = codec.decode_batch(request.items, codec.decode_append_item)
         outcomes, reply = self._manager.append(uplink, batch.items)
+        merged = batch.merge(outcomes)
+        self.counts.on_outcomes(merged)
         return cache_pb2.AppendResponse(
             downlink=codec.encode_downlink(reply),
-            results=map(codec.encode_append_outcome, batch.merge(outcomes)),
+            results=map(codec.encode_append_outcome, merged),
         )
 
     @answering
@@ -249,7 +269,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if request.include_blocks
             else ()
         )
-        now = self._clock()
+        now = self.clock()
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
             workers=[views.encode_worker(session, blocks, now) for session in sessions],
@@ -258,7 +278,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Check(self, request: cache_pb2.CheckRequest, context: Context[Any, Any]) -> cache_pb2.CheckResponse:
-        audit = await self._audits.run()
+        audit = await self.audits.run()
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
         return views.encode_audit(audit)

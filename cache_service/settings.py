@@ -40,6 +40,15 @@ class ManagerSettings(ProcessSettings):
     keep_alive_seconds: float = Field(
         default=1.0, gt=0, le=3600, description="Seconds between two KeepAlives of a worker; at most half the lease."
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="TCP port for /metrics, which Prometheus reads; 0 takes any free one, which the log names. Default: none.",
+    )
+    metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
+        default="127.0.0.1", description="Address for /metrics; --host does not change it."
+    )
     log_format: LogFormat = Field(default=LogFormat.console, description="Format of the log lines on stderr.")
     log_level: LogLevel = Field(default=LogLevel.info, description="Least severe lines to log.")
 

@@ -172,7 +172,7 @@ class Server:
         ]
         self._throughput = asyncio.create_task(ThroughputLog(self.engine).run(), name="throughput")
         if self.metrics is not None:
-            await self.metrics.__aenter__()
+            await self.metrics.start()
         return self
 
     async def serve_until(self, stop: asyncio.Event) -> None:
@@ -205,7 +205,7 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, *self._health_tasks, return_exceptions=True)
         if self.metrics is not None:
-            await self.metrics.__aexit__(kind, error, traceback)
+            await self.metrics.stop()
         engine = self.engine
         log.info(
             "stopped",

@@ -110,15 +110,23 @@ class MetricsServer:
         return len(self._connections)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_HEAD_BYTES)
-        log.info("metrics", url=self.url)
-        if not is_loopback(self.host):
-            log.warning("metrics beyond loopback without encryption or authentication", host=self.host)
+        await self.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Serve, and log where."""
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_HEAD_BYTES)
+        log.info("metrics", url=self.url)
+        if not is_loopback(self.host):
+            log.warning("metrics beyond loopback without encryption or authentication", host=self.host)
+
+    async def stop(self) -> None:
+        """Close what listens and every connection."""
         assert self._server is not None
         self._server.close()
         for connection in self._connections:

@@ -81,7 +81,7 @@ async def test_calls_that_come_during_an_audit_share_the_next(
     watched.held = True
     first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
     await watched.until_begun(1)
-    audits = server._servicer._audits
+    audits = server._servicer.audits
     later = [asyncio.ensure_future(stub.Check(pb.CheckRequest())) for _ in range(3)]
     while audits._next is None or audits._next.num_waiting < 3:
         await asyncio.sleep(0.001)
@@ -102,7 +102,7 @@ async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: Se
     running = stub.Check(pb.CheckRequest())
     await watched.until_begun(1)
     waiting = stub.Check(pb.CheckRequest())
-    audits = server._servicer._audits
+    audits = server._servicer.audits
     while audits._next is None:
         await asyncio.sleep(0.001)
     waiting.cancel()
@@ -125,7 +125,7 @@ async def test_one_that_leaves_does_not_take_the_audit_of_others_with_it(
     leaves, stays = stub.Check(pb.CheckRequest()), stub.Check(pb.CheckRequest())
     stays_too = asyncio.ensure_future(stays)
     leaves_too = asyncio.ensure_future(leaves)
-    audits = server._servicer._audits
+    audits = server._servicer.audits
     while audits._next is None or audits._next.num_waiting < 2:
         await asyncio.sleep(0.001)
     leaves.cancel()

@@ -1,0 +1,41 @@
+"""What the manager's edge counts: calls, how long they took, and what was refused. Plain numbers, read when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from kvpool.process.histogram import Histogram
+from kvpool.v1 import cache_pb2
+
+from .core.refusal import Reason, Refusal
+
+METHODS: Final = tuple(method.name for method in cache_pb2.DESCRIPTOR.services_by_name["CacheService"].methods)
+CALL_SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REPORT_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class EdgeCounts:
+    """Counted since the process began."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """By method and name of the status code."""
+        self.call_seconds = {method: Histogram(CALL_SECONDS) for method in METHODS}
+        """From the request as read to the answer, before it is written."""
+        self.refusals: Counter[Reason] = Counter()
+        """Of whole calls, and of items of a batch."""
+        self.report_seconds = Histogram(REPORT_SECONDS)
+        """From Register to the last part of the report."""
+
+    def on_call(self, method: str, code: str, seconds: float) -> None:
+        """A call was answered, or given up."""
+        self.calls[method, code] += 1
+        self.call_seconds[method].observe(seconds)
+
+    def on_outcomes(self, outcomes: Iterable[object]) -> None:
+        """A batch was answered."""
+        for outcome in outcomes:
+            if isinstance(outcome, Refusal):
+                self.refusals[outcome.reason] += 1

@@ -1,0 +1,138 @@
+"""What the manager tells on /metrics. Reads counts that the core and the edge keep; keeps none.
+
+Labels are enums, methods, and the names of live workers, of which there are at most `Limits.max_workers`: what a client sends
+never becomes a label.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from kvpool.process.metrics import MetricsPage
+
+from .audits import Audits
+from .core.manager import CacheManager
+from .core.recovery import Case
+from .core.refusal import Reason
+from .core.session import Session, SessionEnd
+from .counts import EdgeCounts
+
+
+class ManagerMetrics:
+    """Fills the page of one manager."""
+
+    def __init__(self, manager: CacheManager, counts: EdgeCounts, audits: Audits) -> None:
+        self._manager = manager
+        self._counts = counts
+        self._audits = audits
+
+    def fill(self, page: MetricsPage, now: float) -> None:
+        """Everything, as it is now, in the monotonic seconds of the leases. To be called on the event loop."""
+        self._fill_manager(page)
+        self._fill_calls(page)
+        self._fill_reports(page)
+        for session in self._manager.sessions:
+            _fill_worker(page, session, now)
+
+    def _fill_manager(self, page: MetricsPage) -> None:
+        manager = self._manager
+        page.gauge("kvpool_manager_info", "What this manager is.", 1, version=_version())
+        page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
+        page.gauge(
+            "kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes
+        )
+        page.gauge(
+            "kvpool_manager_unswept_sessions",
+            "Ended sessions that still have entries in the tree.",
+            manager.num_unswept_sessions,
+        )
+        states = [_state(session) for session in manager.sessions]
+        for state in ("serving", "recovering", "draining"):
+            page.gauge("kvpool_manager_sessions", "Live sessions.", states.count(state), state=state)
+        for end in SessionEnd:
+            page.counter(
+                "kvpool_manager_sessions_ended",
+                "Sessions that are over, by reason.",
+                manager.ended[end],
+                reason=end.value,
+            )
+        page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
+        page.counter("kvpool_manager_violations", "Broken laws that they have found.", self._audits.num_violations)
+
+    def _fill_calls(self, page: MetricsPage) -> None:
+        counts = self._counts
+        for (method, code), number in sorted(counts.calls.items()):
+            page.counter("kvpool_manager_calls", "Calls answered.", number, method=method, code=code)
+        for method, seconds in counts.call_seconds.items():
+            page.histogram(
+                "kvpool_manager_call_duration_seconds", "From a request as read to its answer.", seconds, method=method
+            )
+        for reason in Reason:
+            page.counter(
+                "kvpool_manager_refusals",
+                "Calls, and items of batches, that were refused.",
+                counts.refusals[reason],
+                reason=reason.value.lower(),
+            )
+
+    def _fill_reports(self, page: MetricsPage) -> None:
+        page.counter("kvpool_manager_reports", "Reports of workers taken in.", self._manager.num_reports)
+        page.histogram(
+            "kvpool_manager_report_duration_seconds",
+            "From a worker's Register to the last part of its report.",
+            self._counts.report_seconds,
+        )
+        for case in Case:
+            page.counter(
+                "kvpool_manager_reported_entries",
+                "Blocks and sequences that reports told of, by what they became.",
+                self._manager.reconciled[case],
+                case=case.value,
+            )
+
+
+def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
+    """Counters of a session begin anew with the next one, as those of a process do."""
+    worker = session.worker_id
+    counts, load = session.pool.counts(), session.load
+    page.gauge(
+        "kvpool_manager_worker_info",
+        "What a worker is.",
+        1,
+        worker=worker,
+        address=session.registration.address,
+        model_name=session.registration.model_name,
+    )
+    page.gauge("kvpool_manager_capacity_blocks", "Blocks that can be granted.", counts.capacity, worker=worker)
+    for state in ("free", "cached", "held", "reserved"):
+        page.gauge("kvpool_manager_blocks", "Blocks by state.", getattr(counts, state), worker=worker, state=state)
+    page.gauge("kvpool_manager_shared_blocks", "Held blocks in several tables.", counts.shared, worker=worker)
+    page.gauge("kvpool_manager_sequences", "Live sequences.", len(session.sequences), worker=worker)
+    for state, number in (("running", load.num_running), ("waiting", load.num_waiting)):
+        page.gauge("kvpool_manager_requests", "Requests, as the worker says.", number, worker=worker, state=state)
+    page.gauge(
+        "kvpool_manager_lease_remaining_seconds",
+        "Until the session ends unless it is renewed.",
+        max(0.0, session.lease_end - now),
+        worker=worker,
+    )
+    for name, text, number in (
+        ("prompt_tokens", "Prompt tokens of granted sequences.", session.num_prompt_tokens),
+        ("cached_tokens", "Those of them that the cache served.", session.num_cached_tokens),
+        ("generated_tokens", "Tokens that the worker has stated behind them.", session.num_generated_tokens),
+        ("evicted_blocks", "Cached blocks dropped for an allocation.", session.pool.num_evicted),
+    ):
+        page.counter(f"kvpool_manager_{name}", text, number, worker=worker)
+
+
+def _state(session: Session) -> str:
+    if session.recovery is not None:
+        return "recovering"
+    return "draining" if session.draining else "serving"
+
+
+def _version() -> str:
+    try:
+        return version("kvpool")
+    except PackageNotFoundError:
+        return "from source"
