@@ -12,7 +12,7 @@ from .arrivals import Arrivals
 from .engine import Engine, Served
 from .load import Watch, run_load
 from .sample import Run
-from .workload import DEFAULT_SIZES, Conversation, Sizes, Workload, make_workload
+from .workload import DEFAULT_SIZES, Conversation, Sizes, Workload, make_workload, require_sense
 
 MAX_REPETITIONS: Final = 1000
 
@@ -41,6 +41,7 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_sense(self.workload, self.sizes, self.num_conversations)
         if not 1 <= self.repetitions <= MAX_REPETITIONS:
             raise InvalidRequest(
                 f"repetitions must be 1 to {MAX_REPETITIONS}, got {self.repetitions}", reason="BAD_FIELD"

@@ -41,15 +41,15 @@ def describe(plan: Plan) -> str:
         what = f"{sizes.turns} turns, each + {sizes.own_tokens} + {generated}" + (shared and f", behind {shared} ones")
     else:
         what = (shared and f"{shared} + ") + f"{sizes.own_tokens} own + {generated}"
-    noun = "conversations" if plan.workload is Workload.CHATS else "requests"
+    noun = "conversation" if plan.workload is Workload.CHATS else "request"
     arrivals = plan.arrivals
     if isinstance(arrivals, ClosedLoop):
-        how = f"{arrivals.num_users} users, closed loop"
+        how = f"{_count(arrivals.num_users, 'user')}, closed loop"
     else:
         how = f"{arrivals.rate:g} a second ({arrivals.pattern}), at most {arrivals.max_in_flight} in flight"
+    repetitions = f"{_count(plan.repetitions, 'repetition')}, {' and '.join(plan.cases)}"
     warm_up = "after a warm-up of the same size" if plan.warm_up else "without a warm-up"
-    cases = " and ".join(plan.cases)
-    return f"{plan.workload}: {plan.num_conversations} {noun} of {what}; {how}; {plan.repetitions} repetitions, {cases}, {warm_up}"
+    return f"{plan.workload}: {_count(plan.num_conversations, noun)} of {what}; {how}; {repetitions}, {warm_up}"
 
 
 def tables(measured: Measured) -> RenderableType:
@@ -57,7 +57,7 @@ def tables(measured: Measured) -> RenderableType:
     parts: list[RenderableType] = []
     for case, runs in measured.runs.items():
         figures = Figures.of(runs)
-        parts += [Text(f"{case}, {len(runs)} runs", style="bold"), _times(figures), _rates(figures), Text()]
+        parts += [Text(f"{case}, {_count(len(runs), 'run')}", style="bold"), _times(figures), _rates(figures), Text()]
     parts.append(Text(METHOD, style="dim"))
     return Group(*parts)
 
@@ -113,3 +113,7 @@ def _spread(spread: Spread, form: str) -> str:
     if spread.least == spread.most:
         return text
     return f"{text} ({form.format(spread.least)} to {form.format(spread.most)})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -103,7 +103,9 @@ def make_workload(
     `mixed` cuts what is longer than `max_model_len`; else InvalidRequest if a conversation is, or if the sizes make no sense for
     the workload.
     """
-    _check(workload, sizes, num_conversations, vocabulary)
+    require_sense(workload, sizes, num_conversations)
+    if not vocabulary:
+        raise InvalidRequest("the model has no ordinary tokens to make prompts of", reason="BAD_FIELD")
     generator = random.Random(f"{workload}/{seed}")
 
     def draw(count: int) -> tuple[int, ...]:
@@ -124,11 +126,10 @@ def make_workload(
     return conversations
 
 
-def _check(workload: Workload, sizes: Sizes, num_conversations: int, vocabulary: Sequence[int]) -> None:
+def require_sense(workload: Workload, sizes: Sizes, num_conversations: int) -> None:
+    """InvalidRequest if the workload cannot be of such sizes, whatever the model."""
     if num_conversations < 1:
         raise InvalidRequest(f"needed at least one request, got {num_conversations}", reason="BAD_FIELD")
-    if not vocabulary:
-        raise InvalidRequest("the model has no ordinary tokens to make prompts of", reason="BAD_FIELD")
     if workload is Workload.UNSHARED and sizes.prefix_tokens:
         raise InvalidRequest(
             f"in unshared nothing is shared, so --prefix-tokens must be 0, got {sizes.prefix_tokens}; use --own-tokens, "
