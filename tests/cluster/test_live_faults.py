@@ -18,7 +18,8 @@ from tests.live.proof import Phase, Result, Settings, judge_streams, prove
 from tests.live.workload import TEMPERATURE, TINY, TOP_P, Request, Workload
 from tests.tiny_models import build_model
 from worker_service.engine.step import SamplingParams
-from worker_service.model.sampler import Draw, sample
+from worker_service.model.sampling.draw import Draw
+from worker_service.model.sampling.sampler import sample
 
 SETTINGS = Settings(
     model=TINY,

@@ -18,7 +18,7 @@ from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.two_workers import TwoWorkers
 from tests.tiny_models import MIN_MARGIN
-from worker_service.model.sampler import uniform
+from worker_service.model.sampling.choice import uniform
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.live.workload import TEMPERATURE, TOP_P, Request
-from worker_service.model.sampler import uniform
+from worker_service.model.sampling.choice import uniform
 
 TIE: Final = 1e-4
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
 from worker_service.attention.packing import PackingError
 from worker_service.engine.step import PartResult, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel
-from worker_service.model.runner import RowSelector
-from worker_service.model.sampler import Draw, sample
+from worker_service.model.sampling.draw import Draw
+from worker_service.model.sampling.sampler import sample
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def test_an_empty_step_does_nothing(loaded: LoadedModel) -> None:
 
 def test_parts_without_sampling_get_nothing(loaded: LoadedModel) -> None:
     runner = PagedModel(loaded).runner
-    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [PartResult()]
+    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [PartResult(None, [])]
     first, second = runner.execute(Step([SequencePart([3], 2, [1], None), SequencePart([5], 0, [2], GREEDY)]))
     assert first.token is None
     assert second.token is not None
@@ -85,32 +81,3 @@ def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> No
         runner.execute(Step([SequencePart(prompt[:cut], 0, [4, 5, 6], None)]))
         (result,) = runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)]))
         assert [result.token] == expected
-
-
-class WithoutArgument(torch.nn.Module):
-    """A language model whose forward has no logits_to_keep and scales behind its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.Linear(4, 6)
-        self.rows_seen = 0
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        return self.head
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        logits = self.head(hidden)
-        self.rows_seen = logits.shape[1]
-        return SimpleNamespace(logits=logits * 2)
-
-
-def test_rows_are_selected_before_the_head_where_the_model_has_no_argument_for_it() -> None:
-    model, hidden = WithoutArgument(), torch.randn(1, 5, 4)
-    selector = RowSelector(model)
-    with torch.inference_mode():
-        everything = model(hidden).logits
-        chosen = selector.run(torch.tensor([4, 1]), hidden=hidden).logits
-        assert model.rows_seen == 2
-        torch.testing.assert_close(chosen, everything[:, [4, 1]])
-        # Others that run the model get all rows.
-        assert model(hidden).logits.shape[1] == 5

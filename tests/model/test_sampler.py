@@ -10,7 +10,9 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from worker_service.engine.step import SamplingParams
-from worker_service.model.sampler import Draw, SamplingError, sample, uniform
+from worker_service.model.sampling.choice import uniform
+from worker_service.model.sampling.draw import Draw, SamplingError
+from worker_service.model.sampling.sampler import sample
 
 VOCAB_SIZE = 50
 

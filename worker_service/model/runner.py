@@ -1,8 +1,7 @@
-"""One forward pass of a transformers model over the paged KV."""
+"""Runs the steps of the engine: forward passes of a transformers model over the paged KV, and sampling."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,16 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.packing import Packing, pack
-from ..engine.step import PartResult, SequencePart, Step
+from ..engine.step import PartResult, SampledToken, SequencePart, Step, TokenLogprobs
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
-from .sampler import Draw, sample
+from .passes import PassPart, passes
+from .row_selector import RowSelector
+from .sampling.draw import Draw
+from .sampling.sampler import prompt_logprobs, sample
+
+MAX_PROMPT_LOGITS = 1 << 24
+"""Logits of prompt rows that may stand at a time: 64 MiB in float32."""
 
 
 class ModelRunner:
@@ -26,30 +31,57 @@ class ModelRunner:
         kv_cache: KVCache,
         backend: AttentionBackend,
         device: torch.device,
+        max_prompt_rows: int | None = None,
     ) -> None:
+        """`max_prompt_rows`: prompt rows whose logits may stand at a time; None: as MAX_PROMPT_LOGITS says."""
         self._model = model
         self._layers = layers
         self._backend = backend
         self._device = device
         self._selector = RowSelector(model)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache
         bind_layers(layers, kv_cache.layers, backend)
 
     def execute(self, step: Step) -> list[PartResult]:
-        """Run the step and sample; see StepRunner. Raises PackingError, before anything is written, for a bad part."""
-        results = [PartResult()] * len(step.parts)
-        if not step.parts:
-            return results
-        packing = self._pack(step.parts)
-        asked = [index for index, part in enumerate(step.parts) if part.sampling is not None]
-        rows = [packing.offsets[index] + packing.query_lens[index] - 1 for index in asked]
+        """Run the step and sample; see StepRunner. Raises PackingError, before anything is written, for a bad part.
+
+        Logits are computed for the rows that are sampled and for those that tell of a prompt, and of these in slices.
+        """
+        tokens: list[SampledToken | None] = [None] * len(step.parts)
+        prompt: list[list[TokenLogprobs]] = [[] for _ in step.parts]
+        all_passes = list(passes(step.parts, self._max_prompt_rows))
+        if len(all_passes) > 1:
+            self._pack(step.parts)  # so that a bad part is refused before the first pass
+        for one_pass in all_passes:
+            self._run_pass(one_pass, tokens, prompt)
+        return [PartResult(token, logprobs) for token, logprobs in zip(tokens, prompt, strict=True)]
+
+    def _run_pass(
+        self, parts: list[PassPart], tokens: list[SampledToken | None], prompt: list[list[TokenLogprobs]]
+    ) -> None:
+        """Run one forward pass and put what it gives at its parts' indices."""
+        packing = self._pack([part for _, part in parts])
+        placed = list(zip(parts, packing.offsets, strict=True))
+        sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
+        telling = [
+            (index, part.prompt_rows, offset) for (index, part), offset in placed if part.prompt_rows is not None
+        ]
+        rows = [offset + len(part.token_ids) - 1 for _, part, offset in sampling]
+        for _, wanted, offset in telling:
+            rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
             logits = self._forward(packing, rows)
-            if asked:
-                tokens = sample(logits, [_draw(step.parts[index]) for index in asked])
-                for index, token in zip(asked, tokens, strict=True):
-                    results[index] = PartResult(token)
-        return results
+            if sampling:
+                sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
+                for (index, _, _), token in zip(sampling, sampled, strict=True):
+                    tokens[index] = token
+            first = len(sampling)
+            for index, wanted, _ in telling:
+                end = first + len(wanted.targets)
+                prompt[index] += prompt_logprobs(logits[first:end], wanted.targets, wanted.num_top)
+                first = end
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
@@ -58,7 +90,8 @@ class ModelRunner:
             return self._forward(packing, list(range(packing.num_tokens)))
 
     def close(self) -> None:
-        """Let go of the KV tensors; the runner must not be used again."""
+        """Let go of the KV tensors and of the model; the runner must not be used again."""
+        self._selector.close()
         unbind_layers(self._layers)
 
     def _pack(self, parts: Sequence[SequencePart]) -> Packing:
@@ -75,36 +108,9 @@ class ModelRunner:
             use_cache=False,
         )
         logits: torch.Tensor = output.logits[0]
-        assert logits.shape[0] == len(rows), f"{len(rows)} rows wanted, logits {tuple(logits.shape)}"
         return logits
-
-
-class RowSelector:
-    """Runs the model so that the output head sees only the rows whose logits are wanted."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._rows: torch.Tensor | None = None
-        self._by_argument = "logits_to_keep" in inspect.signature(model.forward).parameters
-        if not self._by_argument:
-            # Some models lack the argument; their head still is one module that gets [1, ΣT, hidden_size].
-            model.get_output_embeddings().register_forward_pre_hook(self._select)
-
-    def run(self, rows: torch.Tensor, **inputs: Any) -> Any:
-        """The model's output for the inputs, logits [1, len(rows), vocab_size]."""
-        if self._by_argument:
-            return self._model(**inputs, logits_to_keep=rows)
-        self._rows = rows
-        try:
-            return self._model(**inputs)
-        finally:
-            self._rows = None
-
-    def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        # None: somebody else runs the model, e.g. the guard in eager attention.
-        return inputs if self._rows is None else (inputs[0][:, self._rows], *inputs[1:])
 
 
 def _draw(part: SequencePart) -> Draw:
     assert part.sampling is not None
-    return Draw(part.sampling, part.start + len(part.token_ids))
+    return Draw(part.sampling, part.start + len(part.token_ids), part.banned_ids, part.counts)

@@ -1,0 +1,106 @@
+"""What changes logits before they are compared: bias, banned ids, penalties.
+
+Only the logits that are changed are read and written: with N tokens in all sequences that is O(N), not O(rows · vocab_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .draw import Draw
+
+_IntArray = npt.NDArray[np.int64]
+
+
+def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    """Change the logits [N, vocab_size] in place, float32 and contiguous: first the bias is added, then banned ids become −inf,
+    then come the penalties. Ids outside the vocabulary are passed over.
+
+    The repetition penalty p (Keskar et al. 2019, arXiv:1909.05858) makes a positive logit x / p and any other x · p, once for each
+    token of prompt and answer. Frequency and presence penalty subtract f · count and, where count > 0, q; count is that of the
+    answer alone.
+    """
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    _add_bias(logits, draws)
+    _ban(logits, draws)
+    _penalise(logits, [row for row, draw in enumerate(draws) if draw.sampling.has_penalties], draws)
+
+
+def _add_bias(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    biases = [draw.sampling.logit_bias for draw in draws]
+    where = _Places(logits, range(len(draws)), [_array(bias.keys()) for bias in biases])
+    if where:
+        where.write(where.read() + where.spread([_floats(bias.values()) for bias in biases]))
+
+
+def _ban(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    where = _Places(logits, range(len(draws)), [_array(draw.banned_ids) for draw in draws])
+    if where:
+        where.write(torch.full_like(where.read(), float("-inf")))
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    ids: list[_IntArray] = []
+    generated: list[_IntArray] = []
+    for row in rows:
+        counts = draws[row].counts
+        assert counts is not None, "penalties need the tokens of the sequence"
+        ids.append(counts.ids)
+        generated.append(counts.num_generated)
+    where = _Places(logits, rows, ids)
+    if not where:
+        return
+    params = [draws[row].sampling for row in rows]
+    repetition = where.spread_each([sampling.repetition_penalty for sampling in params])
+    presence = where.spread_each([sampling.presence_penalty for sampling in params])
+    frequency = where.spread_each([sampling.frequency_penalty for sampling in params])
+    count = where.spread(generated)
+    values = where.read()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count
+    values -= presence * (count > 0)
+    where.write(values)
+
+
+class _Places:
+    """Some logits of some rows, [M] in all: the ids of one row behind those of the row before. No id twice in one row."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[int], ids: Sequence[_IntArray]) -> None:
+        self._flat = logits.view(-1)
+        self._lengths = [len(of_row) for of_row in ids]
+        vocab_size = logits.shape[1]
+        every_id = np.concatenate([*ids, np.zeros(0, dtype=np.int64)])
+        self._fits = every_id < vocab_size
+        flat = np.repeat(np.asarray(rows, dtype=np.int64), self._lengths) * vocab_size + every_id
+        self._index = torch.from_numpy(flat[self._fits]).to(logits.device)
+
+    def __bool__(self) -> bool:
+        return len(self._index) > 0
+
+    def read(self) -> torch.Tensor:
+        return self._flat[self._index]
+
+    def write(self, values: torch.Tensor) -> None:
+        self._flat[self._index] = values
+
+    def spread(self, values: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
+        """Per row one value for each of its ids, as [M] float32."""
+        return torch.from_numpy(np.concatenate(values)[self._fits].astype(np.float32)).to(self._flat.device)
+
+    def spread_each(self, values: Sequence[float]) -> torch.Tensor:
+        """Per row one value for all of its ids, as [M] float32."""
+        return torch.from_numpy(np.repeat(values, self._lengths)[self._fits].astype(np.float32)).to(self._flat.device)
+
+
+def _array(ids: Collection[int]) -> _IntArray:
+    return np.fromiter(ids, dtype=np.int64, count=len(ids))
+
+
+def _floats(values: Collection[float]) -> npt.NDArray[np.float64]:
+    return np.fromiter(values, dtype=np.float64, count=len(values))

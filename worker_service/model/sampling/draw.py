@@ -1,0 +1,30 @@
+"""What decides one token, and what can go wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ...engine.step import SamplingParams
+from ...engine.token_counts import TokenCounts
+
+
+class Draw(NamedTuple):
+    """How one row of logits becomes a token."""
+
+    sampling: SamplingParams
+    position: int
+    """Absolute position that the token will have in its sequence."""
+    banned_ids: Collection[int] = ()
+    """Ids that must not be chosen."""
+    counts: TokenCounts | None = None
+    """Which tokens the sequence holds; needed if `sampling` has penalties."""
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the token is chosen by other logits than the model's."""
+        return bool(self.sampling.logit_bias) or bool(self.banned_ids) or self.sampling.has_penalties
+
+
+class SamplingError(RuntimeError):
+    """The logits are not numbers."""

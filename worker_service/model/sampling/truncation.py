@@ -1,0 +1,105 @@
+"""Top-k, then top-p of what is left, then min-p of what is left: over all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...engine.step import SamplingParams
+from .ranking import best
+
+NUM_CANDIDATES = 256
+"""So many of the most likely tokens are looked at first. Rows that keep more are looked at whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What truncates each row. All [N, 1]."""
+
+    temperature: torch.Tensor
+    """float64, above 0."""
+    top_k: torch.Tensor
+    """int64; vocab_size: all."""
+    top_p: torch.Tensor
+    """float64; 1: all."""
+    min_p: torch.Tensor
+    """float64; 0: all."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Limits:
+        """One row for each of the params."""
+
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            column([sampling.temperature for sampling in params], torch.float64),
+            column([min(sampling.top_k or vocab_size, vocab_size) for sampling in params], torch.int64),
+            column([sampling.top_p for sampling in params], torch.float64),
+            column([sampling.min_p for sampling in params], torch.float64),
+        )
+
+    def rows(self, rows: torch.Tensor) -> Limits:
+        """Some of the rows."""
+        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    def is_ranked(self, vocab_size: int) -> torch.Tensor:
+        """[N] bool: rows in which a token's place among the others decides whether it is kept."""
+        return ((self.top_k < vocab_size) | (self.top_p < 1))[:, 0]
+
+
+class Kept(NamedTuple):
+    """The tokens that truncation leaves."""
+
+    ids: torch.Tensor
+    """[N, M] int64: candidates, most likely first."""
+    weights: torch.Tensor
+    """[N, M] float64: probabilities relative to that of the most likely one; 0: dropped."""
+    is_complete: torch.Tensor
+    """[N] bool: whether no token outside `ids` is kept. Other rows need more candidates."""
+
+
+def weigh(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Weights [N, vocab_size] float64 of all tokens, relative to the most likely one; 0: dropped by min-p. Rows that are not
+    ranked only."""
+    weights = _relative(logits, logits.amax(dim=-1, keepdim=True), limits)
+    return weights.masked_fill_(weights < limits.min_p, 0.0)
+
+
+def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
+    """What is kept of the logits [N, vocab_size], float32. Of equally likely tokens the lower id counts as more likely.
+
+    A row's result does not depend on num_candidates, where it is complete: sums run over tokens in one order, most likely first
+    (top-p's total, without top-k: by id).
+    """
+    vocab_size = logits.shape[1]
+    ids = best(logits, num_candidates)
+    weights = _relative(logits.gather(1, ids), logits.gather(1, ids[:, :1]), limits)
+    weights *= torch.arange(num_candidates, device=logits.device) < limits.top_k
+    cumulative = torch.cumsum(weights, dim=-1)
+    # Top-p keeps a token if those before it do not suffice.
+    enough = torch.where(limits.top_p < 1, limits.top_p * _total(logits, cumulative, limits), float("inf"))
+    before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
+    weights.masked_fill_(before >= enough, 0.0).masked_fill_(weights < limits.min_p, 0.0)
+    all_of_top_k = limits.top_k <= num_candidates
+    rest_not_needed = (limits.top_k == vocab_size) & (cumulative[:, -1:] >= enough)
+    return Kept(ids, weights, (all_of_top_k | rest_not_needed)[:, 0])
+
+
+def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: Limits) -> torch.Tensor:
+    return torch.exp(logits.double() / limits.temperature - largest.double() / limits.temperature)
+
+
+def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """[N, 1]: the sum of weights of which top-p keeps its share."""
+    vocab_size = logits.shape[1]
+    total = cumulative[:, -1:].clone()
+    rows = ((limits.top_k == vocab_size) & (limits.top_p < 1))[:, 0].nonzero()[:, 0]
+    if len(rows) and cumulative.shape[1] < vocab_size:
+        some = logits[rows]
+        weights = _relative(some, some.amax(dim=-1, keepdim=True), limits.rows(rows))
+        total[rows] = torch.cumsum(weights, dim=-1)[:, -1:]
+    return total
