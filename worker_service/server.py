@@ -288,7 +288,10 @@ def _build_engine(
         eos_token_ids=frozenset(facts.eos_token_ids),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
+        scheduling_policy=settings.scheduling_policy,
         max_num_waiting=settings.max_num_waiting,
+        max_num_waiting_tokens=settings.max_num_waiting_tokens,
         prefix_caching=settings.prefix_caching,
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())

@@ -13,6 +13,7 @@ from kvpool.process.settings import ProcessSettings
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from .engine.queue import SchedulingPolicy
 from .model.memory import MemorySettings
 from .model.settings import ModelSettings
 
@@ -86,7 +87,21 @@ class WorkerSettings(ProcessSettings):
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Tokens forwarded in one step at most; a longer prompt is computed in chunks."
     )
+    max_mixed_prefill_tokens: int = Field(
+        512,
+        ge=1,
+        description="Prompt tokens in one step at most while others decode: less is a steadier pace for those, more a sooner "
+        "first token.",
+    )
+    scheduling_policy: SchedulingPolicy = Field(
+        SchedulingPolicy.fcfs,
+        description="fcfs: first come, first served. priority: by the requests' priority, smaller first. Both share fairly between "
+        "the tenants that requests name.",
+    )
     max_num_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more are refused.")
+    max_num_waiting_tokens: int = Field(
+        1 << 22, ge=1, description="Tokens of all prompts that may wait; more are refused. One prompt may always wait."
+    )
     prefix_caching: bool = Field(True, description="Whether prompts may be served from the cache.")
     report_seconds: float = Field(
         0.05, ge=0, le=10, description="Filled blocks are reported at most so many seconds late."
@@ -111,6 +126,11 @@ class WorkerSettings(ProcessSettings):
     )
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         "127.0.0.1", description="Address for /metrics; --host does not change it."
+    )
+    dry_run: bool = Field(
+        False,
+        description="Print what the model needs, what the device has and how large the KV cache would be, and end. Reads the "
+        "model's config, not its weights.",
     )
     cache_dir: Path | None = Field(
         None,

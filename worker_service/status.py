@@ -19,6 +19,7 @@ DOMAIN = "kvpool"
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
+    """Where the error itself does not say it; 0: there is no use in trying again."""
     bad_request: bool = False
 
 
@@ -41,9 +42,10 @@ def of_error(error: EngineError) -> status_pb2.Status:
         return error.status
     row = _TABLE[error.kind]
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.kind.value, domain=DOMAIN)]
-    if row.retry_seconds:
+    retry_seconds = row.retry_seconds if error.retry_seconds is None else error.retry_seconds
+    if retry_seconds:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(row.retry_seconds * 1000))
+        retry.retry_delay.FromMilliseconds(round(retry_seconds * 1000))
         details.append(retry)
     if row.bad_request:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)

@@ -19,7 +19,10 @@ from tokenizers import Tokenizer
 from ..cache import events
 from ..cache.engine_cache import Computed, EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
+from .admission import Admission
 from .errors import EngineError, ErrorKind, invalid
+from .fairness import Payer
+from .queue import SchedulingPolicy
 from .request import GenerationParams, Request
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
@@ -42,8 +45,13 @@ class EngineSettings:
     """Sequences in one batch."""
     max_num_batched_tokens: int = 2048
     """Tokens forwarded in one step at most."""
+    max_mixed_prefill_tokens: int = 512
+    """Tokens of prompts in one step at most while others decode."""
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
     max_num_waiting: int = 1024
     """Requests that may wait; more are refused."""
+    max_num_waiting_tokens: int = 1 << 22
+    """Tokens of all prompts that may wait; more are refused, but one may always wait."""
     prefix_caching: bool = True
     """Whether prompts may be served from the cache."""
 
@@ -65,7 +73,14 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
+            cache,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
+            policy=settings.scheduling_policy,
+        )
+        self._admission = Admission(
+            max_num_waiting=settings.max_num_waiting, max_num_waiting_tokens=settings.max_num_waiting_tokens
         )
         self.stats = EngineStats()
         self.changed_for_link = asyncio.Event()
@@ -87,6 +102,8 @@ class Engine:
     def submit(self, params: GenerationParams) -> Request:
         """Accept a request; its tokens arrive on `request.stream`. Raises EngineError, having changed nothing."""
         max_tokens = self._check(params)
+        payer = Payer(self.scheduler.policy.level(params), params.tenant)
+        making_way = self._admission.check(self.scheduler.waiting, payer, len(params.token_ids), self._clock())
         sequence = CacheSequence(
             params.sequence_id,
             params.attempt,
@@ -115,6 +132,8 @@ class Engine:
             stop_token_ids |= self.settings.eos_token_ids
         request = Request(params, sequence, max_tokens, stop_token_ids, decoder)
         request.times.arrived_at = self._clock()
+        for other in making_way:
+            self._fail(other, self._admission.made_way(self.scheduler.waiting, self._clock()))
         self.scheduler.add(request)
         self.changed_for_link.set()
         return request
@@ -152,11 +171,6 @@ class Engine:
             raise EngineError(
                 ErrorKind.EXISTS,
                 f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker",
-            )
-        if self.scheduler.num_waiting >= settings.max_num_waiting:
-            raise EngineError(
-                ErrorKind.BUSY,
-                f"{self.scheduler.num_waiting} requests are waiting already, the limit; try again later or on another worker",
             )
         max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt)
         self._check_fits(num_prompt, max_tokens)
@@ -262,15 +276,16 @@ class Engine:
                 )
             return
         now = self._clock()
-        self._count_step(batch, now - launched_at)
+        self._count_step(batch, now - launched_at, now)
         self._finish_step(batch, tokens, now)
 
-    def _count_step(self, batch: list[Scheduled], seconds: float) -> None:
+    def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
         num_tokens = num_decodes = 0
         for scheduled in batch:
             num_tokens += scheduled.num_tokens
             num_decodes += scheduled.num_tokens == 1 and scheduled.request.num_generated > 0
         self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
+        self._admission.on_step(num_tokens, seconds, now)
 
     def _finish_step(self, batch: list[Scheduled], results: list[PartResult], now: float) -> None:
         computed = [
@@ -298,6 +313,7 @@ class Engine:
             if request.on_token(result.token):
                 assert request.finish_reason is not None
                 self.stats.on_finished(request, request.finish_reason.value, now)
+                self._admission.on_finished(request)
                 self._remove(request)
         except Exception as error:
             log.exception("token could not be passed on", sequence_id=request.params.sequence_id)

@@ -23,16 +23,24 @@ class ErrorKind(Enum):
 
 
 class EngineError(Exception):
-    """A request that cannot be served. `field` names the offending field; `status` is the manager's own answer, if it refused."""
+    """A request that cannot be served. `field` names the offending field; `status` is the manager's own answer, if it refused;
+    `retry_seconds` tells when the same request may be served, if that is known better than from its kind."""
 
     def __init__(
-        self, kind: ErrorKind, message: str, *, field: str = "", status: status_pb2.Status | None = None
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        field: str = "",
+        status: status_pb2.Status | None = None,
+        retry_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.field = field
         self.status = status
+        self.retry_seconds = retry_seconds
 
 
 def invalid(field: str, message: str) -> EngineError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .request import GenerationParams, Request
 
 
-class SchedulingPolicy(Enum):
+class SchedulingPolicy(StrEnum):
     """What puts one request before another.
 
     * fcfs: all requests are of one level; `GenerationParams.priority` is not looked at. No accepted request starves.
@@ -22,12 +22,12 @@ class SchedulingPolicy(Enum):
     Within a level, tenants share fairly (`fairness.py`), and each tenant's requests come in the order of their arrival.
     """
 
-    FCFS = "fcfs"
-    PRIORITY = "priority"
+    fcfs = "fcfs"
+    priority = "priority"
 
     def level(self, params: GenerationParams) -> int:
         """Smaller is better."""
-        return params.priority if self is SchedulingPolicy.PRIORITY else 0
+        return params.priority if self is SchedulingPolicy.priority else 0
 
 
 class Rank(NamedTuple):

@@ -50,7 +50,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_mixed_prefill_tokens: int = 512,
-        policy: SchedulingPolicy = SchedulingPolicy.FCFS,
+        policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     ) -> None:
         """`max_mixed_prefill_tokens`: prefilled in one step at most while a sequence decodes."""
         assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
@@ -80,9 +80,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_waiting_prompt_tokens(self) -> int:
-        """Prompt tokens of those that wait."""
-        return self._waiting.num_prompt_tokens
+    def waiting(self) -> RequestQueue:
+        """Those, in the order of their ranks; for reading."""
+        return self._waiting
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -1,0 +1,164 @@
+"""How much may wait, who makes way when that is too much, and when those who are refused should ask again."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from ..cache.sequence import SequenceState
+from .errors import EngineError, ErrorKind
+from .fairness import Payer
+from .queue import RequestQueue
+from .request import Request
+
+RATE_SECONDS = 10.0
+"""Tokens per second are those of so many last seconds."""
+LEAST_RETRY_SECONDS = 0.1
+MOST_RETRY_SECONDS = 60.0
+UNKNOWN_RETRY_SECONDS = 1.0
+"""While nothing is measured yet."""
+_MEAN_OF_REQUESTS = 32
+"""The mean work of a request is about that of so many last ones."""
+
+
+class TokenRate:
+    """Tokens computed per second, over a sliding window."""
+
+    def __init__(self, window_seconds: float = RATE_SECONDS) -> None:
+        self._window_seconds = window_seconds
+        self._total = 0
+        self._marks: deque[tuple[float, int]] = deque()
+        """(time, total before it), some twenty in a window."""
+
+    def note(self, num_tokens: int, seconds: float, now: float) -> None:
+        """A step that took so many seconds has computed so many tokens."""
+        if not self._marks or now - self._marks[-1][0] >= self._window_seconds / 20:
+            self._marks.append((now - seconds, self._total))
+        self._total += num_tokens
+        # The oldest mark stays until the next one is old enough to stand for the whole window.
+        while len(self._marks) > 1 and now - self._marks[1][0] >= self._window_seconds:
+            self._marks.popleft()
+
+    def tokens_per_second(self, now: float) -> float:
+        """0 while nothing is known."""
+        if not self._marks or now <= self._marks[0][0]:
+            return 0.0
+        return (self._total - self._marks[0][1]) / (now - self._marks[0][0])
+
+
+class Admission:
+    """The limits of the queue, and the rates from which those who are refused learn when there will be room."""
+
+    def __init__(self, *, max_num_waiting: int, max_num_waiting_tokens: int) -> None:
+        self._max_num_waiting = max_num_waiting
+        self._max_num_waiting_tokens = max_num_waiting_tokens
+        self._rate = TokenRate()
+        self._mean_work = 0.0
+        """Tokens computed for a request, from its beginning to its end."""
+        self._num_finished = 0
+        self._next_place_at = 0.0
+        """When those who were refused so far will all have found room."""
+
+    def on_step(self, num_tokens: int, seconds: float, now: float) -> None:
+        """A step has computed so many tokens."""
+        self._rate.note(num_tokens, seconds, now)
+
+    def on_finished(self, request: Request) -> None:
+        """A request has come to its end."""
+        work = request.num_prompt_tokens - request.num_cached_tokens + request.num_generated
+        self._num_finished += 1
+        self._mean_work += (work - self._mean_work) / min(self._num_finished, _MEAN_OF_REQUESTS)
+
+    def check(self, waiting: RequestQueue, payer: Payer, num_prompt_tokens: int, now: float) -> list[Request]:
+        """Who has to make way for a newcomer; mostly nobody. Raises EngineError if there is no room for it.
+
+        In a full queue a newcomer takes the place of the youngest of the worst level, if that is worse than its own; else that of
+        the youngest of the tenant that has the most there, if that one is left with no less than the newcomer's tenant. Without
+        that a flood would lock everybody else out. Only what holds nothing and has never run makes way. One prompt may always
+        wait, however long it is.
+        """
+        num_over = len(waiting) + 1 - self._max_num_waiting
+        num_tokens_over = waiting.num_prompt_tokens + num_prompt_tokens - self._max_num_waiting_tokens
+        if num_over <= 0 and num_tokens_over <= 0:
+            return []
+        places = _Places(waiting, payer, num_prompt_tokens, in_tokens=num_tokens_over > 0)
+        chosen: list[Request] = []
+        while num_over > 0 or (num_tokens_over > 0 and len(chosen) < len(waiting)):
+            request = places.take()
+            if request is None:
+                num_requests = max(1, num_over, num_tokens_over * len(waiting) / max(1, waiting.num_prompt_tokens))
+                raise self._busy("the queue is full", waiting, num_requests, now)
+            chosen.append(request)
+            num_over -= 1
+            num_tokens_over -= request.num_prompt_tokens
+        return chosen
+
+    def made_way(self, waiting: RequestQueue, now: float) -> EngineError:
+        """What a request is told that has made way."""
+        return self._busy("another one has taken its place in the full queue", waiting, 1, now)
+
+    def _busy(self, why: str, waiting: RequestQueue, num_requests: float, now: float) -> EngineError:
+        retry_seconds = self._retry_seconds(num_requests, now)
+        return EngineError(
+            ErrorKind.BUSY,
+            f"{why}: {len(waiting)} requests with {waiting.num_prompt_tokens} prompt tokens wait, at most "
+            f"{self._max_num_waiting} and {self._max_num_waiting_tokens} may; try again in {retry_seconds:.1f} s or on another "
+            "worker, or give this one more room (--max-num-waiting, --max-num-waiting-tokens)",
+            retry_seconds=retry_seconds,
+        )
+
+    def _retry_seconds(self, num_requests: float, now: float) -> float:
+        """When so many requests will have left the queue: each takes as long as the work of one that ends, at the present rate.
+        Those who were refused before come first, so that not all come back at the same time."""
+        rate = self._rate.tokens_per_second(now)
+        if not rate or not self._mean_work:
+            return UNKNOWN_RETRY_SECONDS
+        self._next_place_at = max(now, self._next_place_at) + num_requests * self._mean_work / rate
+        self._next_place_at = min(self._next_place_at, now + MOST_RETRY_SECONDS)
+        return max(LEAST_RETRY_SECONDS, self._next_place_at - now)
+
+
+class _Places:
+    """The places in a full queue that a newcomer of `payer` may have."""
+
+    def __init__(self, waiting: RequestQueue, payer: Payer, num_prompt_tokens: int, *, in_tokens: bool) -> None:
+        """`in_tokens`: what a tenant has of the queue is measured in prompt tokens, not in requests."""
+        self._tenant = payer.tenant
+        self._in_tokens = in_tokens
+        self._worse: list[Request] = []
+        """Of worse levels; the youngest of the worst one is the last."""
+        self._equal: dict[str, list[Request]] = {}
+        """Of other tenants of the newcomer's level; the youngest is the last."""
+        self._shares = Counter({payer.tenant: num_prompt_tokens if in_tokens else 1})
+        """What each tenant of that level would have of the queue."""
+        for request in waiting:
+            tenant = request.params.tenant
+            if request.rank.level > payer.level:
+                if _may_go(request):
+                    self._worse.append(request)
+            elif request.rank.level == payer.level:
+                self._shares[tenant] += self._size(request)
+                if _may_go(request) and tenant != payer.tenant:
+                    self._equal.setdefault(tenant, []).append(request)
+
+    def take(self) -> Request | None:
+        """The request to send away next; None if there is none that may be."""
+        if self._worse:
+            return self._worse.pop()
+        if not self._equal:
+            return None
+        tenant = max(self._equal, key=lambda tenant: self._shares[tenant])
+        request = self._equal[tenant].pop()
+        self._shares[tenant] -= self._size(request)
+        if not self._equal[tenant]:
+            del self._equal[tenant]
+        return request if self._shares[tenant] >= self._shares[self._tenant] else None
+
+    def _size(self, request: Request) -> int:
+        return request.num_prompt_tokens if self._in_tokens else 1
+
+
+def _may_go(request: Request) -> bool:
+    """Whether it holds nothing and has never run."""
+    sequence = request.sequence
+    is_queued = sequence.state in (SequenceState.WAITING, SequenceState.PARKED)
+    return is_queued and not sequence.maybe_granted and not request.has_begun
