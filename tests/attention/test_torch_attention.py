@@ -10,19 +10,26 @@ import pytest
 import torch
 
 from worker_service.attention.layer import AttentionCall, KVLayer
+from worker_service.attention.merge import Piece, merge
 from worker_service.attention.packing import pack
 from worker_service.attention.softmax import (
+    Attended,
     Keys,
     attend,
     attend_plainly,
     attend_publicly,
     fused_cpu_attention_works,
-    merge,
 )
-from worker_service.attention.torch_backend import TorchAttention
+from worker_service.attention.torch_backend import FIXED_SHAPES, FREE_SHAPES, TorchAttention
+from worker_service.attention.torch_plan import Shapes
 
 BLOCK_SIZE = 4
 NEVER = 1 << 60
+SHORT_SHAPES = FIXED_SHAPES._replace(partition=12, row_multiple=4, key_multiple=4)
+"""Many segments, of which blocks share none with others."""
+EACH_SHAPES = pytest.mark.parametrize(
+    "shapes", [FIXED_SHAPES, SHORT_SHAPES, FREE_SHAPES], ids=["fixed", "short", "free"]
+)
 
 
 class Part(NamedTuple):
@@ -80,8 +87,8 @@ class Scene:
             self.parts.append(Part([0] * new, start, table))
         self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
 
-    def paged(self, call: AttentionCall, min_shared_tokens: int) -> torch.Tensor:
-        backend = TorchAttention(torch.float32, min_shared_tokens)
+    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: Shapes = FIXED_SHAPES) -> torch.Tensor:
+        backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
         backend.begin(pack(self.parts, BLOCK_SIZE, self.num_blocks, torch.device("cpu")))
         new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([value[start:] for value, (start, _) in zip(self.values, self.lengths, strict=True)])
@@ -118,6 +125,7 @@ MIXED = [(0, 9), (12, 7), (30, 1), (0, 1), (16, 7), (41, 1), (8, 20)]
 LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
 
 
+@EACH_SHAPES
 @pytest.mark.parametrize("lengths", [DECODES, MIXED, LONG], ids=["decodes", "mixed", "long"])
 @pytest.mark.parametrize(
     ("shape", "call"),
@@ -134,13 +142,14 @@ LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
     ],
     ids=["gqa", "mha", "mqa_other_v", "window", "window_1", "softcap", "softcap_window", "sinks", "sinks_window"],
 )
-def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall) -> None:
+def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: Shapes) -> None:
     scene = Scene(lengths, shape, call.window)
-    result = scene.paged(call, NEVER)
+    result = scene.paged(call, NEVER, shapes)
     assert result.is_contiguous()
     torch.testing.assert_close(result, scene.oracle(call), rtol=1e-5, atol=1e-5)
 
 
+@EACH_SHAPES
 @pytest.mark.parametrize("lengths", [DECODES, MIXED, [(28, 1), (20, 5), (24, 5), (3, 1), (22, 1)]])
 @pytest.mark.parametrize(
     ("shape", "call"),
@@ -154,11 +163,11 @@ def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: A
     ids=["gqa", "other_v", "softcap", "sinks", "window"],
 )
 def test_a_prefix_attended_once_equals_the_oracle(
-    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall
+    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: Shapes
 ) -> None:
     """Merging by log-sum-exp is exact in float32, also beside sequences that share nothing."""
     scene = Scene(lengths, shape, call.window, shared_tokens=16)
-    torch.testing.assert_close(scene.paged(call, 1), scene.oracle(call), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scene.paged(call, 1, shapes), scene.oracle(call), rtol=1e-5, atol=1e-5)
 
 
 def test_new_kv_is_written_to_its_slots_and_nowhere_else() -> None:
@@ -198,11 +207,17 @@ def test_all_ways_to_attend_agree(masked: bool, v_dim: int) -> None:
 def test_halves_merge_to_the_whole() -> None:
     """Any cut of the keys, merged, is attention over all of them."""
     torch.manual_seed(2)
-    query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    query, key, value = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
     first, second = (attend(query, Keys(key[:, :, cut], value[:, :, cut]), 0.4) for cut in (slice(13), slice(13, 40)))
-    whole, halves = attend(query, Keys(key, value), 0.4), merge(first, second)
-    torch.testing.assert_close(halves.out, whole.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(halves.lse, whole.lse, rtol=1e-5, atol=1e-5)
+    whole = attend(query, Keys(key, value), 0.4)
+    halves = merge([Piece(None, by_row(first), True), Piece(None, by_row(second), False)], 3)
+    torch.testing.assert_close(halves, by_row(whole).out, rtol=1e-5, atol=1e-5)
+
+
+def by_row(attended: Attended) -> Attended:
+    """[1, H, T, …] → [T, H, …]."""
+    assert attended.lse is not None
+    return Attended(attended.out[0].transpose(0, 1), attended.lse[0].transpose(0, 1))
 
 
 def test_this_torch_has_the_fused_cpu_kernel() -> None:

@@ -36,36 +36,24 @@ def attend(
     """query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key."""
     if softcap is not None:
         return attend_plainly(query, keys, scaling, softcap)
-    same_dims = keys.key.shape[-1] == keys.value.shape[-1]
-    if query.device.type == "cpu" and same_dims and fused_cpu_attention_works():
+    if query.device.type == "cpu" and fused_cpu_attention_works():
         return _fused_cpu(query, keys, scaling)
     if need_lse:
         return attend_plainly(query, keys, scaling)
     return attend_publicly(query, keys, scaling)
 
 
-def merge(first: Attended, second: Attended) -> Attended:
-    """Attention over the union of two disjoint sets of keys, in float32 (log-sum-exp merge, as in FlashAttention)."""
-    assert first.lse is not None, "asked for in both halves"
-    assert second.lse is not None, "asked for in both halves"
-    lse = torch.logaddexp(first.lse, second.lse)
-    weight_first = torch.exp(first.lse - lse)[..., None]
-    weight_second = torch.exp(second.lse - lse)[..., None]
-    return Attended(first.out * weight_first + second.out * weight_second, lse)
-
-
-def with_sinks(attended: Attended, sinks: torch.Tensor) -> torch.Tensor:
-    """The output once each head's sink logit [Hq] takes its share of the softmax."""
-    assert attended.lse is not None, "asked for where there are sinks"
-    share = torch.sigmoid(attended.lse - sinks.float()[:, None])
-    return (attended.out * share[..., None]).to(attended.out.dtype)
-
-
 def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
+    key, value = keys.key, keys.value
+    k_dim, v_dim = key.shape[-1], value.shape[-1]
+    if k_dim != v_dim:  # the kernel knows one head size; zeros change neither scores nor values
+        wide = max(k_dim, v_dim)
+        query, key = (torch.nn.functional.pad(tensor, (0, wide - k_dim)) for tensor in (query, key))
+        value = torch.nn.functional.pad(value, (0, wide - v_dim))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys.key, keys.value, 0.0, keys.causal, attn_mask=keys.mask, scale=scaling
+        query, key, value, 0.0, keys.causal, attn_mask=keys.mask, scale=scaling
     )
-    return Attended(out, lse)
+    return Attended(out[..., :v_dim], lse)
 
 
 def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 
 from .layer import AttentionCall, KVLayer
+from .merge import Piece, join, merge
 from .packing import Packing
-from .softmax import Attended, Keys, attend, merge, with_sinks
-from .torch_plan import PrefixBatch, TailBatch, View, build_view
+from .softmax import Attended, Keys, attend
+from .torch_plan import Batch, Shapes, View, build_view
 
 MIN_SHARED_TOKENS = 1024
 """KV reads per layer that attending once must save before the extra calls of a shared prefix pay for themselves."""
 NEVER_SHARE = 1 << 62
 """As min_shared_tokens: gather the blocks of every sequence."""
+FIXED_SHAPES = Shapes(partition=256, row_multiple=16, key_multiple=64)
+"""With these a row's result is the same, to the bit, whatever else is in the step: the BLAS takes other ways only for products of
+fewer than about ten rows, and where sums go by vectors of up to 16 numbers, four at a time, hidden keys at the end only add 0."""
+FREE_SHAPES = Shapes(partition=None, row_multiple=1, key_multiple=1)
+"""As few calls and as little padding as can be."""
 
 
 class TorchAttention:
@@ -20,11 +26,19 @@ class TorchAttention:
 
     The shared part has no causal mask; its result is merged with each sequence's own part by log-sum-exp (cascade
     attention, as in Hydragen and FlashInfer).
+
+    In float32 on a CPU it is batch-invariant: the bits of a row depend on its own query and the keys that it sees, and not on the
+    other rows of the step, on how much of its sequence is in the step, or on who shares its blocks. To that end each row's keys
+    are cut at fixed positions, and all kernels are called with shapes that do not change the order of their sums.
     """
 
-    def __init__(self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS) -> None:
+    def __init__(
+        self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: Shapes | None = None
+    ) -> None:
+        """shapes: None takes the fixed ones in float32 on a CPU, else the free ones."""
         self._dtype = dtype
         self._min_shared_tokens = min_shared_tokens
+        self._shapes = shapes
         self._packing: Packing | None = None
         self._views: dict[int | None, View] = {}
 
@@ -49,92 +63,72 @@ class TorchAttention:
         # Layers come with very few different windows; the view of each is made by the first layer that has it.
         view = self._views.get(layer.window)
         if view is None:
-            view = self._views[layer.window] = build_view(packing, layer.window, self._dtype, self._min_shared_tokens)
-        attended = _attend_view(view, query[0], k_rows, v_rows, call)
-        out = attended.out if call.sinks is None else with_sinks(attended, call.sinks)
+            view = self._views[layer.window] = self._build_view(packing, layer.window)
+        out = _attend_view(view, query[0].transpose(0, 1), k_rows, v_rows, call)
         # Contiguous, because some models take a view of it; the fused kernel's output mostly is.
-        return out.to(query.dtype).transpose(1, 2).contiguous()
+        return out.to(query.dtype)[None].contiguous()
+
+    def _build_view(self, packing: Packing, window: int | None) -> View:
+        invariant = self._dtype == torch.float32 and packing.device.type == "cpu"
+        shapes = self._shapes or (FIXED_SHAPES if invariant else FREE_SHAPES)
+        return build_view(packing, window, self._dtype, self._min_shared_tokens, shapes)
 
 
 def _attend_view(
     view: View, query: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, call: AttentionCall
-) -> Attended:
-    """query [Hq, ΣT, Dk] → out [1, Hq, ΣT, Dv]."""
-    need_lse = bool(view.prefixes) or call.sinks is not None
-    own = _collect(
-        [
-            (tail.rows, _attend_tail(tail, _select(query, tail.rows), k_rows, v_rows, call, need_lse))
-            for tail in view.tails
-        ],
-        query,
+) -> torch.Tensor:
+    """query [ΣT, Hq, Dk] → [ΣT, Hq, Dv]."""
+    need_lse = view.merges or call.sinks is not None
+    pieces = (
+        Piece(span.rows, _slice(attended, span.first, span.end), span.is_first)
+        for batch in view.batches
+        for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.row_multiple, need_lse),)
+        for span in batch.spans
     )
-    if not view.prefixes:
-        return own
-    shared = _collect(
-        [(p.rows, _attend_prefix(p, _select(query, p.rows), k_rows, v_rows, call)) for p in view.prefixes], query
-    )
-    return merge(shared, own)
+    if not need_lse:
+        return join(pieces, query.shape[0])
+    return merge(pieces, query.shape[0], call.sinks)
 
 
-def _attend_prefix(
-    batch: PrefixBatch, query: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, call: AttentionCall
-) -> Attended:
-    """query [Hq, N, Dk] → out [1, Hq, N, Dv]. All rows see all keys, so the heads of a KV head fold into the rows."""
-    heads, num_rows, dim = query.shape
-    kv_heads = k_rows.shape[1]
-    folded = query.reshape(1, kv_heads, heads // kv_heads * num_rows, dim)
-    out, lse = attend(folded, _gather(k_rows, v_rows, batch.kv_slots, 1), call.scaling, call.softcap)
-    assert lse is not None, "needed for the merge"
-    return Attended(out.reshape(1, heads, num_rows, -1), lse.reshape(1, heads, num_rows))
-
-
-def _attend_tail(
-    batch: TailBatch,
+def _attend_batch(
+    batch: Batch,
     query: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     call: AttentionCall,
+    row_multiple: int,
     need_lse: bool,
 ) -> Attended:
-    """query [Hq, B · T, Dk] → out [1, Hq, B · T, Dv]."""
-    heads, num_rows, dim = query.shape
-    kv_heads = k_rows.shape[1]
-    keys = _gather(k_rows, v_rows, batch.kv_slots, batch.num_parts)
-    keys = keys._replace(mask=batch.mask, causal=batch.causal)
-    parts = query.view(heads, batch.num_parts, batch.query_len, dim).transpose(0, 1)
-    if batch.query_len == 1:
-        # The query heads of one KV head become its queries: K and V are read once for all of them.
-        parts = parts.reshape(batch.num_parts, kv_heads, heads // kv_heads, dim)
-        if batch.mask is not None:
-            keys = keys._replace(mask=batch.mask.expand(-1, -1, heads // kv_heads, -1))
-    out, lse = attend(parts, keys, call.scaling, call.softcap, need_lse=need_lse)
-    out = out.reshape(batch.num_parts, heads, batch.query_len, -1).transpose(0, 1)
+    """query [ΣT, Hq, Dk] → out [B · T, Hq, Dv], lse [B · T, Hq]."""
+    selected = query if batch.rows is None else query.index_select(0, batch.rows)
+    num_tiles, num_rows = batch.num_tiles, batch.num_rows
+    heads, dim, kv_heads = selected.shape[1], selected.shape[2], k_rows.shape[1]
+    tiles = selected.view(num_tiles, num_rows, kv_heads, heads // kv_heads, dim)
+    # Where all rows see the same, the query heads of one KV head become its rows: K and V are read once for all of them.
+    folds = num_rows == 1 or (batch.mask is None and not batch.causal)
+    tiles = tiles.permute(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads if folds else heads, -1, dim)
+    length = tiles.shape[2]
+    padding = -length % row_multiple
+    if padding:
+        tiles = torch.nn.functional.pad(tiles, (0, 0, 0, padding))
+    mask = batch.mask
+    if mask is not None and num_rows == 1:
+        mask = mask.expand(-1, -1, length + padding, -1)
+    key = k_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *k_rows.shape[1:])
+    value = v_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *v_rows.shape[1:])
+    keys = Keys(key.transpose(1, 2), value.transpose(1, 2), mask, batch.causal)
+    out, lse = attend(tiles, keys, call.scaling, call.softcap, need_lse=need_lse)
+    # [B, H, rows, D] with the heads folded or not → [B · T, Hq, D]
+    out = out[:, :, :length].reshape(num_tiles, heads, num_rows, -1).transpose(1, 2)
+    out = out.reshape(num_tiles * num_rows, heads, -1)
     if lse is not None:
-        lse = lse.reshape(batch.num_parts, heads, batch.query_len).transpose(0, 1).reshape(1, heads, num_rows)
-    return Attended(out.reshape(1, heads, num_rows, -1), lse)
-
-
-def _gather(k_rows: torch.Tensor, v_rows: torch.Tensor, slots: torch.Tensor, num_parts: int) -> Keys:
-    """K and V of the slots as [B, Hkv, S, D]."""
-    key = k_rows.index_select(0, slots).view(num_parts, -1, *k_rows.shape[1:])
-    value = v_rows.index_select(0, slots).view(num_parts, -1, *v_rows.shape[1:])
-    return Keys(key.transpose(1, 2), value.transpose(1, 2))
-
-
-def _select(query: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    return query if rows is None else query.index_select(1, rows)
-
-
-def _collect(pieces: list[tuple[torch.Tensor | None, Attended]], query: torch.Tensor) -> Attended:
-    """Results of disjoint sets of rows in one tensor; rows in no set have weight 0 (lse −inf)."""
-    if len(pieces) == 1 and pieces[0][0] is None:
-        return pieces[0][1]
-    heads, num_rows, _ = query.shape
-    out = query.new_zeros(1, heads, num_rows, pieces[0][1].out.shape[-1])
-    lse = torch.full((1, heads, num_rows), float("-inf"), device=query.device)
-    for rows, attended in pieces:
-        assert rows is not None, "one piece has all rows, so there is no other"
-        out.index_copy_(2, rows, attended.out)
-        if attended.lse is not None:
-            lse.index_copy_(2, rows, attended.lse)
+        lse = lse[:, :, :length].reshape(num_tiles, heads, num_rows).transpose(1, 2)
+        lse = lse.reshape(num_tiles * num_rows, heads)
     return Attended(out, lse)
+
+
+def _slice(attended: Attended, first: int, end: int) -> Attended:
+    out, lse = attended
+    if end - first == out.shape[0]:
+        return attended
+    return Attended(out[first:end], None if lse is None else lse[first:end])

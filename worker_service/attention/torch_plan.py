@@ -1,132 +1,207 @@
-"""The torch backend's metadata of one step: which packed rows attend to which slots, in a few large batches."""
+"""The torch backend's metadata of one step: its tiles in a few large batches."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .packing import Packing
-from .shared_prefix import SharedPrefix, find_shared_prefixes
+from .tiles import Kind, Tile, make_tiles
 
 _MAX_PADDING_SHARE = 0.5
-"""A batch takes no part that would be padded to more than this share of the batch's longest part."""
+"""A batch takes no tile that would be padded to more than this share of the batch's longest."""
+_MAX_BATCH_TOKENS = 1 << 16
+"""Rows or keys of a batch, whichever are more: it bounds the memory of one call. A single tile may have more."""
 
 
-class PrefixBatch(NamedTuple):
-    """Rows that all see all of the same keys."""
+class Shapes(NamedTuple):
+    """What kernels are called with."""
 
+    partition: int | None
+    """Length of the segments that keys are cut into, see make_tiles."""
+    row_multiple: int
+    """Rows of a tile are padded to a multiple of this."""
+    key_multiple: int
+    """Keys of a tile are padded to a multiple of this, of which the partition is one."""
+
+
+class Span(NamedTuple):
+    """A range of a batch's rows, none of which is there twice."""
+
+    first: int
+    end: int
     rows: torch.Tensor | None
-    """[N] packed rows; None: all rows in their order."""
-    kv_slots: torch.Tensor
-    """[S] slots."""
+    """[end − first] packed rows; None: all rows of the step in their order."""
+    is_first: bool
+    """Its keys are the first ones of all of its rows."""
 
 
-class TailBatch(NamedTuple):
-    """Parts with equally many new tokens, each with keys of its own."""
+class Batch(NamedTuple):
+    """Tiles with equally many rows, and keys padded to equally many."""
 
+    num_tiles: int
+    num_rows: int
+    """T, of each tile."""
     rows: torch.Tensor | None
-    """[B · T] packed rows, part after part; None: all rows in their order."""
-    num_parts: int
-    query_len: int
+    """[B · T] packed rows, tile after tile; None: all rows of the step in their order."""
     kv_slots: torch.Tensor
-    """[B · S] slots, each part padded to S with slot 0 of the null block."""
+    """[B · S] slots; slot 0 of the null block stands for keys that no row of the tile sees."""
     mask: torch.Tensor | None
-    """[B, 1, T, S] additive, in the KV's dtype; None: no mask is needed, but see causal."""
+    """[B, 1, T', S] additive, in the KV's dtype; T' is 1, or T padded to the row multiple. None: no mask, but see causal."""
     causal: bool
-    """One part from position 0: query t sees keys 0 … t."""
+    """Row t of each tile sees keys 0 … t."""
+    spans: list[Span]
 
 
 class View(NamedTuple):
-    """The step as layers with one window see it. Each row is in exactly one tail and in at most one prefix."""
+    """The step as layers with one window see it. The spans of all batches, one after the other, give each row its keys from left
+    to right."""
 
-    prefixes: list[PrefixBatch]
-    tails: list[TailBatch]
+    batches: list[Batch]
+    row_multiple: int
+
+    @property
+    def merges(self) -> bool:
+        """Whether a row has its keys in more than one span."""
+        return not all(span.is_first for batch in self.batches for span in batch.spans)
 
 
-def build_view(packing: Packing, window: int | None, dtype: torch.dtype, min_shared_tokens: int) -> View:
+def build_view(
+    packing: Packing, window: int | None, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes
+) -> View:
     """Batches of all parts under one sliding window (None: full attention)."""
-    prefixes: list[SharedPrefix] = []
-    if window is None:
-        prefixes = find_shared_prefixes(packing.tables, packing.starts, packing.block_size, min_shared_tokens)
-    # Positions that the part's tail begins at: behind the shared prefix, or where the first query's window begins.
-    firsts = [0 if window is None else max(0, start + 1 - window) for start in packing.starts]
-    for prefix in prefixes:
-        for part in prefix.parts:
-            firsts[part] = prefix.num_blocks * packing.block_size
-    return View(
-        prefixes=[_prefix_batch(packing, prefix) for prefix in prefixes],
-        tails=[_tail_batch(packing, parts, firsts, window, dtype) for parts in _tail_groups(packing, firsts)],
-    )
+    tiles = make_tiles(packing, window, min_shared_tokens, shapes.partition)
+    builder = _Builder(packing, window, dtype, shapes)
+    return View([builder.build(group) for group in _groups(tiles, window)], shapes.row_multiple)
 
 
-def _prefix_batch(packing: Packing, prefix: SharedPrefix) -> PrefixBatch:
-    slots = packing.slots(prefix.parts[0], 0, prefix.num_blocks * packing.block_size)
-    return PrefixBatch(_rows(packing, prefix.parts), _to_device(slots, packing))
+def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
+    """Tiles of one kind that fit into one batch; tiles that one row meets stay in their order."""
+    for kind, of_kind in groupby(tiles, key=lambda tile: tile.kind):
+        groups: dict[Hashable, list[Tile]] = {}
+        for tile in of_kind:
+            groups.setdefault(_group_key(tile, window), []).append(tile)
+        for members in groups.values():
+            if kind == Kind.DIAGONAL:
+                members.sort(key=lambda tile: -tile.num_keys)
+            yield from _cut(members)
 
 
-def _tail_groups(packing: Packing, firsts: list[int]) -> list[list[int]]:
-    """Parts of equal query length together, cut where padding to the longest would waste too much."""
-    lengths = [end - first for end, first in zip(packing.context_lens, firsts, strict=True)]
-    order = sorted(range(len(lengths)), key=lambda part: (packing.query_lens[part], -lengths[part], part))
-    groups: list[list[int]] = []
-    for _, members in groupby(order, key=lambda part: packing.query_lens[part]):
-        current: list[int] = []
-        for part in members:
-            if current and lengths[part] < _MAX_PADDING_SHARE * lengths[current[0]]:
-                groups.append(sorted(current))
-                current = []
-            current.append(part)
-        groups.append(sorted(current))
-    return groups
+def _group_key(tile: Tile, window: int | None) -> Hashable:
+    if tile.kind == Kind.SHARED:
+        return tile.rows
+    if tile.kind in (Kind.LEAVING, Kind.ENTERING):
+        # A part has such tiles with different numbers of rows, one after the other.
+        return tile.first, tile.num_rows
+    return tile.num_rows, _is_causal(tile, window)
 
 
-def _tail_batch(
-    packing: Packing, parts: list[int], firsts: list[int], window: int | None, dtype: torch.dtype
-) -> TailBatch:
-    query_len = packing.query_lens[parts[0]]
-    ends = packing.context_lens
-    width = max(ends[part] - firsts[part] for part in parts)
-    slots = np.zeros((len(parts), width), dtype=np.int64)
-    for row, part in enumerate(parts):
-        slots[row, : ends[part] - firsts[part]] = packing.slots(part, firsts[part], ends[part])
-    causal = len(parts) == 1 and query_len == width and (window is None or width <= window)
-    return TailBatch(
-        rows=_rows(packing, parts),
-        num_parts=len(parts),
-        query_len=query_len,
-        kv_slots=_to_device(slots.reshape(-1), packing),
-        mask=None if causal else _mask(packing, parts, firsts, width, window, dtype),
-        causal=causal and query_len > 1,
-    )
+def _is_causal(tile: Tile, window: int | None) -> bool:
+    """Row t sees keys 0 … t, and there is more than one row."""
+    if tile.kind != Kind.DIAGONAL or tile.num_rows != tile.num_keys or tile.num_rows == 1:
+        return False
+    return window is None or tile.num_rows <= window
 
 
-def _mask(
-    packing: Packing, parts: list[int], firsts: list[int], width: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """[B, 1, T, S]: −inf where a query may not see a key; None if every query sees every key."""
-    key = np.arange(width)[None, None, :] + np.array([firsts[part] for part in parts])[:, None, None]
-    query_len = packing.query_lens[parts[0]]
-    query = np.arange(query_len)[None, :, None] + np.array([packing.starts[part] for part in parts])[:, None, None]
-    # Padding lies behind the last key of its part, so the causal rule hides it too.
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    if not hidden.any():
-        return None
-    mask = torch.zeros(hidden.shape, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
-    return mask[:, None].to(packing.device)
+def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
+    """Groups, longest first, in which none is padded too much, and which are not too large together."""
+    group: list[Tile] = []
+    for tile in tiles:
+        if group:
+            too_short = tile.num_keys < _MAX_PADDING_SHARE * group[0].num_keys
+            size = max(group[0].num_keys, tile.num_rows)
+            if too_short or (len(group) + 1) * size > _MAX_BATCH_TOKENS:
+                yield group
+                group = []
+        group.append(tile)
+    yield group
 
 
-def _rows(packing: Packing, parts: list[int]) -> torch.Tensor | None:
-    if len(parts) == len(packing.starts):
-        return None
-    ranges = [np.arange(packing.offsets[p], packing.offsets[p] + packing.query_lens[p]) for p in parts]
-    return _to_device(np.concatenate(ranges), packing)
+class _Builder:
+    """Makes tensors of groups of tiles, in the order in which they will be merged."""
+
+    def __init__(self, packing: Packing, window: int | None, dtype: torch.dtype, shapes: Shapes) -> None:
+        self._packing, self._window, self._dtype, self._shapes = packing, window, dtype, shapes
+        self._all_rows = np.arange(packing.num_tokens)
+        self._seen = np.zeros(packing.num_tokens, dtype=bool)
+
+    def build(self, tiles: list[Tile]) -> Batch:
+        num_rows = tiles[0].num_rows
+        rows = np.concatenate([self._rows(tile) for tile in tiles])
+        causal = _is_causal(tiles[0], self._window)
+        width = _round_up(max(tile.num_keys for tile in tiles), self._shapes.key_multiple)
+        slots = np.zeros((len(tiles), width), dtype=np.int64)
+        for index, tile in enumerate(tiles):
+            first = self._first_seen(tile)
+            slots[index, first - tile.first : tile.num_keys] = self._packing.slots(tile.rows[0].part, first, tile.end)
+        return Batch(
+            num_tiles=len(tiles),
+            num_rows=num_rows,
+            rows=self._index(rows),
+            kv_slots=self._to_device(slots.reshape(-1)),
+            mask=None if causal else self._mask(tiles, width),
+            causal=causal,
+            spans=[self._span(rows, first, end) for first, end in _span_bounds(tiles)],
+        )
+
+    def _rows(self, tile: Tile) -> npt.NDArray[np.int64]:
+        """Packed rows of a tile."""
+        shifts = [self._packing.offsets[rows.part] - self._packing.starts[rows.part] for rows in tile.rows]
+        ranges = [np.arange(r.first + shift, r.end + shift) for r, shift in zip(tile.rows, shifts, strict=True)]
+        return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
+
+    def _first_seen(self, tile: Tile) -> int:
+        """Position of the first key that any row sees."""
+        return tile.first if self._window is None else max(tile.first, tile.rows[0].first + 1 - self._window)
+
+    def _span(self, rows: npt.NDArray[np.int64], first: int, end: int) -> Span:
+        members = rows[first:end]
+        is_first = not self._seen[members].any()
+        self._seen[members] = True
+        return Span(first, end, self._index(members), is_first)
+
+    def _mask(self, tiles: list[Tile], width: int) -> torch.Tensor | None:
+        """−inf where a row may not see a key; None if every row sees every key."""
+        if tiles[0].kind not in (Kind.DIAGONAL, Kind.FRONT):
+            return None
+        num_rows = tiles[0].num_rows
+        key = np.arange(width)[None, None, :] + np.array([tile.first for tile in tiles])[:, None, None]
+        query = np.arange(num_rows)[None, :, None] + np.array([tile.rows[0].first for tile in tiles])[:, None, None]
+        # Padding lies behind the last key of its tile, so the causal rule hides it too.
+        hidden = key > query
+        if self._window is not None:
+            hidden |= key <= query - self._window
+        if not hidden.any():
+            return None
+        padded = 1 if num_rows == 1 else _round_up(num_rows, self._shapes.row_multiple)
+        mask = torch.zeros((len(tiles), padded, width), dtype=self._dtype)
+        mask[:, :num_rows].masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        return mask[:, None].to(self._packing.device)
+
+    def _index(self, rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        return None if np.array_equal(rows, self._all_rows) else self._to_device(rows)
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._packing.device)
 
 
-def _to_device(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]], packing: Packing) -> torch.Tensor:
-    return torch.from_numpy(array).to(packing.device)
+def _span_bounds(tiles: list[Tile]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a batch in which each row is there once."""
+    num_rows = tiles[0].num_rows
+    if tiles[0].kind not in (Kind.SHARED, Kind.STEADY):
+        yield 0, len(tiles) * num_rows
+        return
+    first = 0
+    for _, members in groupby(tiles, key=lambda tile: tile.first):
+        end = first + len(list(members)) * num_rows
+        yield first, end
+        first = end
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,96 @@
+"""Attention over all keys of a row out of attention over its segments, merged from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .softmax import Attended
+
+
+class Piece(NamedTuple):
+    """Attention of some rows of a step over one segment each."""
+
+    rows: torch.Tensor | None
+    """[N] rows, each there once; None: all rows in their order."""
+    attended: Attended
+    is_first: bool
+    """No piece before this one has any of these rows."""
+
+
+class _Running(NamedTuple):
+    """Attention over the segments so far: out = sum / weight, and exp(peak) · weight is the sum of exp(score)."""
+
+    sum: torch.Tensor
+    """[ΣT, Hq, Dv]."""
+    peak: torch.Tensor
+    """[ΣT, Hq] float32."""
+    weight: torch.Tensor
+    """[ΣT, Hq] float32."""
+
+
+def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
+    """The outputs of pieces of which no two have a row in common, [ΣT, Hq, Dv]. All rows must be in one."""
+    joined: torch.Tensor | None = None
+    for rows, attended, _ in pieces:
+        if rows is None:
+            return attended.out
+        if joined is None:
+            joined = attended.out.new_empty(num_rows, *attended.out.shape[1:])
+        joined.index_copy_(0, rows, attended.out)
+    assert joined is not None, "a step has rows"
+    return joined
+
+
+def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention over the union of each row's segments, [ΣT, Hq, Dv] in float32; every piece has a log-sum-exp.
+
+    Online softmax, as in FlashAttention, in the order of the pieces. Only exp is not rounded exactly, and torch computes it alike
+    wherever in a tensor a number stands, which cannot be said of logaddexp or sigmoid. sinks: [Hq] logits without a value.
+    """
+    running: _Running | None = None
+    for piece in pieces:
+        running = _add(running, piece, num_rows)
+    assert running is not None, "a step has rows"
+    weight = running.weight
+    if sinks is not None:
+        weight = weight + torch.exp(sinks.float() - running.peak)
+    return running.sum / weight[..., None]
+
+
+def _add(running: _Running | None, piece: Piece, num_rows: int) -> _Running:
+    rows, (out, lse), is_first = piece
+    assert lse is not None, "asked for where there is more than one segment"
+    if running is None:
+        if rows is None:
+            return _Running(out, lse, torch.ones_like(lse))
+        running = _nothing(num_rows, out, lse)
+    if rows is None:
+        return _more(running, out, lse)
+    if is_first:
+        some = _Running(out.float(), lse, torch.ones_like(lse))
+    else:
+        some = _more(_Running(*(tensor.index_select(0, rows) for tensor in running)), out, lse)
+    for whole, part in zip(running, some, strict=True):
+        whole.index_copy_(0, rows, part)
+    return running
+
+
+def _more(running: _Running, out: torch.Tensor, lse: torch.Tensor) -> _Running:
+    """With one more segment behind those so far."""
+    peak = torch.maximum(running.peak, lse)
+    before, now = torch.exp(running.peak - peak), torch.exp(lse - peak)
+    return _Running(running.sum * before[..., None] + out * now[..., None], peak, running.weight * before + now)
+
+
+def _nothing(num_rows: int, out: torch.Tensor, lse: torch.Tensor) -> _Running:
+    """Rows that have seen no key yet: adding the first segment gives that segment, to the bit."""
+    shape = (num_rows, *lse.shape[1:])
+    lowest = torch.finfo(torch.float32).min
+    return _Running(
+        torch.zeros(*shape, out.shape[-1], device=out.device),
+        torch.full(shape, lowest, device=out.device),
+        torch.zeros(shape, device=out.device),
+    )

@@ -1,0 +1,142 @@
+"""Which rows of a step attend to which keys together, and in which order a row's results are merged.
+
+The KV of a sequence is cut into segments. A tile is a set of rows that attend to the keys of one segment. Where segments have a
+fixed length (`partition`), what a row's attention is made of, the segments that it sees from left to right, depends on nothing
+but its position and the layer's window; which rows share a tile changes only the time that it takes.
+
+One segment [a, b), and the rows of one part (new tokens at positions t from `start` up) under a window of w tokens:
+
+| rows                          | see of the segment | kind                          |
+|-------------------------------|--------------------|-------------------------------|
+| t < a                         | nothing            |                               |
+| a ≤ t < b                     | up to themselves   | DIAGONAL                      |
+| b ≤ t < a + w                 | everything         | LEAVING, STEADY, or ENTERING  |
+| max(b, a + w) ≤ t < b + w − 1 | its end            | FRONT                         |
+| b + w − 1 ≤ t                 | nothing            |                               |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from .packing import Packing
+from .shared_prefix import SharedPrefix, find_shared_prefixes
+
+
+class Kind(IntEnum):
+    """The kinds of tiles, in the order in which any row meets them from left to right."""
+
+    FRONT = 0
+    """Each row's window begins inside the segment. One per row at most."""
+    SHARED = 1
+    """All rows of several parts see the whole segment, and it is the same blocks for all of them."""
+    LEAVING = 2
+    """Rows of a part see the whole segment; those behind them do not any more."""
+    STEADY = 3
+    """All rows of a part see the whole segment."""
+    ENTERING = 4
+    """The last rows of a part see the whole segment; those before them do not yet."""
+    DIAGONAL = 5
+    """Rows of a part that lie in the segment. One per row."""
+
+
+class Rows(NamedTuple):
+    """New tokens of one part, by position."""
+
+    part: int
+    first: int
+    end: int
+
+
+class Tile(NamedTuple):
+    """Rows that attend to keys of one segment."""
+
+    kind: Kind
+    rows: tuple[Rows, ...]
+    """Of one part, or of all that share the segment."""
+    first: int
+    """Position of the first key; where a partition is given, a multiple of it."""
+    end: int
+    """Position behind the last key."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows.end - rows.first for rows in self.rows)
+
+    @property
+    def num_keys(self) -> int:
+        return self.end - self.first
+
+
+def make_tiles(packing: Packing, window: int | None, min_shared_tokens: int, partition: int | None) -> list[Tile]:
+    """All tiles of a step, those that a row meets first before those that it meets later.
+
+    partition: length of the segments, which begin at its multiples; None: one segment for a shared prefix, one for the rest.
+    """
+    tiles: list[Tile] = []
+    firsts = [0] * len(packing.starts)
+    for prefix in _shared_prefixes(packing, window, min_shared_tokens, partition):
+        rows = tuple(Rows(part, packing.starts[part], packing.context_lens[part]) for part in prefix.parts)
+        length = prefix.num_blocks * packing.block_size
+        for first, end in _whole_segments(length, partition):
+            tiles.append(Tile(Kind.SHARED, rows, first, end))
+            for part in prefix.parts:
+                firsts[part] = end
+    context_lens = packing.context_lens
+    for part, first in enumerate(firsts):
+        new = Rows(part, packing.starts[part], context_lens[part])
+        tiles.extend(_own_tiles(new, first, window, partition))
+    return sorted(tiles, key=lambda tile: (tile.kind, tile.first))
+
+
+def _shared_prefixes(
+    packing: Packing, window: int | None, min_shared_tokens: int, partition: int | None
+) -> Iterator[SharedPrefix]:
+    if window is not None:
+        return
+    for prefix in find_shared_prefixes(packing.tables, packing.starts, packing.block_size, min_shared_tokens):
+        length = prefix.num_blocks * packing.block_size
+        whole = length if partition is None else length - length % partition
+        if (len(prefix.parts) - 1) * whole >= min_shared_tokens:
+            yield prefix
+
+
+def _whole_segments(length: int, partition: int | None) -> Iterator[tuple[int, int]]:
+    """Segments within the first `length` positions."""
+    step = length if partition is None else partition
+    for first in range(0, length - step + 1, step):
+        yield first, first + step
+
+
+def _own_tiles(rows: Rows, first: int, window: int | None, partition: int | None) -> Iterator[Tile]:
+    """Tiles of one part's rows over the keys from position `first`, at which a segment begins."""
+    if window is not None:
+        first = max(first, rows.first + 1 - window)
+    if partition is None:
+        yield Tile(Kind.DIAGONAL, (rows,), first, rows.end)
+        return
+    sight = rows.end if window is None else window
+    for begin in range(first // partition * partition, rows.end, partition):
+        end = begin + partition
+        inside = _between(rows, begin, end)
+        behind = _between(rows, end, begin + sight)
+        far = _between(rows, max(end, begin + sight), end + sight - 1)
+        if inside:
+            yield Tile(Kind.DIAGONAL, (inside,), begin, min(end, inside.end))
+        if behind:
+            yield Tile(_kind(behind, rows), (behind,), begin, end)
+        if far:
+            yield Tile(Kind.FRONT, (far,), begin, end)
+
+
+def _between(rows: Rows, first: int, end: int) -> Rows | None:
+    first, end = max(first, rows.first), min(end, rows.end)
+    return Rows(rows.part, first, end) if first < end else None
+
+
+def _kind(behind: Rows, rows: Rows) -> Kind:
+    if behind.end < rows.end:
+        return Kind.LEAVING
+    return Kind.STEADY if behind.first == rows.first else Kind.ENTERING
