@@ -1,0 +1,87 @@
+"""What the engine counts: against traffic whose numbers are known, and against times that are given."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from kvpool.process.histogram import Histogram
+
+from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
+from tests.worker_service.world import World, read
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.stats import EngineStats
+
+
+def up_to(histogram: Histogram, bound: float) -> int:
+    """How many values are at most `bound`, which is one of its bounds."""
+    return dict(histogram.cumulative())[bound]
+
+
+async def test_times_of_a_request_are_told_from_its_arrival() -> None:
+    """Arrived at 10 s, blocks at 12, tokens at 13, 13.5 and 15: each interval is in its place, and each once."""
+    world = World(num_blocks=9, block_size=4)
+    async with world.running():
+        request = world.submit([1, 2, 3], 1)
+        stats = EngineStats()
+        request.times.arrived_at = 10.0
+        request.times.granted_at = None
+        stats.on_granted(request, 12.0)
+        stats.on_granted(request, 12.5)  # after a preemption
+        for now in (13.0, 13.5, 15.0):
+            stats.on_token(request, now)
+        stats.on_finished(request, "stop", 15.0)
+        assert (stats.queue_seconds.count, stats.queue_seconds.sum) == (1, 2.0)
+        assert (stats.first_token_seconds.count, stats.first_token_seconds.sum) == (1, 3.0)
+        assert (stats.inter_token_seconds.count, stats.inter_token_seconds.sum) == (2, 2.0)
+        assert up_to(stats.inter_token_seconds, 0.5) == 1
+        assert (stats.prefill_seconds.sum, stats.decode_seconds.sum) == (1.0, 2.0)
+        assert (stats.request_seconds.count, stats.request_seconds.sum) == (1, 5.0)
+        assert (stats.num_admitted_tokens, stats.num_prompt_tokens, stats.num_generated_tokens) == (3, 3, 3)
+        assert stats.ended == {"stop": 1}
+        await read(request)
+
+
+@pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
+async def test_tokens_add_up(num_blocks: int) -> None:
+    """What the model has forwarded is what was prefilled and decoded; without preemptions nothing is computed twice."""
+    prompts = prompts_with_shared_beginnings(random.Random(num_blocks), 20, 24)
+    world = World(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
+    async with world.running():
+        for _ in range(2):
+            await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
+    stats = world.engine.stats
+    num_requests = 2 * len(prompts)
+    assert stats.ended == {"length": num_requests}
+    assert stats.num_generated_tokens == 20 * num_requests
+    assert stats.num_prompt_tokens == stats.num_admitted_tokens == 2 * sum(map(len, prompts))
+    assert 0 < stats.num_cached_tokens < stats.num_admitted_tokens
+    assert stats.num_forwarded_tokens == world.model.num_forwarded
+    assert stats.num_steps == world.model.num_steps == stats.step_seconds.count == stats.step_tokens.count
+    assert stats.step_tokens.sum == stats.num_forwarded_tokens
+    assert stats.first_token_seconds.count == stats.queue_seconds.count == stats.request_seconds.count == num_requests
+    assert stats.inter_token_seconds.count == 19 * num_requests
+    assert stats.request_generated_tokens.sum == stats.num_generated_tokens
+    prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
+    if num_blocks == 400:
+        assert world.engine.scheduler.num_preemptions == 0
+        assert prefilled == stats.num_admitted_tokens - stats.num_cached_tokens
+        assert stats.num_decoded_tokens == 19 * num_requests
+    else:
+        assert world.engine.scheduler.num_preemptions > 0
+
+
+async def test_each_end_is_counted_once_and_under_its_name() -> None:
+    """Also when it is told twice, as gRPC does, or comes while a step runs that fails."""
+    world = World(num_blocks=100, block_size=4)
+    async with world.running():
+        assert len(await world.generate([1, 2, 3], 5)) == 5
+        abandoned = world.submit([4, 5, 6], 100)
+        for _ in range(2):
+            world.engine.abort(abandoned)
+        failed = world.submit([7, 8, 9], 100)
+        world.engine.fail_all(EngineError(ErrorKind.UNAVAILABLE, "the end"))
+        world.engine.abort(failed)
+    assert world.engine.stats.ended == {"length": 1, "cancelled": 1, "unavailable": 1}
+    assert world.engine.stats.request_seconds.count == 1

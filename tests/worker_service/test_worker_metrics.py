@@ -1,0 +1,230 @@
+"""The worker's page and its line in the log, over a real engine and a real manager's core."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from kvpool.process.metrics import MetricsPage
+from prometheus_client import generate_latest
+
+from tests.scrape import Scrape
+from tests.worker_service.world import World
+from worker_service import throughput
+from worker_service.engine.errors import ErrorKind
+from worker_service.metrics import OUTCOMES, WorkerLabels, WorkerMetrics
+from worker_service.throughput import ThroughputLog
+
+MODEL = {"model_name": "tracer", "engine": "0"}
+LABELS = WorkerLabels(
+    version="1",
+    model_name="tracer",
+    dtype="float32",
+    device="cpu",
+    block_size=4,
+    num_blocks=65,
+    bytes_per_block=512,
+    prefix_caching=True,
+)
+VLLM_TYPES = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
+    "vllm:prefix_cache_queries_total": "counter",
+    "vllm:prefix_cache_hits_total": "counter",
+    "vllm:num_preemptions_total": "counter",
+    "vllm:prompt_tokens_total": "counter",
+    "vllm:generation_tokens_total": "counter",
+    "vllm:request_success_total": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
+}
+
+
+def look(world: World) -> Scrape:
+    page = MetricsPage()
+    WorkerMetrics(world.engine, world.link, LABELS).fill(page)
+    return Scrape(generate_latest(page).decode())
+
+
+def one_world(**settings: Any) -> World:
+    return World(num_blocks=65, block_size=4, **settings)
+
+
+async def test_every_name_of_vllm_is_there_from_the_start_and_of_its_type() -> None:
+    """As they stand in the text: routers look for them by whole name."""
+    world = one_world()
+    async with world.running():
+        page = look(world)
+    said = dict(line.split()[2:4] for line in page.text.splitlines() if line.startswith("# TYPE vllm:"))
+    assert said == VLLM_TYPES
+    for name, kind in VLLM_TYPES.items():
+        sample = f"{name}_count" if kind == "histogram" else name
+        series = [dict(labels) for found, labels in page.values if found == sample]
+        assert series, name
+        if name != "vllm:cache_config_info":
+            assert all(MODEL.items() <= labels.items() for labels in series), name
+    assert page.labelled("vllm:request_success_total", "finished_reason") == dict.fromkeys(
+        ("stop", "length", "abort", "error"), 0
+    )
+    assert page.value(
+        "vllm:cache_config_info",
+        block_size="4",
+        num_gpu_blocks="65",
+        cache_dtype="float32",
+        enable_prefix_caching="True",
+        engine="0",
+    )
+
+
+async def test_the_page_tells_the_tokens_hits_and_ends_of_known_traffic() -> None:
+    """Two prompts of ten tokens, equal and one after the other: the second finds two blocks of four."""
+    world = one_world()
+    async with world.running():
+        for _ in range(2):
+            await world.generate(list(range(10)), 5)
+        lost = world.submit([50, 51, 52], 100)
+        world.engine.abort(lost)
+        page, num_calls = look(world), world.cache.num_calls
+    assert (
+        page.value("vllm:prefix_cache_queries_total", **MODEL) == page.value("vllm:prompt_tokens_total", **MODEL) == 20
+    )
+    assert page.value("vllm:prefix_cache_hits_total", **MODEL) == 8
+    assert page.value("vllm:generation_tokens_total", **MODEL) == 10
+    assert page.labelled("vllm:request_success_total", "finished_reason") == {
+        "stop": 0, "length": 2, "abort": 1, "error": 0,
+    }  # fmt: skip
+    assert page.value("vllm:time_to_first_token_seconds_count", **MODEL) == 2
+    assert page.value("vllm:inter_token_latency_seconds_count", **MODEL) == 8
+    assert page.value("vllm:e2e_request_latency_seconds_count", **MODEL) == 2
+    assert page.value("kvpool_worker_prompt_tokens_total") == 20
+    assert page.value("kvpool_worker_cached_tokens_total") == 8
+    assert page.value("kvpool_worker_prefilled_tokens_total") == 12
+    assert page.value("kvpool_worker_generated_tokens_total") == 10
+    ended = page.labelled("kvpool_worker_requests_ended_total", "outcome")
+    assert ended == {**dict.fromkeys(OUTCOMES, 0), "length": 2, "cancelled": 1}
+    assert page.value("kvpool_worker_step_duration_seconds_count") == world.engine.stats.num_steps
+    assert page.value("kvpool_worker_manager_calls_total") == num_calls > 0
+    assert page.value("kvpool_worker_manager_calls_failed_total") == 0
+    assert page.value("kvpool_worker_sessions_total") == 1
+    assert page.value("kvpool_worker_session_open") == 1
+    assert page.value("kvpool_worker_kv_cache_bytes") == 65 * 512
+
+
+async def test_gauges_tell_what_is_here_now() -> None:
+    """While one of two requests runs, the other waits for its place in the batch."""
+    world = one_world(max_num_seqs=1)
+    async with world.running():
+        gate = world.model.gate = threading.Event()
+        running, waiting = world.submit(list(range(9)), 30), world.submit([40, 41], 30)
+        while world.engine.scheduler.num_running < 1:
+            await asyncio.sleep(0.001)
+        page = look(world)
+        assert page.labelled("kvpool_worker_requests", "state") == {"running": 1, "waiting": 1}
+        assert page.value("vllm:num_requests_running", **MODEL) == page.value("vllm:num_requests_waiting", **MODEL) == 1
+        assert page.value("kvpool_worker_held_blocks") == 3
+        assert page.value("vllm:kv_cache_usage_perc", **MODEL) == 3 / 64
+        gate.set()
+        world.engine.abort(running)
+        world.engine.abort(waiting)
+    page = look(world)
+    assert page.value("kvpool_worker_held_blocks") == page.value("vllm:kv_cache_usage_perc", **MODEL) == 0
+
+
+async def test_an_unanswered_call_is_counted_as_failed() -> None:
+    world = one_world()
+    async with world.running():
+        world.wire.lose_next_reply = "Allocate"
+        request = world.submit([1, 2, 3], 5)
+        while not world.link.num_failed_calls:
+            await asyncio.sleep(0.001)
+        world.wire.is_cut = False
+        while not request.stream.is_finished:
+            await asyncio.sleep(0.001)
+        assert look(world).value("kvpool_worker_manager_calls_failed_total") == world.link.num_failed_calls
+
+
+async def test_what_requests_say_never_becomes_a_label() -> None:
+    """However they are called and end: the series are as many as before the first."""
+    world = one_world()
+    async with world.running():
+        before = look(world).values.keys()
+        for index in range(8):
+            await world.generate([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
+        for kind in ErrorKind:
+            world.engine.stats.on_refused(kind)
+        assert look(world).values.keys() == before
+
+
+class Line:
+    """What structlog is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def info(self, event: str, **values: Any) -> None:
+        self.lines.append({"event": event, **values})
+
+
+async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twelve prompt tokens computed of twenty, ten generated, in ten seconds."""
+    said = Line()
+    monkeypatch.setattr(throughput, "log", said)
+    now = 100.0
+    world = one_world()
+    async with world.running():
+        line = ThroughputLog(world.engine, clock=lambda: now)
+        line.look()
+        assert said.lines == []
+        for _ in range(2):
+            await world.generate(list(range(10)), 5)
+        await world.until_idle()
+        now += 10.0
+        line.look()
+        assert said.lines == [
+            {
+                "event": "throughput",
+                "prompt_tokens_per_s": 1.2,
+                "generated_tokens_per_s": 1.0,
+                "running": 0,
+                "waiting": 0,
+                "kv_usage": 0.0,
+                "hit_rate": 0.4,
+            }
+        ]
+        now += 10.0
+        line.look()
+        assert len(said.lines) == 1
+
+
+async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is stuck is just the one that an operator looks at."""
+    said = Line()
+    monkeypatch.setattr(throughput, "log", said)
+    now = 100.0
+    world = one_world()
+    async with world.running():
+        gate = world.model.gate = threading.Event()
+        request = world.submit([1, 2, 3], 30)
+        while not world.engine.scheduler.num_running:
+            await asyncio.sleep(0.001)
+        line = ThroughputLog(world.engine, clock=lambda: now)
+        now += 10.0
+        line.look()
+        gate.set()
+        world.engine.abort(request)
+    (told,) = said.lines
+    assert (told["running"], told["generated_tokens_per_s"]) == (1, 0.0)
+    assert "hit_rate" not in told  # no prompt came in meanwhile
