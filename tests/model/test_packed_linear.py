@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
 
@@ -21,9 +22,35 @@ def test_equals_linear(dtype: torch.dtype, bias: bool, num_rows: int) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
     inputs = torch.randn(1, num_rows, 48).to(dtype)
-    result = PackedLinear(linear)(inputs)
+    result = PackedLinear(linear.weight, linear.bias)(inputs)
     assert result.shape == (1, num_rows, 80)
     torch.testing.assert_close(result, linear(inputs), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("sizes", [(48, 80), (1536, 64), (30, 17)], ids=str)
+def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(sizes: tuple[int, int]) -> None:
+    """In float32; long sums are those that would be cut in other places."""
+    if not packing_works(torch.float32):
+        pytest.skip("no packed float32 products on this CPU")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(*sizes).requires_grad_(False)
+    packed = PackedLinear(linear.weight, linear.bias)
+    inputs = torch.randn(1, 600, sizes[0])
+    whole = packed(inputs)
+    for first, end in [(0, 1), (599, 600), (7, 9), (3, 20), (64, 129), (100, 357)]:
+        assert torch.equal(packed(inputs[:, first:end]), whole[:, first:end])
+    assert torch.equal(packed(inputs[0, 5]), whole[0, 5])
+
+
+def test_conv1d_is_a_linear_with_its_weight_transposed() -> None:
+    if not packing_works(torch.float32):
+        pytest.skip("no packed float32 products on this CPU")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Conv1D(80, 48)).requires_grad_(False)
+    inputs = torch.randn(1, 5, 48)
+    expected = model(inputs)
+    assert pack_linears(model) == 1
+    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_plain_linears_are_replaced_and_shared_weights_stay() -> None:

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 
 class PackedLinear(torch.nn.Module):
-    """Computes what the given Linear does; holds its weight in oneDNN's own layout."""
+    """Computes inputs · weightᵀ + bias; holds the weight [out_features, in_features] in oneDNN's own layout.
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    In float32 the bits of a row do not depend on how many rows there are, which cannot be said of torch's own Linear.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.out_features, self.in_features = weight.shape
         # An opaque tensor of the same shape and dtype: some models look at these.
-        self.weight = _pack(linear.weight.detach())
-        self.bias = linear.bias
+        self.weight = _pack(weight.detach())
+        self.bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if inputs.numel() == 0:  # no row of the step wants logits; oneDNN takes no empty matrices
+        num_rows = inputs.numel() // self.in_features
+        if num_rows == 0:  # no row of the step wants logits; oneDNN takes no empty matrices
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
+        if num_rows == 1 and inputs.dtype == torch.float32:
+            # One row alone takes a way of its own through oneDNN, with sums in another order.
+            twice = inputs.reshape(1, -1).expand(2, -1).contiguous()
+            return _apply(twice, self.weight, self.bias)[:1].view(*inputs.shape[:-1], self.out_features)
         return _apply(inputs, self.weight, self.bias)
 
 
 def pack_linears(model: torch.nn.Module) -> int:
-    """Replace every plain Linear in the model, in place, so that the unpacked weights can be freed.
+    """Replace every plain Linear in the model, and its transposed form Conv1D, in place, so that the unpacked weights can be freed.
 
     Returns how many were replaced: 0 where this torch or CPU cannot.
     """
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and packing_works(child.weight.dtype):
-                setattr(parent, name, PackedLinear(child))
+            packed = _packed(child)
+            if packed is not None:
+                setattr(parent, name, packed)
                 count += 1
     return count
+
+
+def _packed(module: Any) -> PackedLinear | None:
+    kind = type(module)
+    if kind not in (torch.nn.Linear, Conv1D) or not packing_works(module.weight.dtype):
+        return None
+    return PackedLinear(module.weight if kind is torch.nn.Linear else module.weight.t(), module.bias)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
