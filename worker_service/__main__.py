@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 
+import structlog
 from kvpool.process.logs import configure_logging
 from kvpool.process.settings import SettingsProblem, load_settings
 
@@ -22,7 +23,8 @@ def _settings() -> WorkerSettings:
 
 
 def main() -> None:
-    """Run a worker until it is told to stop. Exit status 2: bad settings; 1: it could not start or go on."""
+    """Run a worker until it is told to stop, or only print its plan. Exit status 2: bad settings; 1: it could not start or
+    go on."""
     settings = _settings()
     configure_logging(settings.log_format, settings.log_level)
     try:
@@ -38,6 +40,9 @@ def main() -> None:
         )
         sys.exit(1)
     try:
+        if settings.dry_run:
+            _dry_run(settings)
+            return
         with asyncio.Runner() as runner:
             try:
                 runner.run(run_worker(settings))
@@ -50,6 +55,14 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _dry_run(settings: WorkerSettings) -> None:
+    from rich.console import Console
+
+    from .dry_run import dry_run
+
+    dry_run(settings, Console(), structlog.get_logger("kvpool.worker").info)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ SAMPLER_BYTES_PER_LOGIT = 24
 """Beside the model's own logit: the float32 copy, its sorted copy with int64 ranks, and probabilities twice."""
 
 
+_DRAWN_IN = torch.bfloat16
+"""Some operators run on the meta device in this dtype only; the shapes are the same in all of them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Blueprint:
     """A model without its weights."""
@@ -32,24 +36,25 @@ class Blueprint:
     model: Any
     """On the meta device; it can be run there."""
     layers: list[AttentionLayer]
-    dtype: torch.dtype
 
     @property
     def num_parameters(self) -> int:
         """Tied ones counted once."""
         return sum(int(parameter.numel()) for parameter in self.model.parameters())
 
-    def weight_bytes(self, device: torch.device) -> int:
-        """Of parameters and buffers as they lie on the device; see load_model."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        total = sum(int(tensor.nbytes) for tensor in tensors)
+    def weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Of parameters in the dtype, and of buffers, as they lie on the device; see load_model."""
+        total = self.num_parameters * dtype.itemsize
+        for buffer in self.model.buffers():
+            follows = buffer.dtype == _DRAWN_IN  # others have a dtype of their own, whatever the weights'
+            total += int(buffer.numel()) * (dtype if follows else buffer.dtype).itemsize
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if device.type == "cpu" and type(head) is torch.nn.Linear and packing_works(self.dtype):
+        if device.type == "cpu" and type(head) is torch.nn.Linear and packing_works(dtype):
             # Packing takes a tied head away from the embeddings it shares its weight with.
-            total += int(head.weight.nbytes) if head.weight is embeddings.weight else 0
+            total += int(head.weight.numel()) * dtype.itemsize if head.weight is embeddings.weight else 0
         return total
 
-    def activation_bytes(self, num_tokens: int, num_sequences: int) -> int:
+    def activation_bytes(self, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
         """Largest sum of the intermediate results of a step, sampling included; what attention needs inside is left out.
 
         Raises UnsupportedModel where that cannot be told.
@@ -71,10 +76,11 @@ class Blueprint:
                 hook.remove()
             for layer in self.layers:
                 unbind(layer.module)
-        return max(meter.peak_bytes, int(logits.nbytes + logits.numel() * SAMPLER_BYTES_PER_LOGIT))
+        results = meter.peak_bytes * dtype.itemsize // _DRAWN_IN.itemsize
+        return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
 
 
-def draw_blueprint(config: Any, dtype: torch.dtype) -> Blueprint:
+def draw_blueprint(config: Any) -> Blueprint:
     """Build the model on the meta device. Takes tenths of a second and hardly any memory, whatever the model's size.
 
     Raises UnsupportedModel where its code cannot run there.
@@ -83,9 +89,9 @@ def draw_blueprint(config: Any, dtype: torch.dtype) -> Blueprint:
     try:
         with quiet_transformers(), META:
             model = AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=dtype, attn_implementation=ATTENTION_NAME
+                deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME
             ).eval()
-        return Blueprint(model, find_attention_layers(model, META), dtype)
+        return Blueprint(model, find_attention_layers(model, META))
     except UnsupportedModel:
         raise
     except Exception as error:  # each model has code of its own, not all of it written for tensors without values

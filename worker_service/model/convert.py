@@ -58,7 +58,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
-            dtype=_dtype_that_keeps(gguf),
+            dtype=dtype_that_keeps(gguf),
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
             trust_remote_code=False,
@@ -70,7 +70,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         model.save_pretrained(folder)
 
 
-def _dtype_that_keeps(gguf: Path) -> torch.dtype:
+def dtype_that_keeps(gguf: Path) -> torch.dtype:
     """float32 and float16 files keep their precision; quantised ones lose nothing that matters in bfloat16."""
     kinds = {tensor.tensor_type for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1}
     if kinds == {GGMLQuantizationType.F32}:

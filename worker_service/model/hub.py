@@ -101,6 +101,27 @@ def fetch_model(hub_id: HubId, progress: Progress) -> Path:
             raise ModelError(f"Fetching {hub_id.name} failed: {problem.text}") from error
 
 
+def fetch_config(hub_id: HubId, progress: Progress) -> Path:
+    """The folder in the hub's cache with the model's config.json, or its one GGUF file if it is there already; fetches no weights.
+
+    If the hub cannot be reached, the cached files are used. Raises ModelError as fetch_model does.
+    """
+    progress(f"asking {_endpoint()} for the config of {hub_id.name}")
+    with _quiet():
+        try:
+            folder = _snapshot(hub_id.repo, hub_id.revision, ["config.json"])
+        except Exception as error:  # each release of the library has its own exceptions of its network layer
+            raise ModelError(_explain(error, hub_id).text) from error
+    if (folder / "config.json").is_file():
+        return folder
+    if ggufs := sorted(folder.glob("*.gguf")):
+        return ggufs[0] if len(ggufs) == 1 else folder
+    raise ModelError(
+        f"{hub_id.name} on the hub has no config.json: what it needs cannot be told before its files are here. Fetch them "
+        f"(`hf download {hub_id.repo}` prints the path) and give the path."
+    )
+
+
 # -- fetching
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
 from ..attention.torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .cache_dir import default_cache_dir
-from .errors import ModelError
+from .config import choose_max_model_len, read_config
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .fingerprint import fingerprint
 from .guard import check_config, check_twin, guarded_layers
@@ -72,62 +72,55 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
         torch.set_num_threads(settings.num_threads)
     cache_dir = settings.cache_dir or default_cache_dir()
     folder = resolve_model(settings.model, cache_dir, progress)
-    config = _read_config(folder.path)
-    device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device, own_dtype(config))
-    max_model_len = _max_model_len(config, settings.max_model_len)
-    rope_regime = fix_longrope(config, max_model_len)
-    check_config(config, max_model_len)
-    check_twin(config, max_model_len)
-    facts = _read_facts(folder, config, device, dtype, max_model_len, rope_regime, cache_dir, progress)
+    config = read_config(folder.path)
+    prepared = prepare(config, settings)
+    device, dtype = prepared.device, prepared.dtype
+    facts = _read_facts(folder, config, prepared, cache_dir, progress)
     started = time.monotonic()
     model = _load_weights(folder.path, config, dtype, device)
-    layers = guarded_layers(model, config, dtype, device, max_model_len)
+    layers = guarded_layers(model, config, dtype, device, prepared.max_model_len)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
     return LoadedModel(facts, layers, dtype, device, model)
 
 
-def _read_config(path: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ModelError(
-            f"transformers cannot read {path / 'config.json'}: {error}. Models that bring their own code are refused."
-        ) from error
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is settled before any weights are read."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    rope_regime: Regime | None
 
 
-def _max_model_len(config: Any, wanted: int | None) -> int:
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if wanted is None:
-        if limit is None:
-            raise ModelError(f"The config of {config.model_type} names no longest sequence: give --max-model-len.")
-        return int(limit)
-    if wanted < 2 or (limit is not None and wanted > limit):
-        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, which the model's config allows.")
-    return wanted
+def prepare(config: Any, settings: ModelSettings) -> Prepared:
+    """Choose device, dtype and the longest sequence, and check the config, in which longrope is fixed in place.
+
+    Raises ModelError with what to change.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device, own_dtype(config))
+    max_model_len = choose_max_model_len(config, settings.max_model_len)
+    rope_regime = fix_longrope(config, max_model_len)
+    check_config(config, max_model_len)
+    check_twin(config, max_model_len)
+    return Prepared(device, dtype, max_model_len, rope_regime)
 
 
 def _read_facts(
-    folder: ModelFolder,
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-    rope_regime: Regime | None,
-    cache_dir: Path,
-    progress: Progress,
+    folder: ModelFolder, config: Any, prepared: Prepared, cache_dir: Path, progress: Progress
 ) -> ModelFacts:
     files = TokenizerFiles(folder.path)
     text = config.get_text_config(decoder=True)
+    dtype = dtype_name(prepared.dtype)
     return ModelFacts(
         name=folder.name,
-        fingerprint=fingerprint(folder.path, dtype_name(dtype), cache_dir, progress, rope_regime),
+        fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime),
         architecture=config.model_type,
-        dtype=dtype_name(dtype),
-        device=str(device),
+        dtype=dtype,
+        device=str(prepared.device),
         vocab_size=text.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=prepared.max_model_len,
         eos_token_ids=eos_token_ids(_generation_config(folder.path), text),
         tokenizer_json=files.tokenizer_json(),
         chat_template=files.chat_template(),

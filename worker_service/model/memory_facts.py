@@ -72,8 +72,10 @@ def facts_of_loaded(
     )
 
 
-def facts_of_blueprint(blueprint: Blueprint, device: torch.device, settings: MemorySettings) -> MemoryFacts:
-    """As if the weights were in place; nothing is allocated."""
+def facts_of_blueprint(
+    blueprint: Blueprint, dtype: torch.dtype, device: torch.device, settings: MemorySettings
+) -> MemoryFacts:
+    """As if the weights were in place; nothing is allocated. Raises ModelError where they cannot be told."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
@@ -82,17 +84,17 @@ def facts_of_blueprint(blueprint: Blueprint, device: torch.device, settings: Mem
         device=str(device),
         total_bytes=total,
         other_bytes=total - free,
-        weight_bytes=blueprint.weight_bytes(device),
-        activation_bytes=blueprint.activation_bytes(settings.max_num_batched_tokens, settings.max_num_seqs),
-        bytes_per_token=kv_bytes_per_token(blueprint.layers, blueprint.dtype),
+        weight_bytes=blueprint.weight_bytes(dtype, device),
+        activation_bytes=blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
+        bytes_per_token=kv_bytes_per_token(blueprint.layers, dtype),
         activations_from=_ESTIMATED,
     )
 
 
 def _estimated(config: Any, dtype: torch.dtype, settings: MemorySettings) -> tuple[int, str]:
     try:
-        blueprint = draw_blueprint(config, dtype)
-        estimate = blueprint.activation_bytes(settings.max_num_batched_tokens, settings.max_num_seqs)
+        blueprint = draw_blueprint(config)
+        estimate = blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
     except UnsupportedModel:
         return 0, "not known: the model does not run without values"
     return estimate, _ESTIMATED

@@ -12,7 +12,8 @@ import torch
 from .errors import ModelError
 from .settings import DTypeName
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By name."""
 # Flags of Linux for CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
 _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -37,12 +38,12 @@ def choose_device(device: str) -> torch.device:
 def choose_dtype(dtype: DTypeName, device: torch.device, own: torch.dtype | None) -> torch.dtype:
     """The dtype of weights and KV. `own` is what the model's config names."""
     if dtype != "auto":
-        if dtype not in _DTYPES:
-            raise ModelError(f"Unknown dtype {dtype!r}: give auto, {', '.join(_DTYPES)}.")
-        return _DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ModelError(f"Unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}.")
+        return DTYPES[dtype]
     if device.type == "cpu":
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    return own if own is not None and own in _DTYPES.values() else torch.bfloat16
+    return own if own is not None and own in DTYPES.values() else torch.bfloat16
 
 
 def dtype_name(dtype: torch.dtype) -> str:

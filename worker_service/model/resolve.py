@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .convert import convert_gguf
 from .errors import ModelError
-from .hub import fetch_model, parse_hub_id
+from .hub import fetch_config, fetch_model, parse_hub_id
 from .progress import Progress
 from .weights import only_gguf
 
@@ -23,6 +23,17 @@ class ModelFolder(NamedTuple):
     name: str
     """For people: the last part of the path, the hub id, or `smollm2`."""
     path: Path
+
+
+class ConfigSource(NamedTuple):
+    """Where transformers finds a model's config."""
+
+    name: str
+    """For people, as in ModelFolder."""
+    path: Path
+    """A folder."""
+    gguf: str | None
+    """The file in it that holds the config; None: config.json."""
 
 
 def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
@@ -40,7 +51,37 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
         return _load_from(path.resolve().name, path, cache_dir, progress)
     if path.is_file() and path.suffix == ".gguf":
         return _load_from(path.stem, path, cache_dir, progress)
-    raise ModelError(
+    raise _no_such_model(model)
+
+
+def find_config(model: str, progress: Progress) -> ConfigSource:
+    """Where the config of the model is; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
+    if model == SMOLLM2:
+        return _config_in(SMOLLM2, _smollm2_gguf())
+    path = Path(model).expanduser()
+    hub_id = None if path.exists() else parse_hub_id(model)
+    if hub_id is not None:
+        return _config_in(hub_id.name, fetch_config(hub_id, progress))
+    if path.is_dir():
+        return _config_in(path.resolve().name, path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _config_in(path.stem, path)
+    raise _no_such_model(model)
+
+
+def _config_in(name: str, path: Path) -> ConfigSource:
+    if path.is_file():
+        return ConfigSource(name, path.parent, path.name)
+    if (path / "config.json").is_file():
+        return ConfigSource(name, path, None)
+    gguf = only_gguf(str(path), {file.name for file in path.iterdir()})
+    if gguf is None:
+        raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
+    return ConfigSource(name, path, gguf)
+
+
+def _no_such_model(model: str) -> ModelError:
+    return ModelError(
         f"There is no model folder {model!r}. Give a folder with config.json and *.safetensors, a folder with one *.gguf "
         f"file or the file itself, {SMOLLM2!r}, or a hub id: org/name or org/name@revision."
     )

@@ -1,0 +1,158 @@
+"""`kvpool worker --dry-run`: the plan of a real start, told by the model's config alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.model.hub_server import HubServer, hub_server, repo_of
+from tests.model.paged import load, quiet
+from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
+from worker_service.dry_run import dry_run
+from worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
+from worker_service.model.memory import MemorySettings
+from worker_service.model.outline import outline_model
+from worker_service.model.settings import ModelSettings
+from worker_service.settings import WorkerSettings
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    """A model folder whose weights were not fetched."""
+    full = make_tiny_model("llama", tmp_path / "full").path
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((full / "config.json").read_bytes())
+    return folder
+
+
+def printed(settings: WorkerSettings) -> str:
+    console = Console(file=StringIO(), width=120)
+    dry_run(settings, console, quiet)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(text, str)
+    return text
+
+
+def settings(model: Path | str, **more: object) -> WorkerSettings:
+    return WorkerSettings(model=str(model), device="cpu", dtype="float32", **more)  # type: ignore[arg-type]
+
+
+def rows(text: str) -> dict[str, str]:
+    """The first two columns of all tables."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    return {row[0]: row[1] for row in cells if len(row) >= 2}
+
+
+def test_a_config_is_enough(config_only: Path) -> None:
+    found = rows(printed(settings(config_only, num_blocks=101)))
+    assert found["name"] == "tiny-llama"
+    assert found["parameters"] == "32,416"
+    assert found["weights in float32"].endswith("KiB (chosen)")
+    assert found["weights in bfloat16"].endswith("KiB")
+    # 2 layers × K and V × 2 heads × 8 numbers × 4 bytes
+    assert found["bytes per token"] == "256"
+    assert found["bytes per block"] == "4,096 (16 tokens)"
+    assert found["KV cache"] == "404.00 KiB"
+    assert found["tokens"] == "1,600"
+    assert found["sequences of 512 tokens"] == "3.12 at once"
+    assert MAX_MODEL_LEN == 512
+
+
+def test_sequences_are_counted_at_several_lengths(tmp_path: Path) -> None:
+    config = (
+        '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9, '
+    )
+    (tmp_path / "config.json").write_text(config + '"intermediate_size": 8, "max_position_embeddings": 10000}')
+    found = rows(printed(settings(tmp_path, num_blocks=1001)))
+    counted = {name: value for name, value in found.items() if name.startswith("sequences of")}
+    assert counted == {
+        "sequences of 512 tokens": "31.25 at once",
+        "sequences of 2,048 tokens": "7.81 at once",
+        "sequences of 8,192 tokens": "1.95 at once",
+        "sequences of 10,000 tokens": "1.60 at once",
+    }
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v3"])
+def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(architecture, tmp_path).path
+    outline = outline_model(ModelSettings(str(folder), dtype="float32", device="cpu"), quiet)
+    loaded = load(folder)
+    for memory in (MemorySettings(16, kv_cache_memory=5_000_000), MemorySettings(8, num_blocks=50)):
+        ours, real = outline.plan(memory), loaded.plan(memory)
+        assert ours.kv_cache == real.kv_cache
+        assert ours.facts.weight_bytes == real.facts.weight_bytes
+        assert ours.facts.activation_bytes == real.facts.activation_bytes
+    assert outline.max_model_len == loaded.facts.max_model_len
+
+
+def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
+    """SmolLM2 by its file's head: 134.5 million parameters, 30 layers of 3 KV heads of 64."""
+    found = rows(printed(settings("smollm2", cache_dir=tmp_path)))
+    assert found["parameters"] == "134,515,008"
+    assert found["bytes per token"] == f"{30 * 2 * 3 * 64 * 4:,}"
+    assert found["longest sequence"] == "8,192 tokens"
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_many_blocks_are_refused_as_at_a_start(config_only: Path) -> None:
+    with pytest.raises(KVCacheTooLarge, match=r"At most \d+ blocks fit"):
+        printed(settings(config_only, num_blocks=1 << 40))
+
+
+def test_a_model_that_would_be_refused_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bart"}')
+    with pytest.raises(UnsupportedModel, match="bart is an encoder-decoder model"):
+        printed(settings(tmp_path))
+
+
+def test_a_folder_without_anything_says_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="neither"):
+        printed(settings(tmp_path))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "protos", "common"))
+    return subprocess.run(
+        [sys.executable, "-m", "worker_service", "--dry-run", *arguments],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "COLUMNS": "120"} | environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_process_ends_with_status_0_or_says_why_not(config_only: Path) -> None:
+    done = run("--model", str(config_only), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "bytes per token" in done.stdout
+    done = run("--model", str(config_only), "--device", "cpu", "--num-blocks", str(1 << 40))
+    assert done.returncode == 1
+    assert "kvpool worker: A KV cache of" in done.stderr
+    assert "--num-blocks" in done.stderr.splitlines()[-1]
+
+
+def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> None:
+    folder = make_tiny_model("llama", tmp_path / "model").path
+    with hub_server() as server:
+        assert isinstance(server, HubServer)
+        server.repos["org/tiny"] = repo_of(folder)
+        done = run("--model", "org/tiny", HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert rows(done.stdout)["parameters"] == "32,416"
+        assert any(path.endswith("config.json") for _, path, _ in server.requests)
+        assert not any("safetensors" in path for _, path, _ in server.requests)
+        done = run("--model", "org/other", HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path))
+        assert done.returncode == 1
+        assert "knows no model 'org/other'" in done.stderr

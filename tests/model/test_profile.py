@@ -1,0 +1,172 @@
+"""The maximum batch: that it is one, that it runs, and what is made of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.paged import load
+from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
+from worker_service.engine.step import SequencePart, Step
+from worker_service.model.errors import ModelError
+from worker_service.model.load import LoadedModel
+from worker_service.model.memory import KVCachePlan, MemorySettings
+from worker_service.model.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
+from worker_service.model.runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path)
+
+
+class Watched(ModelRunner):
+    """Keeps the steps that it is given. Runs out of memory above `max_num_tokens` tokens."""
+
+    steps: list[Step]
+    max_num_tokens: int
+
+    def execute(self, step: Step):  # type: ignore[no-untyped-def]
+        self.steps.append(step)
+        if sum(len(part.token_ids) for part in step.parts) > self.max_num_tokens:
+            raise torch.OutOfMemoryError("there is no more")
+        return super().execute(step)
+
+
+class FakeMeter:
+    """Says that the newest step needed 1,000 bytes per token, and of a step of decodes 3 bytes per token read."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps
+        self._num_seen = 0
+        self.num_released = 0
+
+    def reset(self) -> None:
+        self._num_seen = len(self._steps)
+
+    def _step(self) -> Step:
+        assert len(self._steps) == self._num_seen + 1, "one step between reset and reading"
+        return self._steps[-1]
+
+    def reserved_bytes(self) -> int:
+        return 1000 * sum(len(part.token_ids) for part in self._step().parts)
+
+    def allocated_bytes(self) -> int:
+        return 77 + 3 * sum(part.start for part in self._step().parts)
+
+    def release(self) -> None:
+        self.num_released += 1
+
+
+def watched(loaded: LoadedModel, max_num_tokens: int) -> tuple[Callable[[KVCachePlan], ModelRunner], list[Step]]:
+    steps: list[Step] = []
+
+    def make(plan: KVCachePlan) -> ModelRunner:
+        runner = loaded.runner(plan)
+        runner.__class__ = Watched
+        assert isinstance(runner, Watched)
+        runner.steps, runner.max_num_tokens = steps, max_num_tokens
+        return runner
+
+    return make, steps
+
+
+def written(part: SequencePart, block_size: int) -> list[int]:
+    """Blocks that a part writes."""
+    end = part.start + len(part.token_ids)
+    return part.block_table[part.start // block_size : -(-end // block_size)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "max_model_len", "block_size"),
+    [(2048, 64, 8192, 16), (100, 7, 30, 4), (5, 5, 1000, 256), (64, 1, 10, 1), (300, 3, 2, 16)],
+)
+def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
+    num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
+) -> None:
+    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
+    prompts, late, decodes = batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)
+    assert len(prompts.parts) == len(decodes.parts) == num_seqs
+    assert sum(len(part.token_ids) for part in prompts.parts) == min(num_tokens, num_seqs * max_model_len)
+    assert late.parts[0].start + len(late.parts[0].token_ids) == max_model_len
+    for step in (prompts, late, decodes):
+        assert all(part.sampling is not None for part in step.parts)
+        assert all(part.start + len(part.token_ids) <= max_model_len for part in step.parts)
+        own = [block for part in step.parts for block in written(part, block_size)]
+        assert len(set(own)) == len(own)
+        assert min(own) >= 2
+        assert max(own) < batches.num_blocks
+
+
+def test_what_was_measured_becomes_bytes_per_batch_and_per_token_read(loaded: LoadedModel) -> None:
+    make, steps = watched(loaded, 1 << 30)
+    meter = FakeMeter(steps)
+    settings = MemorySettings(16, max_num_seqs=4, max_num_batched_tokens=200)
+    needs = measure_batch(make, meter, settings, MAX_MODEL_LEN, bytes_per_token=1)
+    assert needs == (200_000, 3)
+    assert meter.num_released
+    assert [len(step.parts) for step in steps] == [4, 1, 4, 4]
+
+
+def test_a_batch_that_does_not_fit_names_one_that_does(loaded: LoadedModel) -> None:
+    make, steps = watched(loaded, 150)
+    settings = MemorySettings(16, max_num_seqs=4, max_num_batched_tokens=500)
+    with pytest.raises(ModelError, match=r"500 tokens and 4 sequences does not fit") as caught:
+        measure_batch(make, FakeMeter(steps), settings, MAX_MODEL_LEN, bytes_per_token=1)
+    named = int(str(caught.value).split("--max-num-batched-tokens ")[1].split()[0])
+    assert 150 - 64 <= named <= 150
+
+
+def test_a_batch_of_decodes_that_does_not_fit_asks_for_fewer_sequences(loaded: LoadedModel) -> None:
+    make, steps = watched(loaded, 3)
+    settings = MemorySettings(16, max_num_seqs=4, max_num_batched_tokens=500)
+    with pytest.raises(ModelError, match="smaller --max-num-seqs"):
+        measure_batch(make, FakeMeter(steps), settings, MAX_MODEL_LEN, bytes_per_token=1)
+
+
+def test_the_model_is_free_for_a_runner_afterwards(loaded: LoadedModel) -> None:
+    make, steps = watched(loaded, 1 << 30)
+    measure_batch(make, FakeMeter(steps), MemorySettings(16), MAX_MODEL_LEN, bytes_per_token=1)
+    runner = loaded.runner(KVCachePlan(4, 16, 1))
+    assert runner.logits([SequencePart([1, 2, 3], 0, [1], None)]).isfinite().all()
+    runner.close()
+
+
+@pytest.mark.parametrize("limit", [0, 9, 10, 11, 500, 998, 999, 5000])
+def test_the_search_ends_close_below_the_limit(limit: int) -> None:
+    found = largest_that_fits(lambda number: number <= limit, 10, 1000)
+    if limit < 10:
+        assert found is None
+    else:
+        assert found is not None
+        assert found <= limit
+        assert min(limit, 999) - found <= 64
+
+
+@pytest.mark.gpu
+def test_the_meter_of_a_gpu_sees_what_is_allocated() -> None:
+    meter = CUDAMeter(torch.device("cuda", 0))
+    kept = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
+    meter.reset()
+    temporary = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
+    del temporary
+    assert 64 << 20 <= meter.allocated_bytes() < 70 << 20
+    assert meter.reserved_bytes() >= 64 << 20
+    assert kept.numel() == 1 << 20
+
+
+@pytest.mark.gpu
+def test_a_plan_on_a_gpu_can_be_allocated_and_a_maximum_batch_runs_in_it(tmp_path: Path) -> None:
+    loaded = load(make_tiny_model("llama", tmp_path).path, "cuda:0")
+    settings = MemorySettings(16, gpu_memory_utilization=0.5, max_num_seqs=8, max_num_batched_tokens=256)
+    budget = loaded.plan(settings)
+    runner = loaded.runner(budget.kv_cache)
+    batches = MaximumBatches(256, 8, MAX_MODEL_LEN, 16)
+    for step in (batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)):
+        runner.execute(step)
+    free, total = torch.cuda.mem_get_info(0)
+    assert total - free <= 0.55 * total
+    runner.close()

@@ -1,0 +1,61 @@
+"""`kvpool worker --dry-run`: what the worker would do with the memory, without loading the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from .model.memory import KVCachePlan, MemoryBudget, show_bytes
+from .model.outline import Outline, outline_model
+from .model.placement import dtype_name
+from .settings import WorkerSettings
+
+_LENGTHS = (512, 2048, 8192)
+"""Tokens per sequence that the number of sequences is told for, beside the longest."""
+
+
+def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str], None]) -> None:
+    """Print the plan that a start with these settings would make now. Raises ModelError where a start would."""
+    outline = outline_model(settings.model_settings(), progress)
+    console.print(_model_table(outline))
+    budget = outline.plan(settings.memory_settings())
+    console.print(_memory_table(budget))
+    console.print(_kv_cache_table(budget.kv_cache, outline.max_model_len))
+
+
+def _model_table(outline: Outline) -> Table:
+    table = _table("Model", "")
+    table.add_row("name", outline.name)
+    table.add_row("architecture", outline.architecture)
+    table.add_row("parameters", f"{outline.blueprint.num_parameters:,}")
+    for name, num_bytes in outline.weight_bytes().items():
+        chosen = name == dtype_name(outline.dtype)
+        table.add_row(f"weights in {name}", show_bytes(num_bytes) + (" (chosen)" if chosen else ""))
+    table.add_row("longest sequence", f"{outline.max_model_len:,} tokens")
+    return table
+
+
+def _memory_table(budget: MemoryBudget) -> Table:
+    table = _table("Memory", "", "")
+    for line in budget.lines():
+        table.add_row(line.what, show_bytes(line.num_bytes), line.why)
+    return table
+
+
+def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
+    table = _table("KV cache", "")
+    table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
+    table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
+    table.add_row("blocks", f"{plan.num_blocks:,}, of which {plan.capacity:,} can be used")
+    table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
+    for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
+        table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title, *columns)
+    table.columns[1].justify = "right"
+    return table

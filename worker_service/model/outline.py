@@ -1,0 +1,63 @@
+"""A model that is looked at and not loaded: what it is and what it needs, out of its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .blueprint import Blueprint, draw_blueprint
+from .config import read_config
+from .convert import dtype_that_keeps
+from .load import prepare
+from .memory import MemoryBudget, MemorySettings, plan_memory
+from .memory_facts import facts_of_blueprint
+from .placement import DTYPES, choose_dtype
+from .progress import Progress
+from .resolve import find_config
+from .settings import ModelSettings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """What can be told of a model before its weights are there."""
+
+    name: str
+    architecture: str
+    """`model_type` of the config, e.g. llama."""
+    device: torch.device
+    dtype: torch.dtype
+    """That it would be loaded in."""
+    max_model_len: int
+    blueprint: Blueprint
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Per dtype, as they would lie on the device."""
+        return {name: self.blueprint.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
+
+    def plan(self, settings: MemorySettings) -> MemoryBudget:
+        """As LoadedModel.plan, with activations that are estimated. Raises ModelError."""
+        return plan_memory(facts_of_blueprint(self.blueprint, self.dtype, self.device, settings), settings)
+
+
+def outline_model(settings: ModelSettings, progress: Progress) -> Outline:
+    """Find the model's config and check it as load_model does. Reads no weights, converts nothing; some seconds.
+
+    Raises ModelError with what to change.
+    """
+    source = find_config(settings.model, progress)
+    config = read_config(source.path, source.gguf)
+    prepared = prepare(config, settings)
+    dtype = prepared.dtype
+    if source.gguf is not None and prepared.device.type == "cuda":
+        # Of a GGUF file the tensors tell it, and the conversion would write it into config.json.
+        dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
+    blueprint = draw_blueprint(config)
+    return Outline(
+        name=source.name,
+        architecture=config.model_type,
+        device=prepared.device,
+        dtype=dtype,
+        max_model_len=prepared.max_model_len,
+        blueprint=blueprint,
+    )
