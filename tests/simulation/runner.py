@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -32,9 +33,16 @@ def run_some(seeds: range) -> list[Result]:
     results = []
     for seed in seeds:
         results.append(run(seed))
+        gc.collect()  # a world is one large cycle
         if results[-1].violation is not None:
             break
     return results
+
+
+def _begin_process() -> None:
+    """What was imported is not gone through again after each run."""
+    gc.collect()
+    gc.freeze()
 
 
 def run_all(seeds: range, jobs: int) -> Iterator[list[Result]]:
@@ -42,7 +50,8 @@ def run_all(seeds: range, jobs: int) -> Iterator[list[Result]]:
     tasks = iter(
         range(at, min(at + _SEEDS_PER_TASK, seeds.stop)) for at in range(seeds.start, seeds.stop, _SEEDS_PER_TASK)
     )
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_process) as pool:
         waiting: set[Future[list[Result]]] = set()
         try:
             while True:
