@@ -45,7 +45,7 @@ async def scrape(url: str) -> Scrape:
     return Scrape(await asyncio.to_thread(get))
 
 
-def num_listening_sockets(pid: int) -> int:
+def num_listening_sockets(pid: int | str = "self") -> int:
     """TCP sockets of a process that listen. Linux only."""
     inodes = set()
     for table in ("tcp", "tcp6"):
