@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 
 from kvpool.v1 import worker_pb2
@@ -11,17 +10,18 @@ from tokenizers import Tokenizer
 
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.request import GenerationParams
-from .engine.step import SamplingParams, TokenLogprobs
+from .engine.step import TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
+from .sampling_codec import decode_prompt_logprobs, decode_sampling
 
 MAX_ID_BYTES = 128
 MAX_NAME_BYTES = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
 PART_BYTES = 1 << 20
+MAX_PROMPT_LOGPROBS = 4096
+"""In one message: with 20 of the most likely tokens each, 0.8 MB."""
 
 ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 """The files that GetModel streams, by kind."""
@@ -53,11 +53,14 @@ def decode_generate(
         attempt=request.attempt,
         token_ids=token_ids,
         num_delivered_tokens=_num_delivered(request, len(token_ids)),
-        sampling=_sampling(request),
+        sampling=decode_sampling(request),
         max_tokens=request.stop.max_tokens,
         stop_token_ids=_stop_token_ids(request.stop),
         stop_strings=_stop_strings(request.stop),
         ignore_eos=request.stop.ignore_eos,
+        min_tokens=request.stop.min_tokens,
+        num_prompt_logprobs=decode_prompt_logprobs(request),
+        echo=request.echo,
         tenant_salt=request.tenant_salt,
         priority=request.priority,
         tenant=request.tenant,
@@ -88,22 +91,6 @@ def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
     return request.num_delivered_tokens
 
 
-def _sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:
-    sampling = request.sampling
-    temperature = sampling.temperature
-    if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
-        raise invalid("sampling.temperature", f"needed 0 (greedy) to {MAX_TEMPERATURE:g}, got {temperature:g}")
-    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
-    if not 0 < top_p <= 1:
-        raise invalid("sampling.top_p", f"needed more than 0 and at most 1, got {top_p:g}")
-    num_logprobs = request.logprobs if request.HasField("logprobs") else None
-    if num_logprobs is not None and num_logprobs > MAX_LOGPROBS:
-        raise invalid("logprobs", f"at most {MAX_LOGPROBS}, got {num_logprobs}")
-    return SamplingParams(
-        temperature=temperature, top_k=sampling.top_k, top_p=top_p, seed=sampling.seed, num_logprobs=num_logprobs
-    )
-
-
 def _stop_token_ids(stop: worker_pb2.StopConditions) -> frozenset[int]:
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(stop.stop_token_ids)}")
@@ -128,21 +115,24 @@ _FINISH_REASONS = {
 }
 
 
-def encode_chunk(chunk: Chunk) -> worker_pb2.GenerateResponse:
-    """One message of the stream."""
+def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
+    """The next messages of the stream: one, unless log-probabilities of a long prompt wait to be told."""
+    prompt = [_encode_prompt_logprobs(logprobs) for logprobs in chunk.prompt_logprobs]
+    while len(prompt) > MAX_PROMPT_LOGPROBS:
+        yield worker_pb2.GenerateResponse(usage=_usage_of(chunk), prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS])
+        del prompt[:MAX_PROMPT_LOGPROBS]
     response = worker_pb2.GenerateResponse(
         start_index=chunk.start_index,
         token_ids=[token.token_id for token in chunk.tokens],
         text=chunk.text,
-        usage=None if chunk.usage is None else encode_usage(chunk.usage),
+        usage=_usage_of(chunk),
+        prompt_logprobs=prompt,
         finish_reason=_FINISH_REASONS[chunk.finish_reason],
     )
     for token in chunk.tokens:
         if token.logprobs is not None:
             response.logprobs.append(_encode_logprobs(token.logprobs))
-    for logprobs in chunk.prompt_logprobs:
-        response.prompt_logprobs.add(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
-    return response
+    yield response
 
 
 def _encode_logprobs(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
@@ -151,6 +141,14 @@ def _encode_logprobs(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
         top_token_ids=[token_id for token_id, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
     )
+
+
+def _encode_prompt_logprobs(logprobs: TokenLogprobs | None) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
+
+
+def _usage_of(chunk: Chunk) -> worker_pb2.Usage | None:
+    return None if chunk.usage is None else encode_usage(chunk.usage)
 
 
 def encode_usage(usage: Usage) -> worker_pb2.Usage:

@@ -62,7 +62,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context.add_done_callback(lambda _: engine.abort(accepted))  # type: ignore[arg-type]
         try:
             while (chunk := await accepted.stream.get()) is not None:
-                yield codec.encode_chunk(chunk)
+                for message in codec.encode_chunk(chunk):
+                    yield message
         except EngineError as error:
             await _abort(context, status.of_error(error))
         finally:

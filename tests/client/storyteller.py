@@ -17,7 +17,6 @@ from worker_service.cache.sequence import CacheSequence
 from worker_service.codec import decode_generate, encode_chunk
 from worker_service.engine.request import Request
 from worker_service.engine.step import SampledToken, TokenLogprobs
-from worker_service.engine.text import TextDecoder
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -107,10 +106,7 @@ class Storyteller(FakeWorker):
         )
         sequence.num_cached_tokens = telling.num_cached
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else {EOS})
-        decoder = TextDecoder(
-            self._tokenizer, params.token_ids, params.stop_strings, num_delivered=params.num_delivered_tokens
-        )
-        told = Request(params, sequence, max_tokens, stops, decoder)
+        told = Request(params, sequence, max_tokens, stops, params.text_decoder(self._tokenizer))
         told.on_granted()
         yield await _message_of(told)
         number, is_ended = 0, False
@@ -134,4 +130,5 @@ class Storyteller(FakeWorker):
 async def _message_of(told: Request) -> worker_pb2.GenerateResponse:
     chunk = await told.stream.get()
     assert chunk is not None
-    return encode_chunk(chunk)
+    (message,) = encode_chunk(chunk)
+    return message

@@ -162,7 +162,23 @@ def set_to(path: str, value: object) -> Callable[[Generate], object]:
     return spoil
 
 
+def set_bias(bias: dict[int, float]) -> Callable[[Generate], object]:
+    def spoil(request: Generate) -> None:
+        for token_id, value in bias.items():
+            request.sampling.logit_bias[token_id] = value
+
+    return spoil
+
+
+def bound_tokens(smallest: int, largest: int) -> Callable[[Generate], object]:
+    def spoil(request: Generate) -> None:
+        request.stop.min_tokens, request.stop.max_tokens = smallest, largest
+
+    return spoil
+
+
 NAN, INFINITY = float("nan"), float("inf")
+REPETITION = "sampling.repetition_penalty"
 MALFORMED = [
     invalid("no prompt", lambda request: request.ClearField("token_ids"), "prompt", "text or token_ids"),
     invalid("empty prompt", set_ids(), "prompt", "at least one token"),
@@ -188,7 +204,24 @@ MALFORMED = [
     invalid("too many logprobs", set_to("logprobs", 21), "logprobs", "at most 20"),
     invalid("unknown adapter", set_to("adapter", "lora-7"), "adapter", "lora-7"),
     invalid("tenant salt too long", set_to("tenant_salt", "x" * 257), "tenant_salt", "got 257"),
-    invalid("stop string without tokenizer", lambda r: r.stop.stop_strings.append("x"), "stop_strings", "no tokenizer"),
+    invalid("stop string without tokenizer", lambda r: r.stop.stop_strings.append("x"), "stop.stop_strings", "no tok"),
+    invalid("echo without tokenizer", set_to("echo", True), "echo", "no tokenizer"),
+    invalid("min_p below 0", set_to("sampling.min_p", -0.1), "sampling.min_p", "0 to 1, got -0.1"),
+    invalid("min_p above 1", set_to("sampling.min_p", 1.1), "sampling.min_p", "0 to 1"),
+    invalid("min_p NaN", set_to("sampling.min_p", NAN), "sampling.min_p", "nan"),
+    invalid("no repetition penalty", set_to("sampling.repetition_penalty", 0), REPETITION, "more than 0"),
+    invalid("large repetition penalty", set_to("sampling.repetition_penalty", 11), REPETITION, "at most 10"),
+    invalid("repetition penalty NaN", set_to("sampling.repetition_penalty", NAN), REPETITION, "nan"),
+    invalid("large presence penalty", set_to("sampling.presence_penalty", 2.1), "sampling.presence_penalty", "-2 to 2"),
+    invalid("small presence penalty", set_to("sampling.presence_penalty", -2.1), "sampling.presence_penalty", "-2.1"),
+    invalid("frequency penalty NaN", set_to("sampling.frequency_penalty", NAN), "sampling.frequency_penalty", "nan"),
+    invalid("large frequency penalty", set_to("sampling.frequency_penalty", 3), "sampling.frequency_penalty", "got 3"),
+    invalid("large bias", set_bias({5: 101.0}), "sampling.logit_bias", "-100 to 100, got 101"),
+    invalid("bias NaN", set_bias({5: NAN}), "sampling.logit_bias", "nan"),
+    invalid("bias outside the vocabulary", set_bias({5: 1.0, 264: 1.0}), "sampling.logit_bias", "vocabulary of 264"),
+    invalid("too many biases", set_bias(dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias", "got 1025"),
+    invalid("too many prompt logprobs", set_to("prompt_logprobs", 21), "prompt_logprobs", "at most 20"),
+    invalid("more tokens at least than at most", bound_tokens(9, 8), "stop.min_tokens", "more than the 8"),
     invalid("empty stop string", lambda r: r.stop.stop_strings.append(""), "stop.stop_strings", "1 to 256"),
     invalid("too many stop strings", lambda r: r.stop.stop_strings.extend(["x"] * 17), "stop.stop_strings", "got 17"),
     invalid(

@@ -24,10 +24,10 @@ from .errors import EngineError, ErrorKind, invalid
 from .fairness import Payer
 from .queue import SchedulingPolicy
 from .request import GenerationParams, Request
+from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
 from .step import PartResult, StepRunner
-from .text import TextDecoder
 
 log = structlog.get_logger()
 
@@ -101,9 +101,20 @@ class Engine:
 
     def submit(self, params: GenerationParams) -> Request:
         """Accept a request; its tokens arrive on `request.stream`. Raises EngineError, having changed nothing."""
+        ending_ids = params.stop_token_ids
+        if not params.ignore_eos:
+            ending_ids |= self.settings.eos_token_ids
         max_tokens = self._check(params)
+        check_sampling(
+            params,
+            vocab_size=self.settings.vocab_size,
+            ending_ids=ending_ids,
+            has_tokenizer=self.tokenizer is not None,
+        )
         payer = Payer(self.scheduler.policy.level(params), params.tenant)
         making_way = self._admission.check(self.scheduler.waiting, payer, len(params.token_ids), self._clock())
+        # KV hits have no logits.
+        may_hit = self.settings.prefix_caching and not params.tells_prompt_logprobs
         sequence = CacheSequence(
             params.sequence_id,
             params.attempt,
@@ -114,23 +125,18 @@ class Engine:
             ),
             params.token_ids,
             max_new_tokens=max_tokens,
-            max_cached_tokens=None if self.settings.prefix_caching else 0,
-            no_wait=not self.settings.prefix_caching,
+            max_cached_tokens=None if may_hit else 0,
+            no_wait=not may_hit,
         )
         decoder = None
         if self.tokenizer is not None:
-            decoder = TextDecoder(
-                self.tokenizer, params.token_ids, params.stop_strings, num_delivered=params.num_delivered_tokens
-            )
+            decoder = params.text_decoder(self.tokenizer)
             if decoder.is_stopped:
                 raise invalid(
                     "num_delivered_tokens",
                     "a stop string stands in the delivered tokens already: there is no more to come",
                 )
-        stop_token_ids = params.stop_token_ids
-        if not params.ignore_eos:
-            stop_token_ids |= self.settings.eos_token_ids
-        request = Request(params, sequence, max_tokens, stop_token_ids, decoder)
+        request = Request(params, sequence, max_tokens, ending_ids, decoder)
         request.times.arrived_at = self._clock()
         for other in making_way:
             self._fail(other, self._admission.made_way(self.scheduler.waiting, self._clock()))
@@ -165,8 +171,6 @@ class Engine:
                 f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed the {settings.max_model_len} that the model "
                 f"takes; at most {room} can be generated",
             )
-        if params.stop_strings and self.tokenizer is None:
-            raise invalid("stop_strings", "this model has no tokenizer, so there is no text to find them in")
         if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
             raise EngineError(
                 ErrorKind.EXISTS,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from ..cache.sequence import CacheSequence
 from .queue import Rank
 from .stats import RequestTimes
@@ -50,6 +52,17 @@ class GenerationParams:
     def tells_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are to be told: the attempt that delivered tokens has told them."""
         return self.num_prompt_logprobs is not None and not self.num_delivered_tokens
+
+    def text_decoder(self, tokenizer: Tokenizer) -> TextDecoder:
+        """What makes text of the tokens to come."""
+        return TextDecoder(
+            tokenizer,
+            self.token_ids,
+            self.stop_strings,
+            num_delivered=self.num_delivered_tokens,
+            min_tokens=self.min_tokens,
+            echo=self.echo,
+        )
 
 
 class Request:

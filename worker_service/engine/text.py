@@ -33,6 +33,7 @@ class _Decoder:
         self._ids, self._num_told = self._window(list(prompt[-PROMPT_TAIL_TOKENS:]))
         """The window, and how many of its leading ids were told: all but the bytes of a character that the prompt leaves
         incomplete, which belongs to the answer."""
+        self._num_prompt_told = len(prompt) - (len(self._ids) - self._num_told)
 
     def _window(self, tail: list[int]) -> tuple[list[int], int]:
         for end in range(len(tail), 0, -1):
@@ -43,6 +44,10 @@ class _Decoder:
 
     def _decode(self, ids: List[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def prompt_text(self, prompt: List[int]) -> str:
+        """The text of the prompt that it was made for, which the text of the tokens added goes on behind."""
+        return self._decode(prompt[: self._num_prompt_told])
 
     def add(self, token_id: int) -> str:
         """Text that the token completes; empty while a character's bytes are incomplete."""
@@ -68,28 +73,46 @@ class TextDecoder:
     the text as far as it could become a stop string.
 
     The prompt's last `num_delivered` tokens count as added before, with the text that came of them: what an earlier attempt
-    held back comes out here.
+    held back comes out here. A stop string that is complete with one of the first `min_tokens` tokens does not count. With
+    `echo`, the first text is the prompt's, if nothing was delivered.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: List[int], stop_strings: List[str], *, num_delivered: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt: List[int],
+        stop_strings: List[str],
+        *,
+        num_delivered: int = 0,
+        min_tokens: int = 0,
+        echo: bool = False,
     ) -> None:
         first_added = len(prompt) - min(num_delivered, MAX_REPLAYED_TOKENS)
         self._decoder = _Decoder(tokenizer, prompt[:first_added])
         self._stop_strings = tuple(stop_strings)
+        self._num_early = min_tokens - (num_delivered - (len(prompt) - first_added))
+        """Tokens to come that complete no stop string that counts; less than 0 is 0."""
         self._held = ""
+        self._echo = ""
         self.is_stopped = False
         """Whether a stop string was met; it is not part of the text."""
         for token_id in prompt[first_added:]:
             self.add(token_id)
+        if echo and not num_delivered:
+            self._echo = self._decoder.prompt_text(prompt)
 
     def add(self, token_id: int) -> str:
         """The text that has become certain with this token."""
+        echo, self._echo = self._echo, ""
+        return echo + self._add(token_id)
+
+    def _add(self, token_id: int) -> str:
+        self._num_early -= 1
         piece = self._decoder.add(token_id)
         if not piece:
             return ""
         text = self._held + piece
-        found = [position for position in (text.find(stop) for stop in self._stop_strings) if position >= 0]
+        found = [] if self._num_early >= 0 else self._find_stops(text)
         if found:
             self.is_stopped = True
             self._held = ""
@@ -100,8 +123,14 @@ class TextDecoder:
 
     def finish(self) -> str:
         """The text that was held back; call it when no token follows. Nothing behind a stop string."""
+        echo, self._echo = self._echo, ""
         held, self._held = self._held, ""
-        return "" if self.is_stopped else held + self._decoder.finish()
+        return echo + ("" if self.is_stopped else held + self._decoder.finish())
+
+    def _find_stops(self, text: str) -> list[int]:
+        """Where stop strings begin that end behind what was held back: one that ends in it came too early to count."""
+        begins = (text.find(stop, max(0, len(self._held) - len(stop) + 1)) for stop in self._stop_strings)
+        return [begin for begin in begins if begin >= 0]
 
     def _num_held_back(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -1,0 +1,36 @@
+"""What of a request's sampling can never be, by model and limits that the wire's own check does not know."""
+
+from __future__ import annotations
+
+from .errors import invalid
+from .request import GenerationParams
+
+
+def check_sampling(
+    params: GenerationParams, *, vocab_size: int, ending_ids: frozenset[int], has_tokenizer: bool
+) -> None:
+    """Refuse what cannot be, naming the field. `ending_ids`: all that end this request's text."""
+    if params.stop_strings and not has_tokenizer:
+        raise invalid("stop.stop_strings", "this model has no tokenizer, so there is no text to find them in")
+    if params.echo and not has_tokenizer:
+        raise invalid("echo", "this model has no tokenizer, so the prompt has no text")
+    outside = [token_id for token_id in params.sampling.logit_bias if not 0 <= token_id < vocab_size]
+    if outside:
+        raise invalid("sampling.logit_bias", f"token id {outside[0]} is outside the vocabulary of {vocab_size} tokens")
+    _check_min_tokens(params, vocab_size, ending_ids)
+
+
+def _check_min_tokens(params: GenerationParams, vocab_size: int, ending_ids: frozenset[int]) -> None:
+    if not params.min_tokens:
+        return
+    most = params.num_delivered_tokens + params.max_tokens
+    if params.max_tokens and params.min_tokens > most:
+        raise invalid(
+            "stop.min_tokens", f"{params.min_tokens} tokens are more than the {most} that may be generated (max_tokens)"
+        )
+    if sum(token_id < vocab_size for token_id in ending_ids) >= vocab_size:
+        raise invalid(
+            "stop.min_tokens",
+            f"all {vocab_size} tokens of the vocabulary end the text, so none is left to be drawn before it may end; "
+            "give fewer stop_token_ids",
+        )
