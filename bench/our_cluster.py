@@ -79,6 +79,11 @@ class OurCluster:
         self._supervisor = Supervisor(self._on_line, last=MANAGER_NAME)
         self._client = Client(self._spec.address)
 
+    @property
+    def address(self) -> str:
+        """host:port of its manager."""
+        return self._spec.address
+
     async def __aenter__(self) -> Self:
         await self._supervisor.__aenter__()
         try:

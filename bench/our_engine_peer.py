@@ -1,0 +1,122 @@
+"""Our own engine at the other end of a pipe: worker and manager in one process, without gRPC between them or in front of them.
+
+What is left out is the wire alone: the engine talks to the manager through the same link and in the same messages, which are handed
+over instead of sent. The arguments are those of `kvpool worker`.
+
+python -m bench.our_engine_peer --model smollm2 …
+"""
+
+from __future__ import annotations
+
+from bench.pipe import Child, take_stdout
+
+_pipe = take_stdout()
+
+import asyncio  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import AsyncGenerator, Awaitable, Callable  # noqa: E402
+from importlib.metadata import version  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any, cast  # noqa: E402
+from uuid import uuid4  # noqa: E402
+
+from kvpool.process.settings import load_settings  # noqa: E402
+from kvpool.v1 import cache_pb2_grpc, worker_pb2  # noqa: E402
+
+from cache_service.core.manager import CacheManager  # noqa: E402
+from cache_service.epoch import EpochStore  # noqa: E402
+from cache_service.servicer import CacheServicer  # noqa: E402
+from worker_service import codec  # noqa: E402
+from worker_service.server import Server  # noqa: E402
+from worker_service.settings import WorkerSettings  # noqa: E402
+
+KEEP_ALIVE_SECONDS = 1.0
+
+
+class _Context:
+    """Of a call that no wire carries. Nothing here is to fail, so a status is an error."""
+
+    def set_code(self, code: Any) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        raise RuntimeError(f"the manager answered {self.code}: {details}")
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        pass
+
+
+class LocalStub:
+    """The manager's servicer behind the face of a stub."""
+
+    def __init__(self, servicer: CacheServicer) -> None:
+        self._servicer = servicer
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._servicer, name)
+
+        async def call(request: Any, timeout: float | None = None) -> Any:
+            return await method(request, _Context())
+
+        return call
+
+
+class OurEngine:
+    """A worker's engine and a manager's core, in this loop."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    async def generate(self, prompt: list[int], num_tokens: int) -> AsyncGenerator[tuple[list[int], int | None], None]:
+        """Greedy tokens, past any end of text."""
+        engine = self.server.engine
+        asked = worker_pb2.GenerateRequest(
+            sequence_id=str(uuid4()),
+            attempt=1,
+            token_ids=worker_pb2.TokenIds(ids=prompt),
+            stop=worker_pb2.StopConditions(max_tokens=num_tokens, ignore_eos=True),
+        )
+        request = engine.submit(codec.decode_generate(asked, engine.tokenizer, engine.settings.model_fingerprint))
+        try:
+            while (chunk := await request.stream.get()) is not None:
+                cached = None if chunk.usage is None else chunk.usage.num_cached_tokens
+                yield [token.token_id for token in chunk.tokens], cached
+        finally:
+            engine.abort(request)
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Load and serve."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
+        epochs = EpochStore.open(Path(folder))
+        servicer = CacheServicer(
+            CacheManager(epochs.epoch), epochs, keep_alive_seconds=KEEP_ALIVE_SECONDS, clock=time.monotonic
+        )
+        server = await Server.load(settings)
+        # Its port is taken and never listened on. The link is the worker's own, with another stub.
+        link = server._link
+        tasks = [
+            asyncio.create_task(server.engine.run()),
+            asyncio.create_task(link.talk_to(cast(cache_pb2_grpc.CacheServiceStub, LocalStub(servicer)))),
+        ]
+        while not server.engine.cache.is_ready():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # nobody announces it
+        try:
+            await Child(_pipe, OurEngine(server).generate).serve(
+                {"engine": f"kvpool {version('kvpool')}", "torch": version("torch")}
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            epochs.close()
+
+
+def main() -> None:
+    asyncio.run(serve(load_settings(WorkerSettings, sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

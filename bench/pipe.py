@@ -1,0 +1,79 @@
+"""An engine in a process of its own, at the other end of a pipe: this is the child's side. Standard library only: it runs in the
+peers' environments too.
+
+Lines of JSON. In: {"id": n, "prompt": [token ids], "num_tokens": k} asks, {"cancel": n} ends a request. Out: {"ready": {facts}}
+once; then, at most once per turn of the event loop, {"came": [[id, [token ids], cached tokens or null], …]}; and
+{"failed": id, "why": "…"}. A request ends with its last token. The end of the input ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+Generate = Callable[[list[int], int], AsyncGenerator[tuple[list[int], int | None], None]]
+"""(prompt, number of tokens) → (new token ids, prompt tokens that were cached if that is known now), as they come."""
+
+
+def take_stdout() -> Any:
+    """The pipe to the parent; from here on, whatever prints goes to stderr. Call it before anything noisy is imported."""
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return pipe
+
+
+class Child:
+    """Serves one engine over the pipe until the parent closes it."""
+
+    def __init__(self, pipe: Any, generate: Generate) -> None:
+        self._pipe = pipe
+        self._generate = generate
+        self._came: list[tuple[int, list[int], int | None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, facts: dict[str, Any]) -> None:
+        """Say that the engine is ready, and serve."""
+        loop = asyncio.get_running_loop()
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        reading = loop.run_in_executor(None, _read_all, lambda line: loop.call_soon_threadsafe(lines.put_nowait, line))
+        self._write({"ready": facts})
+        while line := await lines.get():
+            asked = json.loads(line)
+            if "cancel" in asked:
+                if (task := self._tasks.pop(asked["cancel"], None)) is not None:
+                    task.cancel()
+                continue
+            number = asked["id"]
+            self._tasks[number] = asyncio.create_task(self._answer(number, asked["prompt"], asked["num_tokens"]))
+        await reading
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _answer(self, number: int, prompt: list[int], num_tokens: int) -> None:
+        try:
+            async for token_ids, num_cached in self._generate(prompt, num_tokens):
+                if not self._came:
+                    asyncio.get_running_loop().call_soon(self._flush)
+                self._came.append((number, token_ids, num_cached))
+        except Exception as error:
+            self._write({"failed": number, "why": f"{type(error).__name__}: {error}"})
+        self._tasks.pop(number, None)
+
+    def _flush(self) -> None:
+        came, self._came = self._came, []
+        self._write({"came": came})
+
+    def _write(self, message: dict[str, Any]) -> None:
+        self._pipe.write(json.dumps(message) + "\n")
+
+
+def _read_all(take: Callable[[bytes], object]) -> None:
+    """Hand on every line of the input, and an empty one at its end."""
+    for line in sys.stdin.buffer:
+        take(line)
+    take(b"")

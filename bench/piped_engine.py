@@ -1,0 +1,139 @@
+"""An engine in a process of its own, at the other end of a pipe: this is our side, an engine that can be put under load.
+
+All sides that are measured engine to engine are behind it, ours too: one line per step and no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from client.bench.engine import Delivery, Served
+
+_MAX_LINE_BYTES: Final = 1 << 24
+_LOG_CHARS: Final = 2000
+
+
+class EngineFailed(Exception):
+    """The process behind the pipe has ended, or could not serve a request; says why as far as it is known."""
+
+
+class PipedEngine:
+    """Start it with `start`; see client.bench.engine.Engine for the rest."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, served: Served) -> None:
+        self.name = name
+        self.facts: dict[str, Any] = {}
+        """What it says of itself."""
+        self._process = process
+        self._log = log
+        self._served = served
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Queue[Delivery | EngineFailed]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], environment: Mapping[str, str], served: Served, seconds: float
+    ) -> PipedEngine:
+        """Start the process, and wait at most `seconds` until it is ready. EngineFailed with the end of its log if it is not."""
+        handle, path = tempfile.mkstemp(prefix="kvpool-bench-", suffix=".log")
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=handle,
+            env={**os.environ, **environment},
+            limit=_MAX_LINE_BYTES,
+        )
+        os.close(handle)
+        engine = cls(name, process, Path(path), served)
+        try:
+            async with asyncio.timeout(seconds):
+                engine.facts = (await engine._read())["ready"]
+        except TimeoutError:
+            error = EngineFailed(f"{name} was not ready after {seconds:.0f} s{engine._end_of_log()}")
+            await engine.close()
+            raise error from None
+        except EngineFailed:
+            await engine.close()
+            raise
+        engine._reading = asyncio.create_task(engine._read_all())
+        return engine
+
+    async def served(self) -> Served:
+        """As it was started."""
+        return self._served
+
+    async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
+        """See Engine."""
+        number = next(self._numbers)
+        deliveries = self._waiting[number] = asyncio.Queue()
+        missing = num_tokens
+        self._write({"id": number, "prompt": list(prompt), "num_tokens": num_tokens})
+        try:
+            while missing > 0:
+                delivery = await deliveries.get()
+                if isinstance(delivery, EngineFailed):
+                    missing = 0
+                    raise delivery
+                missing -= len(delivery.token_ids)
+                yield delivery
+        finally:
+            del self._waiting[number]
+            if missing > 0:
+                self._write({"cancel": number})
+
+    async def close(self) -> None:
+        """End its process. May be repeated."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), 10)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._log.unlink(missing_ok=True)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"{self.name} has ended{self._end_of_log()}")
+        return json.loads(line)
+
+    async def _read_all(self) -> None:
+        """Hand on what comes. When the process has ended, everyone who waits hears of it."""
+        try:
+            while True:
+                message = await self._read()
+                if "failed" in message:
+                    self._hand_on(message["failed"], EngineFailed(f"{self.name}: {message['why']}"))
+                for number, token_ids, num_cached in message.get("came", ()):
+                    self._hand_on(number, Delivery(tuple(token_ids), num_cached))
+        except EngineFailed as error:
+            for deliveries in self._waiting.values():
+                deliveries.put_nowait(error)
+
+    def _hand_on(self, number: int, what: Delivery | EngineFailed) -> None:
+        if number in self._waiting:
+            self._waiting[number].put_nowait(what)
+
+    def _end_of_log(self) -> str:
+        log = self._log.read_text(errors="replace")[-_LOG_CHARS:].strip()
+        return f"; the end of its log:\n{log}" if log else ""
