@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     "make live": "kills and freezes services for half an hour, and is itself a test",
     "make simulate": "runs thousands of seeds; 500 run with the tests",
     "make bench": "measures, for many minutes",
+    "make bench-serve": "measures, for an hour",
     "make bench-peers": "installs the peers that bench measures against",
 }
 """make's targets that are only looked at here, and why."""

@@ -1,0 +1,192 @@
+"""`kvpool bench serve` against a real cluster: counts, hit rates, and what it says when the cluster dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.cluster.tiny_cluster import TinyCluster
+
+BLOCK_SIZE = 4
+
+
+async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
+    """`kvpool bench serve` as a process of its own."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvpool.client.cli", "bench", "serve", "--manager", cluster.address(), *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def bench_serve(cluster: Cluster, *arguments: str) -> tuple[int | None, str, str]:
+    """Run it to its end: status, stdout, stderr."""
+    process = await start(cluster, *arguments)
+    out, err = await asyncio.wait_for(process.communicate(), 90)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def measured(tiny: TinyCluster, *arguments: str) -> Any:
+    """Its JSON, after a good end. The shared cluster serves several models, so one is named."""
+    status, out, err = await bench_serve(tiny.cluster, "--model", TinyCluster.ROOMY, "--json", *arguments)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["error"] is None
+    assert found["model"] == TinyCluster.ROOMY
+    return found["cases"]
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_shared_prefixes_are_computed_once(tiny: TinyCluster) -> None:
+    cases = await measured(
+        tiny, "--workload", "shared", "--requests", "5", "--prefix-tokens", "32", "--own-tokens", "6",
+        "--generated-tokens", "5", "--repetitions", "2", "--warm",
+    )  # fmt: skip
+    for run in cases["cold"]["runs"]:
+        assert (run["num_complete"], run["num_prompt_tokens"], run["num_generated_tokens"]) == (5, 5 * 38, 25)
+        # The first one computes the prefix, the other four wait for it.
+        assert run["num_cached_tokens"] == 4 * 32
+    for run in cases["warm"]["runs"]:
+        # All full blocks of 37 tokens: the last token of a prompt is always computed.
+        assert run["num_cached_tokens"] == 5 * 36
+    assert len(cases["cold"]["runs"]) == len(cases["warm"]["runs"]) == 2
+    assert cases["cold"]["time_to_first_token"]["count"] == cases["cold"]["end_to_end"]["count"] == 10
+    assert cases["cold"]["inter_token"]["count"] == 40
+
+
+async def test_unshared_requests_find_nothing_also_in_an_open_loop(tiny: TinyCluster) -> None:
+    cases = await measured(
+        tiny, "--workload", "unshared", "--requests", "6", "--own-tokens", "21", "--generated-tokens", "3",
+        "--rate", "200", "--arrivals", "constant", "--max-in-flight", "2",
+    )  # fmt: skip
+    (run,) = cases["cold"]["runs"]
+    assert (run["num_complete"], run["num_cached_tokens"], run["num_generated_tokens"]) == (6, 0, 18)
+
+
+async def test_a_document_is_read_once(tiny: TinyCluster) -> None:
+    cases = await measured(
+        tiny, "--workload", "document", "--requests", "3", "--users", "1", "--prefix-tokens", "400",
+        "--own-tokens", "5", "--generated-tokens", "2", "--no-warm-up",
+    )  # fmt: skip
+    (run,) = cases["cold"]["runs"]
+    assert run["num_cached_tokens"] == 2 * 400
+
+
+async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
+    cases = await measured(
+        tiny, "--workload", "chats", "--requests", "2", "--turns", "3", "--own-tokens", "12", "--generated-tokens", "5",
+    )  # fmt: skip
+    (run,) = cases["cold"]["runs"]
+    assert (run["num_planned"], run["num_complete"]) == (6, 6)
+    assert run["num_prompt_tokens"] == 2 * (12 + 29 + 46)
+    # Behind each answer but its last token, which has no KV yet: 16 of 17 and 33 of 34 slots, in whole blocks.
+    assert run["num_cached_tokens"] == 2 * (16 + 32)
+    assert list(cases["cold"]["time_to_first_token_by_turn"]) == ["1", "2", "3"]
+
+
+async def test_mixed_lengths_tell_their_waste(tiny: TinyCluster) -> None:
+    cases = await measured(
+        tiny, "--workload", "mixed", "--requests", "12", "--users", "4", "--prefix-tokens", "16", "--own-tokens", "60",
+        "--generated-tokens", "120", "--seed", "7",
+    )  # fmt: skip
+    (run,) = cases["cold"]["runs"]
+    assert run["num_complete"] == 12
+    waste = cases["cold"]["waste"]
+    assert waste["num_samples"] >= 1
+    # At most the rest of one block of each sequence is without a token, and every sequence here holds several.
+    assert 0 <= waste["waste"] <= waste["waste_max"] < 0.25
+    assert waste["reserve"] >= 0
+
+
+async def test_the_tables_say_what_was_done(tiny: TinyCluster) -> None:
+    status, out, err = await bench_serve(
+        tiny.cluster, "--model", TinyCluster.ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8",
+        "--generated-tokens", "3",
+    )  # fmt: skip
+    assert status == 0
+    for wanted in ("time to first token", "inter-token latency", "generated tokens/s", "2 of 2 complete", "hit rate"):
+        assert wanted in out
+    assert "shared: 2 requests of 8 shared + 32 own + 3 generated tokens; 1 user, closed loop" in err
+
+
+async def test_a_pool_that_is_too_small_is_told_with_the_figures(tiny: TinyCluster) -> None:
+    """What can never fit ends the run; nothing of it is complete."""
+    status, out, err = await bench_serve(
+        tiny.cluster, "--model", TinyCluster.SMALL, "--json", "--requests", "2", "--prefix-tokens", "0", "--own-tokens",
+        "40", "--generated-tokens", "2", "--no-warm-up",
+    )  # fmt: skip
+    assert status == 1
+    assert "this worker has 3" in err
+    assert json.loads(out)["cases"]["cold"]["runs"][0]["num_complete"] == 0
+
+
+async def test_a_workload_that_the_model_cannot_take_is_one_line(tiny: TinyCluster) -> None:
+    status, out, err = await bench_serve(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
+    assert (status, out) == (1, "")
+    assert "the longest conversation has 65600 tokens with its answers, the model takes 65536" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("suspend", "reason"), [(False, "no worker took the request"), (True, "nothing has come for")])
+async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
+    tmp_path: Path, suspend: bool, reason: str
+) -> None:
+    """Killed workers are gone; a cluster that is frozen as a whole only falls silent."""
+    model = make_endless_model(tmp_path / "model", tokenizer=True)
+    async with Cluster(tmp_path) as cluster:
+        await cluster.start_manager()
+        cluster.start_worker("only", model=model.path, block_size=BLOCK_SIZE, num_blocks=4097)
+        await cluster.until_registered("only")
+        process = await start(
+            cluster, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
+            "--generated-tokens", "20", "--no-warm-up", "--stall-seconds", "5",
+        )  # fmt: skip
+
+        async def has_served() -> bool:
+            (worker,) = await cluster.describe()
+            return worker.totals.num_prompt_tokens > 400
+
+        await eventually(has_served, "twenty requests begin")
+        if suspend:
+            cluster.suspend(MANAGER)
+            cluster.suspend("only")
+        else:
+            cluster.kill("only")
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    found = json.loads(out)
+    (run,) = found["cases"]["cold"]["runs"]
+    assert 10 <= run["num_complete"] < run["num_planned"] == 4000
+    assert run["num_generated_tokens"] == 20 * run["num_complete"]
+    assert found["cases"]["cold"]["end_to_end"]["count"] == run["num_complete"]
+    last = err.decode().splitlines()[-1]
+    assert last.startswith("kvpool: ")
+    assert reason in last
+    assert "the run was ended there" in last
+    assert found["error"] in last
+
+
+async def test_ctrl_c_tells_what_was_complete(tiny: TinyCluster) -> None:
+    process = await start(
+        tiny.cluster, "--json", "--model", TinyCluster.ROOMY, "--workload", "unshared", "--requests", "4", "--own-tokens",
+        "8", "--generated-tokens", "4", "--repetitions", "1000",
+    )  # fmt: skip
+    assert process.stderr is not None
+    while not (await process.stderr.readline()).startswith(b"repetition 3 "):
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 130
+    assert "interrupted" in err.decode()
+    assert 2 <= len(json.loads(out)["cases"]["cold"]["runs"]) < 1000
