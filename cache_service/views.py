@@ -97,6 +97,7 @@ def encode_worker(session: Session, blocks: Iterable[BlockDescription], now: flo
             num_cached_tokens=session.num_cached_tokens,
             num_evicted_blocks=session.pool.num_evicted,
             num_calls=session.num_calls,
+            num_generated_tokens=session.num_generated_tokens,
         ),
         draining=session.draining,
         recovering=session.recovery is not None,

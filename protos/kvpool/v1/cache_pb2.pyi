@@ -1317,6 +1317,7 @@ class WorkerTotals(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Prompt tokens of granted sequences, and how many of them the cache served."""
     num_cached_tokens: _builtins.int
@@ -1324,6 +1325,8 @@ class WorkerTotals(_message.Message):
     """Blocks whose content was dropped for an allocation."""
     num_calls: _builtins.int
     """Mutating calls executed."""
+    num_generated_tokens: _builtins.int
+    """Tokens that Append and Free have stated behind those of the prompts: some behind what the worker has generated."""
     def __init__(
         self,
         *,
@@ -1331,10 +1334,11 @@ class WorkerTotals(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_evicted_blocks: _builtins.int = ...,
         num_calls: _builtins.int = ...,
+        num_generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_calls", b"num_calls", "num_evicted_blocks", b"num_evicted_blocks", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_calls", b"num_calls", "num_evicted_blocks", b"num_evicted_blocks", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
