@@ -11,6 +11,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .errors import ModelError, UnsupportedModel
+from .invariant import replacing
 from .layers import AttentionLayer, find_attention_layers
 from .probe import probe
 from .rope import original_length, rope_sets
@@ -121,7 +122,8 @@ def guarded_layers(
     """The attention layers of a model that may be served. Raises UnsupportedModel."""
     started = time.monotonic()
     try:
-        layers = find_attention_layers(model, device)
+        with replacing(model, dtype, device):
+            layers = find_attention_layers(model, device)
         check_layers(config, layers, max_model_len)
         probe(model, layers, dtype, device, max_model_len)
     except (ModelError, torch.OutOfMemoryError):

@@ -1,0 +1,186 @@
+"""Operations of a model whose float32 bits would depend on how many rows there are, computed in another way.
+
+On a CPU torch computes some functions (sigmoid, silu, gelu, …) by other instructions for the last few numbers of a tensor, or of a
+thread's share of it, than for the rest, and matrix products in an order that depends on the number of rows. Linear layers are
+packed (packed_linear). What a module does with functions, or with weights of its own, such as those of experts, is replaced here:
+functions are put together from those that torch computes alike everywhere (exp, tanh, erf, log1p, and all that is rounded exactly),
+and products take their rows in tiles of one size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+_TILE = 32
+"""Rows of a product."""
+_REPLACED = "kvpool_replaced"
+
+Operation = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Run the model once within; from then on the modules that called such operations call the replacements.
+
+    Does nothing but in float32 on a CPU, and nothing more the second time.
+    """
+    if dtype != torch.float32 or device.type != "cpu":
+        yield
+        return
+    watch = _Watch()
+    with watch.following(), watch:
+        yield
+    replacements = _Replacements()
+    for module in watch.found:
+        if _REPLACED not in module.__dict__:
+            module.__dict__[_REPLACED] = True
+            module.forward = replacements.around(module.forward)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which modules call operations that have a replacement, in their own forward and not in that of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self._running: list[torch.nn.Module] = []
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Know which module is running."""
+        before = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OPERATIONS and self._running and self._running[-1] not in self.found:
+            self.found.append(self._running[-1])
+        return func(*args, **(kwargs or {}))
+
+
+class _Replacements(TorchFunctionMode):
+    """Calls the replacements while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered = False
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's forward with the replacements in force, in modules that it calls as well."""
+
+        @functools.wraps(forward)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self._entered:
+                return forward(*args, **kwargs)
+            self._entered = True
+            try:
+                with self:
+                    return forward(*args, **kwargs)
+            finally:
+                self._entered = False
+
+        return replaced
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = _OPERATIONS.get(func)
+        if operation is None or not args or args[0].dtype != torch.float32:
+            return func(*args, **(kwargs or {}))
+        return operation(*args, **(kwargs or {}))
+
+
+def sigmoid(inputs: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-inputs).add_(1).reciprocal_()
+
+
+def silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return input / torch.exp(-input).add_(1)
+
+
+def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        cdf = torch.erf(input * math.sqrt(0.5))
+    else:
+        cdf = torch.tanh((input + input * input * input * 0.044715) * math.sqrt(2 / math.pi))
+    return cdf.add_(1).mul_(input).mul_(0.5)
+
+
+def softplus(input: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    scaled = input * beta
+    return torch.where(scaled > threshold, input, torch.log1p(torch.exp(scaled)) / beta)
+
+
+def mish(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return input * torch.tanh(softplus(input))
+
+
+def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> torch.Tensor:
+    return torch.where(input > 0, input, torch.expm1(input) * alpha)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = matmul(input, weight.t())
+    return product if bias is None else product + bias
+
+
+def addmm(
+    input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return matmul(mat1, mat2) * alpha + input * beta
+
+
+def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of rows [..., K] with a weight [K, N]; other products, as of activations with each other, as torch computes them."""
+    if other.dim() != 2 or input.dim() < 2 or other.shape[0] == 1:  # sums of one number have no order
+        return torch.matmul(input, other)
+    rows = input.reshape(-1, input.shape[-1])
+    padding = -len(rows) % _TILE
+    tiles = torch.split(F.pad(rows, (0, 0, 0, padding)), _TILE)
+    product = torch.cat([torch.mm(tile, other) for tile in tiles])
+    return product[: len(rows)].reshape(*input.shape[:-1], other.shape[1])
+
+
+def grouped_mm(input: torch.Tensor, mat2: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Rows [S, K], sorted by expert, with the weights [E, K, N] of the experts, of which e has the rows up to offs[e]."""
+    output = input.new_zeros(input.shape[0], mat2.shape[-1])
+    first = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > first:
+            output[first:end] = matmul(input[first:end], mat2[expert])
+        first = end
+    return output
+
+
+def _operations() -> dict[Any, Operation]:
+    products = [torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__]
+    table: dict[Any, Operation] = dict.fromkeys(products, matmul)
+    table |= {torch.sigmoid: sigmoid, torch.Tensor.sigmoid: sigmoid, torch.special.expit: sigmoid}
+    table |= {F.silu: silu, F.gelu: gelu, F.softplus: softplus, F.mish: mish, F.elu: elu}
+    table |= {F.linear: linear, torch.addmm: addmm}
+    # Its name in newer versions of torch, and in older ones.
+    for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
+        if hasattr(owner, name):
+            table[getattr(owner, name)] = grouped_mm
+    return table
+
+
+_OPERATIONS = _operations()
