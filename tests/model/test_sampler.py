@@ -1,60 +1,49 @@
-"""Sampling against a slow oracle in plain Python, and against transformers' processors."""
+"""The sampler as a whole: its order, one row's independence of the others, its numbers, and log-probabilities."""
 
 from __future__ import annotations
 
-import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model import sampling_oracle
+from tests.model.sampling_oracle import Row
 from worker_service.engine.step import SamplingParams
+from worker_service.model.sampling import choice
 from worker_service.model.sampling.choice import uniform
 from worker_service.model.sampling.draw import Draw, SamplingError
-from worker_service.model.sampling.sampler import sample
+from worker_service.model.sampling.sampler import prompt_logprobs, sample
 
 VOCAB_SIZE = 50
 
 
-def kept_by_oracle(logits: list[float], params: SamplingParams) -> list[int]:
-    """Token ids that truncation leaves, ascending."""
-    weights = [math.exp((value - max(logits)) / params.temperature) for value in logits]
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if params.top_k:
-        order = order[: params.top_k]
-    total, kept, mass = sum(weights[token] for token in order), [], 0.0
-    for token in order:
-        kept.append(token)
-        mass += weights[token]
-        if mass >= params.top_p * total:
-            break
-    return sorted(kept)
+def random_rows(count: int, seed: int = 5) -> list[Row]:
+    """All options mixed: rows with none, some and all of them."""
+    numbers = random.Random(seed)
 
+    def tokens(most: int) -> list[int]:
+        return [numbers.randrange(VOCAB_SIZE) for _ in range(numbers.randrange(most + 1))]
 
-def sampled_by_oracle(logits: list[float], draw: Draw) -> int:
-    if draw.sampling.temperature == 0:
-        return logits.index(max(logits))
-    kept = kept_by_oracle(logits, draw.sampling)
-    weights = [math.exp((logits[token] - max(logits)) / draw.sampling.temperature) for token in kept]
-    target, mass = uniform(draw.sampling.seed, draw.position) * sum(weights), 0.0
-    for token, weight in zip(kept, weights, strict=True):
-        mass += weight
-        if mass > target:
-            return token
-    return kept[-1]
-
-
-def random_draws(count: int) -> list[Draw]:
-    numbers = random.Random(5)
     return [
-        Draw(
+        Row(
             SamplingParams(
                 temperature=numbers.choice([0.0, 0.3, 1.0, 2.5]),
-                top_k=numbers.choice([0, 1, 5, VOCAB_SIZE, 1000]),
-                top_p=numbers.choice([1.0, 0.9, 0.5, 0.01]),
+                top_k=numbers.choice([0, 0, 1, 5, VOCAB_SIZE, 1000]),
+                top_p=numbers.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
+                min_p=numbers.choice([0.0, 0.0, 0.01, 0.3]),
+                repetition_penalty=numbers.choice([1.0, 1.0, 1.5]),
+                presence_penalty=numbers.choice([0.0, 0.0, 1.0]),
+                frequency_penalty=numbers.choice([0.0, 0.0, -0.5]),
+                logit_bias={token: numbers.choice([-8.0, 8.0]) for token in tokens(2)},
                 seed=numbers.choice([0, 1, 2**64 - 1, numbers.randrange(2**64)]),
             ),
+            prompt=tokens(20),
+            generated=tokens(20),
+            banned_ids=sorted(set(tokens(1))),
             position=numbers.randrange(10000),
         )
         for _ in range(count)
@@ -62,32 +51,62 @@ def random_draws(count: int) -> list[Draw]:
 
 
 def random_logits(count: int) -> torch.Tensor:
-    return torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
+    """Of a grid of quarters, as bfloat16 has them: many are equal."""
+    logits = torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
+    return logits.mul(4).round().div(4)
 
 
-def test_equals_the_oracle_in_one_batch_and_alone() -> None:
-    draws, logits = random_draws(400), random_logits(400)
-    together = [token.token_id for token in sample(logits, draws)]
-    assert together == [sampled_by_oracle(row.tolist(), draw) for row, draw in zip(logits, draws, strict=True)]
-    alone = [sample(logits[row : row + 1], [draws[row]])[0].token_id for row in range(400)]
-    assert together == alone
+def tokens_of(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    return [token.token_id for token in sample(logits, [row.draw() for row in rows])]
 
 
-def test_neighbours_and_order_change_nothing() -> None:
-    draws, logits = random_draws(60), random_logits(60)
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = sample(logits[order], [draws[row] for row in order])
-    assert [token.token_id for token in shuffled] == [sample(logits, draws)[row].token_id for row in order]
+@pytest.mark.parametrize(("num_candidates", "max_weights"), [(256, 1 << 22), (4, 1 << 22), (1, 7 * VOCAB_SIZE)])
+def test_equals_the_oracle_in_one_batch_and_alone(
+    num_candidates: int, max_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few candidates, so that many rows are looked at whole, and small slices of rows change nothing."""
+    monkeypatch.setattr(choice, "NUM_CANDIDATES", num_candidates)
+    monkeypatch.setattr(choice, "MAX_WEIGHTS", max_weights)
+    rows, logits = random_rows(400), random_logits(400)
+    together = tokens_of(logits, rows)
+    assert together == [sampling_oracle.sampled(values.tolist(), row) for values, row in zip(logits, rows, strict=True)]
+    assert together == [tokens_of(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
 
 
-def test_frequencies_are_those_of_the_softmax() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_and_order_change_nothing(seed: int) -> None:
+    """The logits stay as they were, too: others may want their log-probabilities."""
+    rows, logits = random_rows(60, seed), random_logits(60)
+    before = logits.clone()
+    together = tokens_of(logits, rows)
+    assert torch.equal(logits, before)
+    numbers = random.Random(seed)
+    for size in (60, 17, 2):
+        some = numbers.sample(range(60), size)
+        assert tokens_of(logits[some], [rows[index] for index in some]) == [together[index] for index in some]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, seed=11),
+        SamplingParams(temperature=0.8, seed=11, top_k=3),
+        SamplingParams(temperature=0.8, seed=11, top_p=0.8),
+        SamplingParams(temperature=0.8, seed=11, min_p=0.2),
+        SamplingParams(temperature=0.8, seed=11, logit_bias={0: -1.0, 2: 1.5}),
+    ],
+)
+def test_frequencies_are_those_of_the_softmax(params: SamplingParams) -> None:
     """A χ² test with fixed draws: far above the 99.99 % quantile only if the draw is wrong."""
     count, logits = 6000, torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
-    draws = [Draw(SamplingParams(temperature=0.8, seed=11), position) for position in range(count)]
+    draws = [Draw(params, position) for position in range(count)]
     tokens = torch.tensor([token.token_id for token in sample(logits.expand(count, -1), draws)])
-    expected = torch.softmax(logits / 0.8, 0) * count
+    values = sampling_oracle.adjusted(logits.tolist(), Row(params))
+    kept = sampling_oracle.kept(values, params)
+    expected = torch.softmax(torch.tensor(values)[kept] / params.temperature, 0) * count
     observed = torch.bincount(tokens, minlength=5)
-    assert float(((observed - expected) ** 2 / expected).sum()) < 23.5
+    assert int(observed[kept].sum()) == count
+    assert float(((observed[kept] - expected) ** 2 / expected).sum()) < 23.5
 
 
 def test_seed_and_position_decide_the_number() -> None:
@@ -99,48 +118,67 @@ def test_seed_and_position_decide_the_number() -> None:
     assert uniform(42, 7) == 0.4074136540795371
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (7, 0.6), (0, 0.001), (1, 0.5)])
-def test_truncation_keeps_what_transformers_keeps(top_k: int, top_p: float) -> None:
-    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p)
-    for row in random_logits(40):
-        scores = TemperatureLogitsWarper(0.7)(None, row[None])
-        if top_k:
-            scores = TopKLogitsWarper(top_k)(None, scores)
-        if top_p < 1:
-            scores = TopPLogitsWarper(top_p)(None, scores)
-        kept = scores[0].isfinite().nonzero().flatten().tolist()
-        assert kept_by_oracle(row.tolist(), params) == kept
-        # The oracle is what sample is tested against; here also: nothing outside is ever drawn, all inside is.
-        draws = [Draw(SamplingParams(0.7, top_k, top_p, seed=1), position) for position in range(50)]
-        assert {token.token_id for token in sample(row.expand(50, -1), draws)} <= set(kept)
-
-
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
-    assert sample(logits, [Draw(SamplingParams(), 0)])[0].token_id == 1
+    assert tokens_of(logits, [Row()]) == [1]
+    assert tokens_of(logits, [Row(banned_ids=[1])]) == [3]
+    assert tokens_of(logits, [Row(SamplingParams(logit_bias={4: 0.5}))]) == [4]
 
 
 def test_top_k_of_equal_logits_keeps_the_lowest_ids() -> None:
-    draws = [Draw(SamplingParams(temperature=1.0, top_k=2, seed=3), position) for position in range(50)]
-    tokens = {token.token_id for token in sample(torch.ones(50, 6), draws)}
-    assert tokens == {0, 1}
+    params = SamplingParams(temperature=1.0, top_k=2, seed=3)
+    assert set(tokens_of(torch.ones(50, 6), [Row(params, position=position) for position in range(50)])) == {0, 1}
+
+
+class LargeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is done with tensors as large as the logits."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+        self._size = size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(value, torch.Tensor) and value.numel() >= self._size for value in args):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_greedy_batch_without_options_costs_one_look_at_the_logits() -> None:
+    logits = random_logits(8)
+    with LargeOperations(logits.numel()) as operations:
+        sample(logits, [Draw(SamplingParams(), 0)] * 8)
+    assert operations.seen == ["aten.max.dim"]
+
+
+def test_a_row_with_options_costs_its_neighbours_nothing() -> None:
+    logits = random_logits(8)
+    rows = [Row()] * 7 + [Row(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0), [1], [2])]
+    draws = [row.draw() for row in rows]
+    with LargeOperations(logits.numel()) as operations:
+        sample(logits, draws)
+    assert operations.seen == ["aten.max.dim", "aten.index.Tensor"]  # the row is taken out
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    """Temperature and truncation choose the token; its log-probability is the model's."""
+    """Options choose the token; its log-probability is the model's."""
     logits = random_logits(3)
-    wanted = [None, 0, 4]
-    draws = [Draw(SamplingParams(2.0, top_k=3, seed=9, num_logprobs=count), 5) for count in wanted]
-    sampled = sample(logits, draws)
     logprobs = torch.log_softmax(logits, -1)
+
+    def row(count: int | None) -> Row:
+        params = SamplingParams(2.0, top_k=3, seed=9, num_logprobs=count, presence_penalty=2.0, logit_bias={7: 100.0})
+        return Row(params, [1, 2], [3, 3], banned_ids=[5])
+
+    sampled = sample(logits, [row(count).draw() for count in (None, 0, 4)])
+    assert [token.token_id for token in sampled] == [7, 7, 7]
     assert sampled[0].logprobs is None
     assert sampled[1].logprobs is not None
-    assert sampled[1].logprobs.logprob == pytest.approx(float(logprobs[1, sampled[1].token_id]))
+    assert sampled[1].logprobs.logprob == pytest.approx(float(logprobs[1, 7]))
     assert sampled[1].logprobs.top == []
-    best = logprobs[2].topk(4)
     assert sampled[2].logprobs is not None
-    assert [token for token, _ in sampled[2].logprobs.top] == best.indices.tolist()
-    assert [value for _, value in sampled[2].logprobs.top] == pytest.approx(best.values.tolist())
+    best = torch.sort(logprobs[2], descending=True, stable=True)
+    assert [token for token, _ in sampled[2].logprobs.top] == best.indices[:4].tolist()
+    assert [value for _, value in sampled[2].logprobs.top] == pytest.approx(best.values[:4].tolist())
 
 
 def test_more_logprobs_than_tokens_are_all_tokens_with_ties_by_id() -> None:
@@ -151,12 +189,19 @@ def test_more_logprobs_than_tokens_are_all_tokens_with_ties_by_id() -> None:
 
 def test_bfloat16_logits_are_sampled_in_full_precision() -> None:
     logits = random_logits(20).bfloat16()
-    draws = random_draws(20)
-    assert sample(logits, draws) == sample(logits.float(), draws)
+    rows = random_rows(20)
+    assert tokens_of(logits, rows) == tokens_of(logits.float(), rows)
 
 
-def test_nan_is_an_error_and_names_the_row() -> None:
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda logits: sample(logits, [Draw(SamplingParams(), 0)] * 3),
+        lambda logits: prompt_logprobs(logits, [1, 2, 3], 0),
+    ],
+)
+def test_nan_is_an_error_and_names_the_row(look: Callable[[torch.Tensor], object]) -> None:
     logits = random_logits(3)
     logits[1, 7] = float("nan")
     with pytest.raises(SamplingError, match=r"NaN in rows \[1\] of 3"):
-        sample(logits, [Draw(SamplingParams(), 0)] * 3)
+        look(logits)

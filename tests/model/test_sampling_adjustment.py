@@ -1,0 +1,120 @@
+"""Bias, banned ids and penalties: what transformers' own processors make of the same logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from tests.model.sampling_oracle import Row
+from worker_service.engine.step import SamplingParams
+from worker_service.engine.token_counts import TokenCounts
+from worker_service.model.sampling.adjustment import adjust
+from worker_service.model.sampling.draw import Draw
+
+VOCAB_SIZE = 23
+TOKEN = st.integers(0, VOCAB_SIZE - 1)
+PENALTY = st.sampled_from([0.0, 0.0, 0.5, -0.75, 2.0, -2.0])
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    params = SamplingParams(
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.5, 10.0])),
+        presence_penalty=draw(PENALTY),
+        frequency_penalty=draw(PENALTY),
+        logit_bias=draw(st.dictionaries(TOKEN, st.floats(-100, 100, width=32, allow_subnormal=False), max_size=4)),
+    )
+    prompt, generated = draw(st.lists(TOKEN, min_size=1, max_size=12)), draw(st.lists(TOKEN, max_size=12))
+    return Row(params, prompt, generated, draw(st.lists(TOKEN, unique=True, max_size=3)))
+
+
+def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    """One row [vocab_size] through the processors, in the documented order."""
+    params, scores = row.params, logits[None].clone()
+    ids = torch.tensor([[*row.prompt, *row.generated]])
+    if params.logit_bias:
+        bias = {(token,): value for token, value in params.logit_bias.items()}
+        scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
+    if row.banned_ids:
+        too_short = len(row.generated) + 1
+        scores = MinNewTokensLengthLogitsProcessor(len(row.prompt), too_short, list(row.banned_ids))(ids, scores)
+    if params.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+    scores = scores[0]
+    # transformers has none of these: a plain loop.
+    for token in row.generated:
+        scores[token] -= params.frequency_penalty
+    for token in set(row.generated):
+        scores[token] -= params.presence_penalty
+    return scores
+
+
+@settings(deadline=None)
+@given(batch=st.lists(rows(), min_size=1, max_size=6), seed=st.integers(0, 9))
+def test_a_batch_is_what_transformers_makes_of_each_row(batch: list[Row], seed: int) -> None:
+    logits = torch.randn(len(batch), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 4
+    expected = [by_transformers(logits[index], row) for index, row in enumerate(batch)]
+    adjust(logits, [row.draw() for row in batch])
+    torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(logit_bias={1: 0.5}), [2.0, -0.5, 0.0, 4.0]),
+        (SamplingParams(repetition_penalty=2.0), [1.0, -2.0, 0.0, 4.0]),
+        (SamplingParams(frequency_penalty=0.5), [2.0, -2.0, 0.0, 4.0]),
+        (SamplingParams(presence_penalty=0.5), [2.0, -1.5, 0.0, 4.0]),
+        (SamplingParams(presence_penalty=0.25, frequency_penalty=-0.25), [2.0, -0.75, 0.0, 4.0]),
+    ],
+)
+def test_each_option_by_hand(params: SamplingParams, expected: list[float]) -> None:
+    """The prompt is 0, the answer 1 1: a bias is for its ids, repetition for both, the others for the answer."""
+    logits = torch.tensor([[2.0, -1.0, 0.0, 4.0]])
+    adjust(logits, [Row(params, [0], [1, 1]).draw()])
+    assert logits[0].tolist() == expected
+
+
+def test_a_banned_id_stays_banned_whatever_is_added_to_it() -> None:
+    params = SamplingParams(logit_bias={2: 100.0}, repetition_penalty=0.1, presence_penalty=-2.0)
+    logits = torch.zeros(2, 4)
+    adjust(logits, [Row(params, [2], [2], banned_ids=[2]).draw(), Row().draw()])
+    assert logits.tolist() == [[0.0, 0.0, float("-inf"), 0.0], [0.0] * 4]
+
+
+def test_ids_that_the_head_does_not_have_are_passed_over() -> None:
+    """Some models embed more tokens than they predict."""
+    params = SamplingParams(logit_bias={9: 1.0}, presence_penalty=1.0)
+    logits = torch.zeros(2, 3)
+    adjust(logits, [Row(params, [0], [9, 1], banned_ids=[3, 2]).draw()] * 2)
+    assert logits.tolist() == [[0.0, -1.0, float("-inf")]] * 2
+
+
+def test_penalties_without_the_tokens_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="tokens of the sequence"):
+        adjust(torch.zeros(1, 3), [Draw(SamplingParams(presence_penalty=1.0), 0)])
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 300), max_size=200),
+    answer=st.lists(st.integers(0, 300), max_size=200),
+    data=st.data(),
+)
+def test_counts_are_the_same_counted_at_once_or_one_by_one(prompt: list[int], answer: list[int], data: Any) -> None:
+    """Also over the end of what was allocated."""
+    split = data.draw(st.integers(0, len(answer)))
+    counts = TokenCounts(prompt, answer[:split])
+    for token in answer[split:]:
+        counts.add(token)
+    assert counts.ids.tolist() == list(dict.fromkeys([*prompt, *answer]))
+    assert counts.num_generated.tolist() == [answer.count(token) for token in counts.ids]
