@@ -37,6 +37,7 @@ class PipedEngine:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[Delivery | EngineFailed]] = {}
         self._reading: asyncio.Task[None] | None = None
+        self._ended: EngineFailed | None = None
 
     @classmethod
     async def start(
@@ -59,6 +60,7 @@ class PipedEngine:
                 engine.facts = (await engine._read())["ready"]
         except TimeoutError:
             error = EngineFailed(f"{name} was not ready after {seconds:.0f} s{engine._end_of_log()}")
+            process.kill()
             await engine.close()
             raise error from None
         except EngineFailed:
@@ -67,12 +69,19 @@ class PipedEngine:
         engine._reading = asyncio.create_task(engine._read_all())
         return engine
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     async def served(self) -> Served:
         """As it was started."""
         return self._served
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
         """See Engine."""
+        if self._ended is not None:
+            raise self._ended
         number = next(self._numbers)
         deliveries = self._waiting[number] = asyncio.Queue()
         missing = num_tokens
@@ -127,6 +136,7 @@ class PipedEngine:
                 for number, token_ids, num_cached in message.get("came", ()):
                     self._hand_on(number, Delivery(tuple(token_ids), num_cached))
         except EngineFailed as error:
+            self._ended = error
             for deliveries in self._waiting.values():
                 deliveries.put_nowait(error)
 
