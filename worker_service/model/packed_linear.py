@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -41,11 +42,20 @@ def pack_linears(model: torch.nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child)
+            packed = None if _reads_weight(type(parent), name) else _packed(child)
             if packed is not None:
                 setattr(parent, name, packed)
                 count += 1
     return count
+
+
+@cache
+def _reads_weight(parent: type[torch.nn.Module], name: str) -> bool:
+    """Whether a module takes its child's weight and multiplies by itself: an opaque one would be of no use to it."""
+    try:
+        return f"self.{name}.weight" in inspect.getsource(parent)
+    except (OSError, TypeError):
+        return False
 
 
 def _packed(module: Any) -> PackedLinear | None:
