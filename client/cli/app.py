@@ -20,6 +20,7 @@ from .health import health
 from .services import manager, worker
 from .status import status
 from .terminal import error_line
+from .top import top
 from .up import up
 from .walkthrough import walkthrough
 
@@ -37,6 +38,7 @@ app.command("up", context_settings=_PASS_THROUGH, add_help_option=False)(up)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("status")(status)
+app.command("top")(top)
 app.command("blocks")(blocks)
 app.command("check")(check)
 app.add_typer(bench, name="bench")

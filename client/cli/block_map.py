@@ -37,9 +37,9 @@ _STATE_NAMES: Final = {
 }
 
 
-def render_block_map(block_map: BlockMap, width: int) -> Text:
+def render_block_map(block_map: BlockMap, width: int, height: int | None = None) -> Text:
     """The picture, `width` columns wide at most, with its counts and legend. Every state has a sign of its own, so that
-    it can be read without colours."""
+    it can be read without colours. With `height`, what does not fit into so many lines is left out, and said so."""
     owners = _name_owners(block_map.blocks)
     cells = {block.block_id: _cell(block, owners) for block in block_map.blocks}
     cells[0] = (_NULL, "dim")
@@ -47,12 +47,20 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
     text = Text(no_wrap=True)
     text.append(block_map.worker_id, style="bold")
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
+    max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
+    legend = _legend(block_map.blocks, owners, width, max_owners)
+    # Two lines stand above the rows; the last row is for saying what was left out.
+    max_lines = None if height is None else max(1, height - 3 - (legend.plain.count("\n") + 1))
     rows = [
         range(start, min(start + per_row, block_map.num_blocks)) for start in range(0, block_map.num_blocks, per_row)
     ]
-    index = 0
+    index = num_lines = 0
     while index < len(rows):
         row = rows[index]
+        if num_lines == max_lines:
+            text.append(f"{_INDENT}… {len(rows) - index} further rows, from block {row[0]} on\n", style="dim")
+            break
+        num_lines += 1
         num_same = _num_uniform_rows(rows[index:], cells)
         if num_same > 2:
             last = rows[index + num_same - 1]
@@ -68,7 +76,7 @@ def render_block_map(block_map: BlockMap, width: int) -> Text:
             text.append("".join(sign for sign, _ in run), style=style)
         text.append("\n")
         index += 1
-    text.append_text(_legend(block_map.blocks, owners, width))
+    text.append_text(legend)
     return text
 
 
@@ -136,7 +144,9 @@ def _counts(block_map: BlockMap) -> str:
     return ", ".join(parts)
 
 
-def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int) -> Text:
+def _legend(
+    blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int, max_owners: int
+) -> Text:
     """What the signs that occur mean, then the owners; one line each where they do not fit beside each other."""
     present = {block.state for block in blocks}
     items = [
@@ -152,13 +162,13 @@ def _legend(blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str
         items.append(Text.assemble(("A", "bold"), (" held by one", "dim")))
         items.append(Text.assemble(("a", "bold"), (" not sealed yet", "dim")))
     text = _flow(items, width)
-    for owner in list(owners.values())[:_LEGEND_OWNERS_MAX]:
+    for owner in list(owners.values())[:max_owners]:
         num = f"{owner.num_blocks} block{'' if owner.num_blocks == 1 else 's'}"
         text.append(f"\n{_INDENT}")
         text.append(owner.letter, style=owner.style)
         text.append(f" {owner.sequence_id}: {num}", style="dim")
-    if len(owners) > _LEGEND_OWNERS_MAX:
-        text.append(f"\n{_INDENT}… and {len(owners) - _LEGEND_OWNERS_MAX} further sequences", style="dim")
+    if len(owners) > max_owners:
+        text.append(f"\n{_INDENT}… and {len(owners) - max_owners} further sequences", style="dim")
     return text
 
 

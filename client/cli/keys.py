@@ -1,0 +1,58 @@
+"""Keys as they are pressed, from a terminal that is put back as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import termios
+import tty
+from types import TracebackType
+from typing import Any, Final, Self
+
+UP: Final = "up"
+DOWN: Final = "down"
+_NAMES: Final = {"\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN}
+_KEY: Final = re.compile(r"\x1b[\[O][0-?]*[ -/]*[@-~]|.", re.DOTALL)
+"""One key: an escape sequence (ECMA-48, 5.4), or a character."""
+_READ_BYTES: Final = 1024
+
+
+class Keys:
+    """`with Keys() as keys` inside an event loop: `await keys.next()` is the next key, a character or one of the names above.
+
+    Ctrl-C stays what it is. Where stdin is no terminal, no key ever comes.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[str] = asyncio.Queue(maxsize=64)
+        self._file = sys.stdin.fileno() if sys.stdin.isatty() else None
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Self:
+        if self._file is not None:
+            self._before = termios.tcgetattr(self._file)
+            tty.setcbreak(self._file)
+            asyncio.get_running_loop().add_reader(self._file, self._read)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            asyncio.get_running_loop().remove_reader(self._file)
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+    async def next(self) -> str:
+        """The next key."""
+        return await self._queue.get()
+
+    def _read(self) -> None:
+        assert self._file is not None
+        pressed = os.read(self._file, _READ_BYTES).decode(errors="replace")
+        if not pressed:  # the terminal has gone
+            asyncio.get_running_loop().remove_reader(self._file)
+        for key in _KEY.findall(pressed):
+            if not self._queue.full():
+                self._queue.put_nowait(_NAMES.get(key, key))

@@ -1,0 +1,164 @@
+"""What `kvpool top` shows, drawn from what is known. Pure: asks nobody, waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpool.v1 import cache_pb2, common_pb2
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..block_map import BlockMap
+from .block_map import render_block_map
+from .rates import Rates
+from .status import device_counts
+
+_BAR_CELLS: Final = 24
+_BAR: Final = (("held", "█", "cyan"), ("reserved", "+", "yellow"), ("copying", "~", "blue"), ("cached", "▒", "green"))
+"""In this order from the left; what is free is at the right."""
+_FREE: Final = ("·", "dim")
+_NONE: Final = "–"
+KEYS: Final = "↑ ↓ another worker   b block map   q quit"
+
+
+@dataclass(slots=True)
+class Picture:
+    """Everything that is shown."""
+
+    manager: str
+    """Its host:port."""
+    response: cache_pb2.DescribeResponse | None = None
+    """Its last answer; None before the first."""
+    away: str = ""
+    """Why it does not answer now, and for how long; empty while it does."""
+    rates: dict[int, Rates | None] = field(default_factory=dict)
+    """By session."""
+    chosen: str | None = None
+    """The worker whose blocks are shown."""
+    block_map: BlockMap | None = None
+    """Of the chosen worker; None: not shown, or not fetched yet."""
+    map_note: str = ""
+    """What there is to say instead of a block map."""
+
+    @property
+    def workers(self) -> list[cache_pb2.WorkerDescription]:
+        """By name."""
+        return [] if self.response is None else sorted(self.response.workers, key=lambda worker: worker.worker_id)
+
+
+def render(picture: Picture, width: int, height: int | None = None, *, keys: bool = False) -> RenderableType:
+    """The whole picture, at most `height` lines of `width` columns if it is given."""
+    parts: list[RenderableType] = [_head(picture)]
+    num_lines = 1
+    if picture.away:
+        parts.append(Text(picture.away, style="bold red", no_wrap=True, overflow="ellipsis"))
+        num_lines += 1
+    workers = picture.workers
+    if workers:
+        parts.append(_table(picture, workers))
+        num_lines += 1 + len(workers) + (len(workers) > 1)
+    elif picture.response is not None:
+        parts.append(Text("no live worker; start one with `kvpool worker`"))
+        num_lines += 1
+    if keys:
+        num_lines += 1
+    room = None if height is None else height - num_lines - 1
+    if picture.block_map is not None and (room is None or room >= 6):
+        parts += [Text(), render_block_map(picture.block_map, width, room)]
+    elif picture.map_note:
+        parts += [Text(), Text(picture.map_note, style="dim", no_wrap=True, overflow="ellipsis")]
+    if keys:
+        parts.append(Text(KEYS, style="dim", no_wrap=True))
+    return Group(*parts)
+
+
+def _head(picture: Picture) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("kvpool", style="bold")
+    text.append(f"  manager {picture.manager}")
+    if picture.response is not None:
+        loads = [worker.load for worker in picture.workers]
+        running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
+        text.append(
+            f", epoch {picture.response.epoch}, {picture.response.num_prefix_nodes:,} prefix nodes, "
+            f"{running} requests running, {waiting} waiting"
+        )
+    return text
+
+
+def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("state", no_wrap=True)
+    table.add_column("blocks", no_wrap=True)
+    for column in ("used", "run", "wait", "prompt/s", "gen/s", "hits", "evict/s", "lease"):
+        table.add_column(column, justify="right", no_wrap=True)
+    all_counts = common_pb2.BlockCounts()
+    for worker in workers:
+        counts = device_counts(worker)
+        _add(all_counts, counts)
+        name = Text(worker.worker_id, style="bold" if worker.worker_id == picture.chosen else "")
+        lease = f"{worker.lease_remaining_ms / 1000:.1f} s"
+        load = worker.load
+        table.add_row(
+            name, _state(worker), *_blocks(counts), str(load.num_running), str(load.num_waiting),
+            *_rates(picture.rates.get(worker.session)), lease,
+        )  # fmt: skip
+    if len(workers) > 1:
+        loads = [worker.load for worker in workers]
+        running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
+        table.add_row(
+            Text("all", style="dim"), "", *_blocks(all_counts), str(running), str(waiting),
+            *_rates(_sum([picture.rates.get(worker.session) for worker in workers])), "",
+        )  # fmt: skip
+    return table
+
+
+def _state(worker: cache_pb2.WorkerDescription) -> Text:
+    if worker.recovering:
+        return Text("reporting", style="yellow")
+    return Text("leaving", style="magenta") if worker.draining else Text("serving", style="green")
+
+
+def _add(total: common_pb2.BlockCounts, counts: common_pb2.BlockCounts) -> None:
+    for name in ("capacity", "free", "cached", "held", "reserved", "copying"):
+        setattr(total, name, getattr(total, name) + getattr(counts, name))
+
+
+def _blocks(counts: common_pb2.BlockCounts) -> tuple[Text, str]:
+    """The bar, and the share of blocks that are not to be had now."""
+    bar = Text()
+    cells = 0
+    capacity = max(1, counts.capacity)
+    for name, sign, style in _BAR:
+        count = getattr(counts, name)
+        # A single block is seen as well, and the bar never runs over.
+        width = min(_BAR_CELLS - cells, max(round(count / capacity * _BAR_CELLS), 1 if count else 0))
+        bar.append(sign * width, style=style)
+        cells += width
+    bar.append(_FREE[0] * (_BAR_CELLS - cells), style=_FREE[1])
+    return bar, f"{1 - (counts.free + counts.cached) / capacity:.0%}"
+
+
+def _sum(rates: Sequence[Rates | None]) -> Rates | None:
+    known = [rate for rate in rates if rate is not None]
+    if not known:
+        return None
+    prompts = sum(rate.prompt_tokens for rate in known)
+    cached = sum(rate.prompt_tokens * rate.hit_rate for rate in known if rate.hit_rate is not None)
+    return Rates(
+        prompt_tokens=prompts,
+        generated_tokens=sum(rate.generated_tokens for rate in known),
+        evicted_blocks=sum(rate.evicted_blocks for rate in known),
+        hit_rate=cached / prompts if prompts else None,
+    )
+
+
+def _rates(rates: Rates | None) -> tuple[str, str, str, str]:
+    if rates is None:
+        return (_NONE,) * 4
+    hits = _NONE if rates.hit_rate is None else f"{rates.hit_rate:.0%}"
+    return f"{rates.prompt_tokens:,.0f}", f"{rates.generated_tokens:,.0f}", hits, f"{rates.evicted_blocks:,.0f}"
