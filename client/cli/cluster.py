@@ -43,6 +43,9 @@ class ClusterSpec:
     """Further arguments of the manager."""
     worker_arguments: tuple[str, ...] = field(default=("--model", "smollm2"))
     """Arguments of every worker."""
+    metrics_host: str = HOST
+    metrics_port: int | None = None
+    """Of the first process, the others take the next ones; None: no /metrics."""
     gpu_each: bool = False
     """Each worker sees one GPU, which no other one sees."""
     share_cores: bool = True
@@ -58,19 +61,49 @@ class ClusterSpec:
         """Their worker_ids, in order."""
         return [f"{self.name}-{index}" for index in range(self.num_workers)]
 
+    @property
+    def metrics_urls(self) -> dict[str, str]:
+        """Where each process tells its metrics, the manager's first; empty if none does."""
+        return {
+            name: f"http://{join_host_port(self.metrics_host, port)}/metrics" for name, port in self._metrics_ports()
+        }
+
+    def _metrics_ports(self) -> list[tuple[str, int]]:
+        if self.metrics_port is None:
+            return []
+        names = [*([MANAGER_NAME] if self.join is None else []), *self.worker_names]
+        return [(name, self.metrics_port + index) for index, name in enumerate(names)]
+
+    def require_free_ports(self) -> None:
+        """Unavailable if somebody listens on one that is ours: in the logs of children it would be harder to find."""
+        if self.join is None:
+            require_free_port(self.host, self.port)
+        for _, port in self._metrics_ports():
+            require_free_port(self.metrics_host, port, "--metrics-port", "--metrics-host")
+
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
         """The processes, the manager first if one is to be started. Raises InvalidRequest if there are too few GPUs."""
         unbuffered = {"PYTHONUNBUFFERED": "1"}
+        metrics = {
+            name: ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
+            for name, port in self._metrics_ports()
+        }
         children = []
         if self.join is None:
             listen = ["--host", self.host, "--port", str(self.port)]
-            command = service_command(MANAGER_MODULE, [*listen, *self.manager_arguments])
+            command = service_command(
+                MANAGER_MODULE, [*listen, *metrics.get(MANAGER_NAME, ()), *self.manager_arguments]
+            )
             children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
         gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
         for index, name in enumerate(self.worker_names):
             command = service_command(
                 WORKER_MODULE,
-                ["--manager", self.address, "--host", self.host, "--worker-id", name, *self.worker_arguments],
+                [
+                    *("--manager", self.address, "--host", self.host, "--worker-id", name),
+                    *metrics.get(name, ()),
+                    *self.worker_arguments,
+                ],
             )
             variables = dict(unbuffered)
             if self.share_cores and "OMP_NUM_THREADS" not in environment:
@@ -99,8 +132,7 @@ class Cluster:
         on_progress gets a line on what is being waited for. ClusterFailed as soon as a child ends; the caller's
         supervisor then stops the others.
         """
-        if self._spec.join is None:
-            require_free_port(self._spec.host, self._spec.port)
+        self._spec.require_free_ports()
         self._children = {child.name: child for child in self._spec.children()}
         for child in self._children.values():
             await self._supervisor.start(child)
@@ -162,8 +194,8 @@ def free_port() -> int:
         return port
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Unavailable if somebody listens there: their manager would be taken for ours."""
+def require_free_port(host: str, port: int, port_flag: str = "--port", host_flag: str = "--host") -> None:
+    """Unavailable if somebody listens there: their manager would be taken for ours. The flags are those to be changed."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -171,9 +203,9 @@ def require_free_port(host: str, port: int) -> None:
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             hint = (
-                "is another cluster running there? choose another port with --port"
+                f"is another cluster running there? choose another port with {port_flag}"
                 if in_use
-                else f"{host} must be an address of this machine (`ip address` lists them); give one with --host"
+                else f"{host} must be an address of this machine (`ip address` lists them); give one with {host_flag}"
             )
             raise Unavailable(
                 f"cannot listen on {join_host_port(host, port)}: {error.strerror}; {hint}",

@@ -87,6 +87,16 @@ class UpSettings(ProcessSettings):
     max_num_seqs: int | None = Field(
         default=None, description="Sequences in one batch of a worker. Default: the worker's, 64."
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="TCP port of the manager's /metrics; the workers take the next ones, with --join this one and the next. "
+        "Default: no metrics.",
+    )
+    metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
+        default=HOST, description="Address for /metrics; --host does not change it."
+    )
     state_dir: Path | None = Field(
         default=None, description="Folder where the manager keeps its epoch. Default: the manager's."
     )
@@ -109,6 +119,22 @@ class UpSettings(ProcessSettings):
             )
         if self.join is not None and self.state_dir is not None:
             raise ValueError("--state-dir is of the manager that --join leaves out: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_have_ports(self) -> UpSettings:
+        if self.metrics_port is not None:
+            num_ports = self.workers + (self.join is None)
+            last = self.metrics_port + num_ports - 1
+            if last > 65535:
+                raise ValueError(
+                    f"--metrics-port {self.metrics_port}: {num_ports} processes need as many ports, and the largest is 65535"
+                )
+            if self.join is None and self.metrics_port <= self.port <= last:
+                raise ValueError(
+                    f"--metrics-port {self.metrics_port}: {num_ports} processes take the ports up to {last}, among them the "
+                    f"manager's own, {self.port}; choose another one"
+                )
         return self
 
     def spec(self) -> ClusterSpec:
@@ -136,6 +162,8 @@ class UpSettings(ProcessSettings):
             join=self.join,
             manager_arguments=() if self.state_dir is None else ("--state-dir", str(self.state_dir)),
             worker_arguments=tuple(arguments),
+            metrics_host=self.metrics_host,
+            metrics_port=self.metrics_port,
             gpu_each=gpu_each,
             share_cores=not gpu_each and not (self.device or "").startswith("cuda"),
         )
@@ -212,10 +240,12 @@ def _print_ready(workers: list[cache_pb2.WorkerDescription], spec: ClusterSpec, 
             f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all",
             markup=False,
         )
+    for name, url in spec.metrics_urls.items():
+        console.print(f"metrics of {name}: {url}", markup=False)
     prefix = "" if spec.address == DEFAULT_MANAGER else f"{MANAGER_VARIABLE}={spec.address} "
     console.print(
         f'ready: in another terminal, `{prefix}kvpool chat`, `{prefix}kvpool generate "Once upon a time"` '
-        f"or `{prefix}kvpool blocks`; Ctrl-C here stops everything",
+        f"or `{prefix}kvpool top`; Ctrl-C here stops everything",
         style="bold",
         markup=False,
         soft_wrap=True,
