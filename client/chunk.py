@@ -31,7 +31,7 @@ class TokenLogprobs:
     """Log-probabilities at one position."""
 
     logprob: float
-    """Natural logarithm of the sampled token's probability (temperature 1, no truncation)."""
+    """Natural logarithm of the token's probability under the model (temperature 1, no penalties, no truncation)."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the most likely tokens, best first, as many as were asked for."""
 
@@ -71,12 +71,24 @@ class Chunk:
     """The worker that computed it."""
     attempt: int
     """1 for the first worker tried, larger for every further one; larger than in the chunk before: the stream has moved."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None stands
+    for the prompt's first token, which has nothing before it."""
 
 
 def chunk_from_proto(
-    message: worker_pb2.GenerateResponse, *, start_index: int, worker_id: str, attempt: int, want_logprobs: bool
+    message: worker_pb2.GenerateResponse,
+    *,
+    start_index: int,
+    worker_id: str,
+    attempt: int,
+    want_logprobs: bool,
+    first_prompt_logprob: int | None,
 ) -> Chunk:
-    """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities."""
+    """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities.
+
+    `first_prompt_logprob`: the first of the message's prompt_logprobs that are new; None: nobody wants them.
+    """
     finish_reason = None
     if message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
         finish_reason = _FINISH_REASONS.get(message.finish_reason)
@@ -100,6 +112,18 @@ def chunk_from_proto(
         finish_reason=finish_reason,
         worker_id=worker_id,
         attempt=attempt,
+        prompt_logprobs=_prompt_logprobs_from_proto(message, first_prompt_logprob),
+    )
+
+
+def _prompt_logprobs_from_proto(
+    message: worker_pb2.GenerateResponse, first: int | None
+) -> tuple[TokenLogprobs | None, ...] | None:
+    if first is None:
+        return None
+    return tuple(
+        _logprobs_from_proto(item.logprobs) if item.HasField("logprobs") else None
+        for item in message.prompt_logprobs[first:]
     )
 
 

@@ -13,7 +13,7 @@ class Completion:
     """A finished answer."""
 
     text: str
-    """All text, without what ended it."""
+    """All text, without what ended it; with `echo` the prompt's before it."""
     token_ids: tuple[int, ...]
     """All generated tokens, without the id that ended the text."""
     finish_reason: FinishReason
@@ -32,6 +32,8 @@ class Completion:
     """How often the sequence was preempted and recomputed by the worker that ended it."""
     num_attempts: int
     """Workers tried, this one included."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per token of the prompt if they were asked for; None for the first, which has nothing before it."""
 
 
 class CompletionBuilder:
@@ -41,6 +43,7 @@ class CompletionBuilder:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._usage: Usage | None = None
         self._last: Chunk | None = None
         self._first_token_ms: float | None = None
@@ -55,7 +58,11 @@ class CompletionBuilder:
         self._text.append(chunk.text)
         self._token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
-            self._logprobs = [*(self._logprobs or []), *chunk.logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs += chunk.logprobs
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs = self._prompt_logprobs or []
+            self._prompt_logprobs += chunk.prompt_logprobs
         if chunk.usage is not None:
             self._usage = chunk.usage
         if self._first_token_ms is None and (chunk.token_ids or chunk.finish_reason is not None):
@@ -63,13 +70,20 @@ class CompletionBuilder:
         self._last = chunk
 
     def build(self) -> Completion:
-        """The answer. ProtocolError unless a chunk with a finish reason and one with usage were added."""
+        """The answer. ProtocolError unless a chunk with a finish reason, one with usage, and log-probabilities of the whole
+        prompt, if any, were added."""
         last, usage, first_token_ms = self._last, self._usage, self._first_token_ms
         if last is None or last.finish_reason is None or usage is None or first_token_ms is None:
             raise ProtocolError(
                 f"the answer is not complete: {len(self._token_ids)} tokens, "
                 f"finish reason {last.finish_reason if last else None}, usage {usage}",
                 reason="INCOMPLETE",
+            )
+        if self._prompt_logprobs is not None and len(self._prompt_logprobs) != usage.num_prompt_tokens:
+            raise ProtocolError(
+                f"{last.worker_id} sent log-probabilities of {len(self._prompt_logprobs)} tokens of the prompt, which has "
+                f"{usage.num_prompt_tokens}",
+                reason="LOGPROBS_MISSING",
             )
         return Completion(
             text="".join(self._text),
@@ -82,4 +96,5 @@ class CompletionBuilder:
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             num_preemptions=usage.num_preemptions,
             num_attempts=last.attempt,
+            prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
         )

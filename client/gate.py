@@ -25,6 +25,8 @@ class Gate:
         self._attempt = 0
         self._base = 0
         self._num_delivered = 0
+        self._num_prompt_told = 0
+        self._num_prompt_told_by_attempt = 0
 
     def __repr__(self) -> str:
         return f"Gate(attempt={self._attempt}, base={self._base}, num_delivered={self._num_delivered})"
@@ -44,6 +46,7 @@ class Gate:
         assert attempt > self._attempt, (attempt, self._attempt)
         self._attempt = attempt
         self._base = self._num_delivered
+        self._num_prompt_told_by_attempt = 0
 
     def take(self, attempt: int, start_index: int, num_tokens: int) -> Accepted | None:
         """Let `num_tokens` tokens at `start_index` of attempt's stream through; None: of an older attempt, drop them.
@@ -62,3 +65,11 @@ class Gate:
         accepted = Accepted(start_index=self._num_delivered)
         self._num_delivered += num_tokens
         return accepted
+
+    def take_prompt(self, num_told: int) -> int:
+        """Let what the current attempt tells next of `num_told` tokens of the prompt through; returns how many of the first of
+        them an earlier attempt, which broke off before its first token, has told already."""
+        self._num_prompt_told_by_attempt += num_told
+        num_new = max(0, self._num_prompt_told_by_attempt - self._num_prompt_told)
+        self._num_prompt_told += num_new
+        return num_told - num_new

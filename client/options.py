@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final
 
 from kvpool.v1 import worker_pb2
 
 from .errors import InvalidRequest
+from .sampling import SamplingOptions, SamplingSettings, require
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 256
@@ -19,19 +18,13 @@ MAX_LOGPROBS: Final = 20
 MAX_NAME_BYTES: Final = 256
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of generate() and chat(), all optional."""
 
     max_tokens: int | None
     """Tokens to generate at most. None: as many as the model's longest sequence leaves."""
-    temperature: float
-    """0, the default: always the most likely token. Otherwise logits are divided by it; at most 100."""
-    top_k: int
-    """Keep the k most likely tokens; 0, the default: all."""
-    top_p: float
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1, the default: all."""
-    seed: int | None
-    """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
+    min_tokens: int
+    """Before so many tokens no id that ends the text is drawn, and stop strings do not count; 0, the default: from the first."""
     stop: str | Sequence[str]
     """Strings that end the text; not part of it. At most 16, each at most 256 bytes."""
     stop_token_ids: Sequence[int]
@@ -40,6 +33,10 @@ class GenerateOptions(TypedDict, total=False):
     """Go on behind the model's end-of-text ids."""
     logprobs: int | None
     """None: no log-probabilities; 0: of the sampled tokens; n: also of the n most likely ones. At most 20."""
+    prompt_logprobs: int | None
+    """The same of the prompt's tokens. Such a request takes nothing from the cache: what is in it has no logits."""
+    echo: bool
+    """Begin the text with the prompt's. The tokens are the answer's alone."""
     timeout: float | None
     """Seconds from the start of the call to the last token. None: the client's own."""
     model: str | None
@@ -61,15 +58,14 @@ class GenerateSettings:
 
     max_tokens: int
     """0: as many as the model's longest sequence leaves."""
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    """Chosen at random by the client when sampling without one, so that every attempt draws alike."""
+    sampling: SamplingSettings
+    min_tokens: int
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
     timeout: float | None
     model: str | None
     adapter: str
@@ -87,50 +83,44 @@ class GenerateSettings:
                 reason="BAD_FIELD",
             )
         max_tokens = options.get("max_tokens")
-        temperature = float(options.get("temperature", 0.0))
-        top_k = options.get("top_k", 0)
-        top_p = float(options.get("top_p", 1.0))
-        seed = options.get("seed")
+        min_tokens = options.get("min_tokens", 0)
         stop = options.get("stop", ())
-        logprobs = options.get("logprobs")
+        logprobs, prompt_logprobs = options.get("logprobs"), options.get("prompt_logprobs")
         timeout = options.get("timeout")
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         stop_token_ids = tuple(options.get("stop_token_ids", ()))
-        _require(max_tokens is None or 1 <= max_tokens < 2**32, "max_tokens", max_tokens, "at least 1, or None")
-        _require(math.isfinite(temperature) and 0 <= temperature <= 100, "temperature", temperature, "in [0, 100]")
-        _require(0 <= top_k < 2**32, "top_k", top_k, "at least 0")
-        _require(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
-        _require(seed is None or 0 <= seed < 2**64, "seed", seed, "in 0 … 2**64 − 1")
-        _require(
-            len(stop_strings) <= MAX_STOP_STRINGS, "stop", len(stop_strings), f"{MAX_STOP_STRINGS} strings at most"
-        )
+        require(max_tokens is None or 1 <= max_tokens < 2**32, "max_tokens", max_tokens, "at least 1, or None")
+        largest = max_tokens or 2**32 - 1
+        require(0 <= min_tokens <= largest, "min_tokens", min_tokens, "at least 0 and at most max_tokens")
+        require(len(stop_strings) <= MAX_STOP_STRINGS, "stop", len(stop_strings), f"{MAX_STOP_STRINGS} strings at most")
         for string in stop_strings:
             fits = 0 < len(string.encode()) <= MAX_STOP_STRING_BYTES
-            _require(fits, "stop", string, f"strings of 1 to {MAX_STOP_STRING_BYTES} bytes")
+            require(fits, "stop", string, f"strings of 1 to {MAX_STOP_STRING_BYTES} bytes")
         num_ids = len(stop_token_ids)
-        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"{MAX_STOP_TOKEN_IDS} ids at most")
-        _require(all(0 <= token < 2**32 for token in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids")
-        _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, "logprobs", logprobs, f"None or 0 … {MAX_LOGPROBS}")
-        _require(timeout is None or 0 < timeout <= 86_400, "timeout", timeout, "in (0, 86400] seconds, or None")
+        require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"{MAX_STOP_TOKEN_IDS} ids at most")
+        require(all(0 <= token < 2**32 for token in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids")
+        for name, wanted in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, wanted, f"None or 0 … {MAX_LOGPROBS}")
+        require(timeout is None or 0 < timeout <= 86_400, "timeout", timeout, "in (0, 86400] seconds, or None")
         priority = options.get("priority", 0)
-        _require(-(2**31) <= priority < 2**31, "priority", priority, "in -2**31 … 2**31 − 1")
+        require(-(2**31) <= priority < 2**31, "priority", priority, "in -2**31 … 2**31 − 1")
         names = {
             "adapter": options.get("adapter", ""),
             "tenant_salt": options.get("tenant_salt", ""),
             "tenant": options.get("tenant", ""),
         }
         for name, value in names.items():
-            _require(len(value.encode()) <= MAX_NAME_BYTES, name, value, f"{MAX_NAME_BYTES} bytes at most")
+            require(len(value.encode()) <= MAX_NAME_BYTES, name, value, f"{MAX_NAME_BYTES} bytes at most")
         return cls(
             max_tokens=max_tokens or 0,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=secrets.randbits(64) if seed is None and temperature > 0 else seed or 0,
+            sampling=SamplingSettings.from_options(options),
+            min_tokens=min_tokens,
             stop_strings=stop_strings,
             stop_token_ids=stop_token_ids,
             ignore_eos=options.get("ignore_eos", False),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            echo=options.get("echo", False),
             timeout=timeout,
             model=options.get("model"),
             adapter=names["adapter"],
@@ -160,20 +150,17 @@ class GenerateSettings:
             priority=self.priority,
             tenant=self.tenant,
             model_fingerprint=model_fingerprint,
-            sampling=worker_pb2.SamplingParams(
-                temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
-            ),
+            sampling=self.sampling.message(),
             stop=worker_pb2.StopConditions(
                 max_tokens=self.max_tokens - num_delivered if self.max_tokens else 0,
                 stop_token_ids=self.stop_token_ids,
                 stop_strings=self.stop_strings,
                 ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
             ),
             logprobs=self.logprobs,
+            # Of a continuation the worker knows that both were told: num_delivered_tokens says so.
+            prompt_logprobs=self.prompt_logprobs,
+            echo=self.echo,
             num_delivered_tokens=num_delivered,
         )
-
-
-def _require(holds: bool, name: str, value: object, expected: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"{name} must be {expected}; got {value!r}", reason="BAD_FIELD")

@@ -154,12 +154,14 @@ class GenerateStream:
             accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
             if accepted is None:
                 continue
+            num_known = self._gate.take_prompt(len(message.prompt_logprobs))
             chunk = chunk_from_proto(
                 message,
                 start_index=accepted.start_index,
                 worker_id=target.worker_id,
                 attempt=target.attempt,
                 want_logprobs=self._settings.logprobs is not None,
+                first_prompt_logprob=None if self._settings.prompt_logprobs is None else num_known,
             )
             if chunk.usage is not None:
                 chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
@@ -194,6 +196,7 @@ class GenerateStream:
             finish_reason=FinishReason.LENGTH,
             worker_id=target.worker_id,
             attempt=target.attempt,
+            prompt_logprobs=None if self._settings.prompt_logprobs is None else (),
         )
 
     async def _open_next(self, deadline: Deadline) -> WatchedCall:

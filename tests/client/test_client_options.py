@@ -21,6 +21,21 @@ from client.options import GenerateSettings
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": 10.1},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": {-1: 0.0}},
+        {"logit_bias": {2**32: 0.0}},
+        {"logit_bias": {1: 100.5}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"min_tokens": -1},
+        {"min_tokens": 8, "max_tokens": 7},
         {"seed": -1},
         {"seed": 2**64},
         {"stop": ["x"] * 17},
@@ -30,6 +45,8 @@ from client.options import GenerateSettings
         {"stop_token_ids": [1] * 257},
         {"logprobs": 21},
         {"logprobs": -1},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": -1},
         {"timeout": 0},
         {"adapter": "x" * 257},
         {"tenant_salt": "x" * 257},
@@ -51,11 +68,19 @@ def test_options_reach_the_message() -> None:
             temperature=0.5,
             top_k=3,
             top_p=0.25,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.75,
+            logit_bias={7: -100.0, 0: 0.5},
             seed=2**64 - 1,
             stop=["a", "b"],
             stop_token_ids=[9],
             ignore_eos=True,
+            min_tokens=2,
             logprobs=0,
+            prompt_logprobs=3,
+            echo=True,
             priority=-7,
             tenant="acme",
         )
@@ -64,8 +89,12 @@ def test_options_reach_the_message() -> None:
     assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
+    assert (request.sampling.min_p, request.sampling.repetition_penalty) == (0.125, 1.5)
+    assert (request.sampling.presence_penalty, request.sampling.frequency_penalty) == (-0.5, 0.75)
+    assert dict(request.sampling.logit_bias) == {7: -100.0, 0: 0.5}
     assert request.sampling.seed == 2**64 - 1
-    assert (request.stop.max_tokens, request.stop.ignore_eos) == (7, True)
+    assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (7, 2, True)
+    assert (request.prompt_logprobs, request.echo) == (3, True)
     assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
     assert (request.priority, request.tenant) == (-7, "acme")
     assert request.HasField("logprobs")
@@ -89,11 +118,11 @@ def test_one_stop_string_is_not_taken_for_its_letters() -> None:
 
 def test_sampling_without_a_seed_gets_a_random_one() -> None:
     """Chosen by the client, so that another attempt draws the same tokens; greedy needs none."""
-    seeds = {GenerateSettings.from_options({"temperature": 1.0}).seed for _ in range(8)}
+    seeds = {GenerateSettings.from_options({"temperature": 1.0}).sampling.seed for _ in range(8)}
     assert len(seeds) == 8
     assert max(seeds) > 2**48
-    assert GenerateSettings.from_options({}).seed == 0
-    assert GenerateSettings.from_options({"temperature": 1.0, "seed": 0}).seed == 0
+    assert GenerateSettings.from_options({}).sampling.seed == 0
+    assert GenerateSettings.from_options({"temperature": 1.0, "seed": 0}).sampling.seed == 0
 
 
 def test_the_environment_names_the_manager() -> None:
