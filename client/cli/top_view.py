@@ -16,7 +16,10 @@ from .block_map import render_block_map
 from .rates import Rates
 from .status import device_counts
 
+_WIDE: Final = 104
+"""Columns from which on everything has its place; below, the bar is shorter and the last columns are left out."""
 _BAR_CELLS: Final = 24
+_BAR_CELLS_NARROW: Final = 12
 _BAR: Final = (("held", "█", "cyan"), ("reserved", "+", "yellow"), ("copying", "~", "blue"), ("cached", "▒", "green"))
 """In this order from the left; what is free is at the right."""
 _FREE: Final = ("·", "dim")
@@ -58,7 +61,7 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
         num_lines += 1
     workers = picture.workers
     if workers:
-        parts.append(_table(picture, workers))
+        parts.append(_table(picture, workers, is_wide=width >= _WIDE))
         num_lines += 1 + len(workers) + (len(workers) > 1)
     elif picture.response is not None:
         parts.append(Text("no live worker; start one with `kvpool worker`"))
@@ -89,12 +92,13 @@ def _head(picture: Picture) -> Text:
     return text
 
 
-def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
+def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription], *, is_wide: bool) -> Table:
+    bar_cells = _BAR_CELLS if is_wide else _BAR_CELLS_NARROW
     table = Table(box=None, pad_edge=False)
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=24)
     table.add_column("state", no_wrap=True)
     table.add_column("blocks", no_wrap=True)
-    for column in ("used", "run", "wait", "prompt/s", "gen/s", "hits", "evict/s", "lease"):
+    for column in ("used", "run", "wait", "prompt/s", "gen/s", "hits", *(("evict/s", "lease") if is_wide else ())):
         table.add_column(column, justify="right", no_wrap=True)
     all_counts = common_pb2.BlockCounts()
     for worker in workers:
@@ -103,17 +107,19 @@ def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription]) -> 
         name = Text(worker.worker_id, style="bold" if worker.worker_id == picture.chosen else "")
         lease = f"{worker.lease_remaining_ms / 1000:.1f} s"
         load = worker.load
-        table.add_row(
-            name, _state(worker), *_blocks(counts), str(load.num_running), str(load.num_waiting),
+        cells = (
+            name, _state(worker), *_blocks(counts, bar_cells), str(load.num_running), str(load.num_waiting),
             *_rates(picture.rates.get(worker.session)), lease,
         )  # fmt: skip
+        table.add_row(*cells[: len(table.columns)])
     if len(workers) > 1:
         loads = [worker.load for worker in workers]
         running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
-        table.add_row(
-            Text("all", style="dim"), "", *_blocks(all_counts), str(running), str(waiting),
+        cells = (
+            Text("all", style="dim"), Text(), *_blocks(all_counts, bar_cells), str(running), str(waiting),
             *_rates(_sum([picture.rates.get(worker.session) for worker in workers])), "",
         )  # fmt: skip
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
@@ -128,18 +134,18 @@ def _add(total: common_pb2.BlockCounts, counts: common_pb2.BlockCounts) -> None:
         setattr(total, name, getattr(total, name) + getattr(counts, name))
 
 
-def _blocks(counts: common_pb2.BlockCounts) -> tuple[Text, str]:
+def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:
     """The bar, and the share of blocks that are not to be had now."""
     bar = Text()
-    cells = 0
+    num_drawn = 0
     capacity = max(1, counts.capacity)
     for name, sign, style in _BAR:
         count = getattr(counts, name)
         # A single block is seen as well, and the bar never runs over.
-        width = min(_BAR_CELLS - cells, max(round(count / capacity * _BAR_CELLS), 1 if count else 0))
+        width = min(bar_cells - num_drawn, max(round(count / capacity * bar_cells), 1 if count else 0))
         bar.append(sign * width, style=style)
-        cells += width
-    bar.append(_FREE[0] * (_BAR_CELLS - cells), style=_FREE[1])
+        num_drawn += width
+    bar.append(_FREE[0] * (bar_cells - num_drawn), style=_FREE[1])
     return bar, f"{1 - (counts.free + counts.cached) / capacity:.0%}"
 
 

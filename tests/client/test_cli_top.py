@@ -1,0 +1,336 @@
+"""`kvpool top`: rates, the picture, one look without a terminal, and a live view on one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from rich.console import Console
+
+from cache_service.epoch import EpochStore
+from cache_service.server import Server
+from cache_service.settings import ManagerSettings
+from client.block_map import BlockMap
+from client.cli.rates import WINDOW_SECONDS, RateMeter
+from client.cli.top_view import Picture, render
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
+from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
+from tests.client.test_cli_commands import kvpool
+
+# -- rates
+
+
+def described(session: int = 1, **totals: int) -> cache_pb2.DescribeResponse:
+    worker = cache_pb2.WorkerDescription(worker_id="w", session=session, totals=cache_pb2.WorkerTotals(**totals))
+    return cache_pb2.DescribeResponse(workers=[worker])
+
+
+def test_rates_are_differences_by_time() -> None:
+    meter = RateMeter()
+    meter.add(described(num_prompt_tokens=100, num_cached_tokens=90, num_generated_tokens=10), 50.0)
+    assert meter.rates(1) is None
+    counts = {"num_prompt_tokens": 300, "num_cached_tokens": 140, "num_generated_tokens": 14, "num_evicted_blocks": 6}
+    meter.add(described(**counts), 52.0)
+    rates = meter.rates(1)
+    assert rates is not None
+    assert (rates.prompt_tokens, rates.generated_tokens, rates.evicted_blocks, rates.hit_rate) == (100, 2, 3, 0.25)
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    """What was before the window no longer counts, and where no prompt came in there is no hit rate."""
+    meter = RateMeter()
+    for second in range(20):
+        meter.add(described(num_prompt_tokens=min(second, 10) * 100), float(second))
+        rates = meter.rates(1)
+        if 1 <= second <= 10:
+            assert rates is not None
+            assert (rates.prompt_tokens, rates.hit_rate) == (100, 0)
+        if second >= 10 + WINDOW_SECONDS:
+            assert rates is not None
+            assert (rates.prompt_tokens, rates.hit_rate) == (0, None)
+    assert len(meter._looks) <= WINDOW_SECONDS + 2
+
+
+def test_rates_of_rare_looks_are_of_the_last_two() -> None:
+    meter = RateMeter()
+    for look in range(4):
+        meter.add(described(num_generated_tokens=look**2 * 600), 60.0 * look)
+    rates = meter.rates(1)
+    assert rates is not None
+    assert rates.generated_tokens == 50
+
+
+def test_a_new_session_counts_anew() -> None:
+    """A worker that registers again has counts of 0: not a negative rate, but none yet."""
+    meter = RateMeter()
+    meter.add(described(1, num_generated_tokens=1000), 1.0)
+    meter.add(described(2, num_generated_tokens=10), 2.0)
+    assert meter.rates(1) is None
+    assert meter.rates(2) is None
+    meter.add(described(2, num_generated_tokens=30), 3.0)
+    rates = meter.rates(2)
+    assert rates is not None
+    assert rates.generated_tokens == 20
+
+
+# -- the picture
+
+
+def worker_of(name: str, **counts: int) -> cache_pb2.WorkerDescription:
+    worker = cache_pb2.WorkerDescription(worker_id=name, lease_remaining_ms=5400)
+    worker.counts.add(tier=common_pb2.TIER_DEVICE, **counts)
+    return worker
+
+
+def drawn(picture: Picture, width: int = 120, height: int | None = None, *, keys: bool = False) -> list[str]:
+    console = Console(width=width, height=height or 25)
+    with console.capture() as capture:
+        console.print(render(picture, width, height, keys=keys))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_each_worker_has_its_state_and_a_bar_of_its_blocks() -> None:
+    """One reserved block of a thousand is seen too; what is free or cached is not in use."""
+    workers = [
+        worker_of("a", capacity=1000, free=249, cached=250, held=500, reserved=1),
+        worker_of("b", capacity=10, free=10),
+        worker_of("c", capacity=10, held=10),
+    ]
+    workers[1].draining = True
+    workers[2].recovering = True
+    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(epoch=7, workers=workers)))
+    assert "manager m:1, epoch 7" in lines[0]
+    assert re.search(r"^a +serving +█{12}\+▒{6}·{5} +50% ", lines[2]), lines[2]
+    assert re.search(r"^b +leaving +·{24} +0% ", lines[3]), lines[3]
+    assert re.search(r"^c +reporting +█{24} +100% ", lines[4]), lines[4]
+    assert re.search(r"^all +█+\+▒+·+ +50% ", lines[5]), lines[5]
+    assert "5.4 s" in lines[2]
+
+
+@pytest.mark.parametrize("height", [8, 12, 24, 60])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_it_is_never_higher_than_the_terminal(height: int, num_workers: int) -> None:
+    """What does not fit is left out, and the line that says so stands there instead."""
+    owners = [common_pb2.SequenceKey(sequence_id=f"sequence-{index}") for index in range(40)]
+    blocks = tuple(
+        cache_pb2.BlockDescription(
+            block_id=block, state=cache_pb2.BLOCK_STATE_HELD, ref_count=1, sealed=True, owners=[owners[block % 40]]
+        )
+        for block in range(1, 4000)
+    )
+    workers = [worker_of(f"w{index}", capacity=3999, held=3999) for index in range(num_workers)]
+    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), chosen="w0")
+    picture.block_map = BlockMap("w0", 16, 4000, blocks)
+    lines = drawn(picture, 80, height, keys=True)
+    assert len(lines) <= height
+    assert "q quit" in lines[-1]
+    if height >= 24:
+        text = "\n".join(lines)
+        assert "further rows, from block" in text
+        assert "further sequences" in text
+        assert "sequence-1:" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 103, 104, 120, 200])
+def test_names_and_rates_are_whole_in_every_usual_width(width: int) -> None:
+    workers = [worker_of(name, capacity=10, free=5, held=5) for name in ("worker-0", "worker-1")]
+    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(workers=workers)), width)
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= width
+    if width >= 80:
+        assert lines[2].startswith("worker-0  serving  ")
+        assert "gen/s  hits" in lines[1]
+    assert ("lease" in lines[1]) == (width >= 104)
+
+
+def test_a_manager_that_is_away_is_told_beside_what_was() -> None:
+    workers = [worker_of("a", capacity=10, free=10)]
+    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), away="no answer for 7 s")
+    assert drawn(picture)[1] == "no answer for 7 s"
+    assert "a  " in drawn(picture)[3]
+    assert drawn(Picture("m:1", away="no answer yet: nobody there"))[1:] == ["no answer yet: nobody there"]
+    assert "no live worker" in drawn(Picture("m:1", cache_pb2.DescribeResponse()))[1]
+
+
+# -- against a real manager
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
+    epochs = EpochStore.open(settings.state_folder)
+    async with Server(settings, epochs) as server:
+        yield server
+    epochs.close()
+
+
+@pytest.fixture
+async def workers(server: Server) -> AsyncIterator[tuple[Worker, Worker]]:
+    """Two: on the first, sequence "a" holds four blocks of which "b" shares two, and it says that three run and two wait."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        first, second = Worker(stub, registration("first", num_blocks=1025)), Worker(stub, registration("second"))
+        for worker in (first, second):
+            await worker.register()
+        await first.allocate(item("a", prompt(3 * BLOCK_SIZE + 1)))
+        await first.append(
+            cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, num_computed_tokens=3 * BLOCK_SIZE)
+        )
+        await first.allocate(item("b", prompt(2 * BLOCK_SIZE + 1)))
+        await stub.KeepAlive(
+            cache_pb2.KeepAliveRequest(session=first.session, load=common_pb2.WorkerLoad(num_running=3, num_waiting=2))
+        )
+        yield first, second
+
+
+def row(output: str, name: str) -> list[str]:
+    """The cells of a worker's line."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"{name} "))
+    return line.split()
+
+
+async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
+    server: Server, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between the two looks the first worker states 400 tokens."""
+    address = f"127.0.0.1:{server.port}"
+    looking = asyncio.create_task(
+        kvpool("top", "--once", "--worker", "first", "--interval", "0.5", "--manager", address)
+    )
+    while not server._servicer.counts.calls["Describe", "OK"]:
+        await asyncio.sleep(0.005)
+    update = cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400)))
+    answer = await workers[0].append(update)
+    assert not answer.results[0].status.code
+    assert await looking == 0
+    output = capsys.readouterr().out
+    assert "3 requests running, 2 waiting" in output
+    name, state, _, used, run, wait, prompt_rate, generated_rate, hits, evictions, *lease = row(output, "first")
+    assert (name, state, used, run, wait, prompt_rate, hits, evictions) == (
+        "first", "serving", "0%", "3", "2", "0", "–", "0",
+    )  # fmt: skip
+    assert 0 < int(generated_rate.replace(",", "")) <= 800
+    assert float(lease[0]) > 500
+    assert row(output, "second")[4:6] == ["0", "0"]
+    assert "first: 1,025 blocks of 4 tokens" in output
+    assert "A a: 4 blocks" in output
+    assert "B b: 3 blocks" in output
+    assert "0 ∅22" in output  # two blocks that both have, behind the null block
+
+
+async def test_without_a_terminal_it_looks_once(server: Server, workers: tuple[Worker, Worker]) -> None:
+    """So that `kvpool top | head` and cron do what is meant."""
+    command = [sys.executable, "-m", "kvpool.client.cli", "top", "--interval", "0.1"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--manager", f"127.0.0.1:{server.port}", stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0
+    assert b"\x1b" not in output
+    assert row(output.decode(), "second")[1] == "serving"
+
+
+async def test_once_says_what_is_wrong(
+    server: Server, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{server.port}"
+    assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "third", "--manager", address) == 1
+    assert "no live worker 'third'" in capsys.readouterr().err
+    assert await kvpool("top", "--once", "--interval", "0.1", "--manager", "127.0.0.1:1") == 1
+    assert "no manager answers" in capsys.readouterr().err
+
+
+# -- on a terminal
+
+PROGRAM = """
+import sys
+from kvpool.client.cli import main
+main(["top", "--interval", "0.1", "--manager", "{address}"])
+"""
+
+
+def see(user: TerminalUser, is_there: Callable[[str], bool]) -> str:
+    """Read until the last picture is as wanted; returns it without its escape codes."""
+    deadline = time.monotonic() + 60
+    while True:
+        last = user.output.rpartition(b"\x1b[H")[2].decode(errors="replace")
+        screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
+        if is_there(screen):
+            return screen
+        assert time.monotonic() < deadline, screen
+        if select.select([user._master], [], [], 0.1)[0]:
+            user.output += os.read(user._master, 65536)
+
+
+async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
+    server: Server, workers: tuple[Worker, Worker]
+) -> None:
+    def use() -> None:
+        code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
+        with at_terminal(code=code, columns=100, rows=30) as user:
+            before = user.settings()
+            screen = see(user, lambda screen: "first: 1,025 blocks" in screen)
+            assert "A a: 4 blocks" in screen
+            user.press(b"\x1b[B")
+            see(user, lambda screen: "second: 17 blocks" in screen)
+            user.press(b"k")
+            see(user, lambda screen: "first: 1,025 blocks" in screen)
+            user.press(b"b")
+            see(user, lambda screen: "blocks of" not in screen and "second" in screen)
+            user.press(b"\x1b[C?")  # means nothing
+            user.press(b"q")
+            assert user.end() == 0
+            assert user.settings() == before
+            assert user.output.rstrip().endswith(b"\x1b[?25h\x1b[?1049l")
+
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(("keys", "signal_number", "status"), [(b"\x03", None, 130), (b"", signal.SIGTERM, 143)])
+async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
+    server: Server, workers: tuple[Worker, Worker], keys: bytes, signal_number: signal.Signals | None, status: int
+) -> None:
+    def use() -> None:
+        code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
+        with at_terminal(code=code, columns=100, rows=30) as user:
+            before = user.settings()
+            see(user, lambda screen: "first: 1,025 blocks" in screen)
+            if signal_number is None:
+                user.press(keys)
+            else:
+                user.process.send_signal(signal_number)
+            assert user.end() == status
+            assert user.settings() == before
+            assert b"\x1b[?25h\x1b[?1049l" in user.output
+            assert b"Traceback" not in user.output
+
+    await asyncio.to_thread(use)
+
+
+async def test_it_waits_for_a_manager_and_says_when_it_is_away(tmp_path: Path) -> None:
+    """Begun before the manager is, and kept while that is gone."""
+    settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
+    epochs = EpochStore.open(settings.state_folder)
+    async with Server(settings, epochs) as first:
+        settings = settings.model_copy(update={"port": first.port})
+    code = PROGRAM.format(address=f"127.0.0.1:{settings.port}")
+    with at_terminal(code=code, columns=100, rows=30) as user:
+        await asyncio.to_thread(see, user, lambda screen: "no answer yet" in screen)
+        async with Server(settings, epochs):
+            await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen)
+        await asyncio.to_thread(see, user, lambda screen: "no answer for" in screen)
+        async with Server(settings, epochs):
+            await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen and "no answer" not in screen)
+        user.press(b"q")
+        assert user.end() == 0
+    epochs.close()
