@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.cluster import free_port
+from client.cli.cluster import free_port, require_free_port
+from client.errors import Unavailable
 from tests.client.processes import descendants, is_alive
+from tests.scrape import scrape
 
 KVPOOL = [sys.executable, "-m", "kvpool.client.cli"]
 
@@ -55,6 +57,19 @@ class Up:
         return out.decode()
 
 
+def free_ports(count: int) -> int:
+    """The first of so many ports beside each other that nobody listens on at this moment."""
+    while True:
+        first = free_port()
+        try:
+            for port in range(first, min(first + count, 65536)):
+                require_free_port("127.0.0.1", port)
+        except Unavailable:
+            continue
+        if first + count <= 65536:
+            return first
+
+
 @asynccontextmanager
 async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
     port = free_port()
@@ -81,9 +96,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers; every command works against them; SIGTERM is a success and ends every process."""
+    """Two workers; every command works against them, and each tells its metrics; SIGTERM is a success and ends every process."""
+    metrics_port = free_ports(3)
     small = ["--workers", "2", "--model", str(tiny_model), "--num-blocks", "64", "--block-size", "4"]
-    async with up(tmp_path, *small) as cluster:
+    async with up(tmp_path, *small, "--metrics-port", str(metrics_port)) as cluster:
+        names = ["manager", "worker-0", "worker-1"]
+        urls = [f"http://127.0.0.1:{metrics_port + index}/metrics" for index in range(3)]
+        for name, url in zip(names, urls, strict=True):
+            assert url in await cluster.read_until(f"metrics of {name}")
         assert "kvpool chat" in await cluster.read_until("ready: ")
         pids = descendants(cluster.process.pid)
         assert len(pids) == 3
@@ -101,6 +121,11 @@ async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Pa
         assert sum(worker["cached"] for worker in workers) > 0
         assert "▒" in await cluster.run("blocks")
         assert "every law holds" in await cluster.run("check")
+        assert "worker-1  serving" in await cluster.run("top", "--once", "--interval", "0.1")
+        manager, *pages = [await scrape(url) for url in urls]
+        assert manager.labelled("kvpool_manager_capacity_blocks", "worker") == {"worker-0": 63, "worker-1": 63}
+        hits = [page.value("kvpool_worker_cached_tokens_total") for page in pages]
+        assert sum(hits) == sum(manager.labelled("kvpool_manager_cached_tokens_total", "worker").values()) >= 8
         cluster.process.send_signal(signal.SIGTERM)
         assert await cluster.wait() == 0
     assert not [pid for pid in pids if is_alive(pid)]
