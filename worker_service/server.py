@@ -21,6 +21,7 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
 from . import codec
+from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
@@ -266,7 +267,9 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     for line in budget.lines():
         log.info(str(line))
     log.info(budget.kv_cache.describe(loaded.facts.max_model_len))
-    return loaded, loaded.runner(budget.kv_cache)
+    blocks_per_sequence = -(-loaded.facts.max_model_len // budget.kv_cache.block_size)
+    sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
+    return loaded, loaded.runner(budget.kv_cache, sizes=sizes)
 
 
 def _build_engine(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate, chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int64]
+from .block_tables import BlockTables, IntArray
+from .staging import Staging
+
+_NUMBERS_PER_PART = 6
+"""That go to the device in a step of decodes: row, start, length, shift, and a new block with its place."""
 
 
 class PackedPart(Protocol):
@@ -24,13 +28,41 @@ class PackedPart(Protocol):
     def block_table(self) -> list[int]: ...
 
 
+class StepSizes(NamedTuple):
+    """How large steps become."""
+
+    max_num_seqs: int = 1
+    max_num_tokens: int = 1
+    max_blocks_per_seq: int = 1
+
+
 class PackingError(ValueError):
     """A part that cannot be packed: it would read or write KV outside its blocks."""
 
 
+class PartTensors(NamedTuple):
+    """What the device knows of the parts of a step, in their order."""
+
+    rows: torch.Tensor
+    """[N] int64: row of the part's sequence in the block tables."""
+    starts: torch.Tensor
+    """[N] int64, see Packing."""
+    query_lens: torch.Tensor
+    """[N] int64, see Packing."""
+    block_tables: torch.Tensor
+    """[max_num_seqs, max_blocks_per_seq] int32; a row is good as far as the part's tokens reach."""
+
+    def gather_tables(self, width: int) -> torch.Tensor:
+        """[N, width] int32: the parts' own rows, cut to the first `width` blocks."""
+        return self.block_tables[:, :width].index_select(0, self.rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The parts of a step one after the other in one row of ΣT tokens. Built once per step, shared by all layers."""
+    """The parts of a step one after the other in one row of ΣT tokens. Built once per step, shared by all layers.
+
+    Its tensors and arrays lie in buffers of the Packer that made it: they are good until it packs the next step.
+    """
 
     block_size: int
     device: torch.device
@@ -44,6 +76,7 @@ class Packing:
     """Per part: block ids from position 0, cut to the blocks that cover its new tokens."""
     table_arrays: list[IntArray]
     """`tables` again, as arrays."""
+    on_device: PartTensors
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
     position_ids: torch.Tensor
@@ -62,66 +95,115 @@ class Packing:
 
     def slots(self, part: int, first: int, end: int) -> IntArray:
         """Slots of the part's positions first … end − 1, int64 [end − first]."""
-        return _slots(self.table_arrays[part], first, end, self.block_size)
+        blocks, offsets = np.divmod(np.arange(first, end, dtype=np.int64), self.block_size)
+        result: IntArray = self.table_arrays[part][blocks] * self.block_size + offsets
+        return result
+
+
+class Packer:
+    """Packs steps one after the other through the same buffers. The block tables stay on the device between them."""
+
+    def __init__(self, block_size: int, num_blocks: int, device: torch.device, sizes: StepSizes | None = None) -> None:
+        """The buffers are made for `sizes`; they grow where a step needs more."""
+        sizes = sizes or StepSizes()
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._device = device
+        self.block_tables = BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq)
+        self._staging = Staging(device, sizes.max_num_tokens + _NUMBERS_PER_PART * sizes.max_num_seqs)
+        self._allocate(sizes.max_num_tokens)
+
+    def _allocate(self, max_num_tokens: int) -> None:
+        self._indices = torch.arange(max_num_tokens, device=self._device)
+        self._positions = torch.empty_like(self._indices)
+        self._slots = torch.empty_like(self._indices)
+
+    def pack(self, parts: Sequence[PackedPart]) -> Packing:
+        """Lay out the parts in their order.
+
+        Raises PackingError, before anything has changed, when a part is empty, when its table is too short, or when it names a
+        block outside 1 … num_blocks − 1 (block 0 is the null block: nothing may be written there).
+        """
+        size = self._block_size
+        starts = [part.start for part in parts]
+        query_lens = [len(part.token_ids) for part in parts]
+        keys = [id(part.block_table) for part in parts]
+        tables = [
+            part.block_table[: -(-(start + length) // size)]
+            for part, start, length in zip(parts, starts, query_lens, strict=True)
+        ]
+        num_known = self.block_tables.num_known(tables, keys)
+        for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
+            self._check(index, part, table, num_known[index])
+        _check_one_writer(tables, starts, size)
+        ends = list(accumulate(query_lens))
+        offsets = [end - length for end, length in zip(ends, query_lens, strict=True)]
+        try:
+            placement = self.block_tables.place(tables, keys, num_known)
+            input_ids, rows, on_device, lengths, shifts, changed, values = self._staging.send(
+                [
+                    np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, ends[-1]),
+                    placement.rows,
+                    np.array(starts, dtype=np.int64),
+                    np.array(query_lens, dtype=np.int64),
+                    np.subtract(starts, offsets, dtype=np.int64),
+                    placement.changed,
+                    placement.values,
+                ]
+            )
+            self.block_tables.tensor.view(-1).index_copy_(0, changed, values.to(torch.int32))
+            part_tensors = PartTensors(rows, on_device, lengths, self.block_tables.tensor)
+            positions, slots = self._locate(part_tensors, shifts, ends[-1])
+        except BaseException:
+            self.block_tables.forget()  # nobody knows how far the device got
+            raise
+        return Packing(
+            block_size=size,
+            device=self._device,
+            starts=starts,
+            query_lens=query_lens,
+            offsets=offsets,
+            tables=tables,
+            table_arrays=placement.tables,
+            on_device=part_tensors,
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            slot_mapping=slots,
+        )
+
+    def _locate(self, parts: PartTensors, shifts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position and slot of each token, computed on the device. shifts: [N], first position − first index in the row."""
+        if num_tokens > self._indices.numel():
+            self._allocate(1 << (num_tokens - 1).bit_length())
+        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
+        part = torch.repeat_interleave(parts.query_lens, output_size=num_tokens)
+        torch.add(self._indices[:num_tokens], shifts[part], out=positions)
+        blocks = parts.block_tables[parts.rows[part], positions // self._block_size]
+        torch.add(positions % self._block_size, blocks, alpha=self._block_size, out=slots)
+        return positions, slots
+
+    def _check(self, index: int, part: PackedPart, table: list[int], num_known: int) -> None:
+        """Entries that were placed before were looked at then."""
+        num_tokens = len(part.token_ids)
+        if not num_tokens or part.start < 0:
+            raise PackingError(f"part {index} has {num_tokens} tokens from position {part.start}")
+        needed = -(-(part.start + num_tokens) // self._block_size)
+        if len(table) < needed:
+            raise PackingError(
+                f"part {index} needs {needed} blocks of {self._block_size} tokens, its table has {len(table)}"
+            )
+        new = table[num_known:]
+        if new and (min(new) < 1 or max(new) >= self._num_blocks):
+            raise PackingError(f"part {index} names a block outside 1 … {self._num_blocks - 1}: {table}")
 
 
 def pack(parts: Sequence[PackedPart], block_size: int, num_blocks: int, device: torch.device) -> Packing:
-    """Lay out the parts in their order.
-
-    Raises PackingError when a part is empty, when its table is too short, or when it names a block outside
-    1 … num_blocks − 1 (block 0 is the null block: nothing may be written there).
-    """
-    tables: list[list[int]] = []
-    arrays: list[IntArray] = []
-    positions: list[IntArray] = []
-    slots: list[IntArray] = []
-    offsets: list[int] = []
-    tokens: list[int] = []
-    for index, part in enumerate(parts):
-        end = part.start + len(part.token_ids)
-        table = part.block_table[: -(-end // block_size)]
-        array = np.asarray(table, dtype=np.int64)
-        _check(index, part, array, block_size, num_blocks)
-        tables.append(table)
-        arrays.append(array)
-        positions.append(np.arange(part.start, end, dtype=np.int64))
-        slots.append(_slots(array, part.start, end, block_size))
-        offsets.append(len(tokens))
-        tokens.extend(part.token_ids)
-    slot_mapping = np.concatenate(slots)
-    _check_one_writer(slot_mapping)
-    return Packing(
-        block_size=block_size,
-        device=device,
-        starts=[part.start for part in parts],
-        query_lens=[len(part.token_ids) for part in parts],
-        offsets=offsets,
-        tables=tables,
-        table_arrays=arrays,
-        input_ids=torch.tensor([tokens], dtype=torch.int64, device=device),
-        position_ids=torch.from_numpy(np.concatenate(positions)[None]).to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
-    )
+    """Lay out one step, in buffers of its own. See Packer.pack."""
+    return Packer(block_size, num_blocks, device).pack(parts)
 
 
-def _slots(table: IntArray, first: int, end: int, block_size: int) -> IntArray:
-    positions = np.arange(first, end, dtype=np.int64)
-    blocks, offsets = np.divmod(positions, block_size)
-    result: IntArray = table[blocks] * block_size + offsets
-    return result
-
-
-def _check(index: int, part: PackedPart, table: IntArray, block_size: int, num_blocks: int) -> None:
-    if not part.token_ids or part.start < 0:
-        raise PackingError(f"part {index} has {len(part.token_ids)} tokens from position {part.start}")
-    needed = -(-(part.start + len(part.token_ids)) // block_size)
-    if len(table) < needed:
-        raise PackingError(f"part {index} needs {needed} blocks of {block_size} tokens, its table has {len(table)}")
-    if table.min() < 1 or table.max() >= num_blocks:
-        raise PackingError(f"part {index} names a block outside 1 … {num_blocks - 1}: {table.tolist()}")
-
-
-def _check_one_writer(slot_mapping: IntArray) -> None:
-    # Two sequences that write one slot would corrupt each other silently; sealed blocks are never written at all.
-    if np.unique(slot_mapping).size != slot_mapping.size:
+def _check_one_writer(tables: Sequence[list[int]], starts: Sequence[int], block_size: int) -> None:
+    # Two sequences that write one block would corrupt each other silently; sealed blocks are never written at all.
+    written = [block for table, start in zip(tables, starts, strict=True) for block in table[start // block_size :]]
+    if len(set(written)) != len(written):
         raise PackingError("two tokens of the step write the same slot: two parts share a block that is not sealed")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
+from ..attention.packing import StepSizes
 from ..attention.torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .cache_dir import default_cache_dir
 from .config import choose_max_model_len, read_config
@@ -51,10 +52,12 @@ class LoadedModel:
         )
         return plan_memory(facts, settings)
 
-    def runner(self, plan: KVCachePlan, backend: AttentionBackend | None = None) -> ModelRunner:
-        """Allocate the KV cache and bind the model to it. backend: None takes plain torch."""
+    def runner(
+        self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
+    ) -> ModelRunner:
+        """Allocate the KV cache and bind the model to it. backend: None takes plain torch. sizes: see ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
-        return ModelRunner(self.model, self.layers, cache, backend or self._torch_backend(), self.device)
+        return ModelRunner(self.model, self.layers, cache, backend or self._torch_backend(), self.device, sizes=sizes)
 
     def _torch_backend(self) -> AttentionBackend:
         # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.

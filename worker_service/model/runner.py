@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..attention.backend import AttentionBackend
-from ..attention.packing import Packing, pack
+from ..attention.packing import Packer, Packing, StepSizes
 from ..engine.step import PartResult, SampledToken, SequencePart, Step, TokenLogprobs
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
@@ -32,12 +32,17 @@ class ModelRunner:
         backend: AttentionBackend,
         device: torch.device,
         max_prompt_rows: int | None = None,
+        sizes: StepSizes | None = None,
     ) -> None:
-        """`max_prompt_rows`: prompt rows whose logits may stand at a time; None: as MAX_PROMPT_LOGITS says."""
+        """`max_prompt_rows`: prompt rows whose logits may stand at a time; None: as MAX_PROMPT_LOGITS says.
+
+        `sizes`: what the input buffers are made for; they grow if need be.
+        """
         self._model = model
         self._layers = layers
         self._backend = backend
         self._device = device
+        self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
         self._selector = RowSelector(model)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
@@ -53,7 +58,7 @@ class ModelRunner:
         prompt: list[list[TokenLogprobs]] = [[] for _ in step.parts]
         all_passes = list(passes(step.parts, self._max_prompt_rows))
         if len(all_passes) > 1:
-            self._pack(step.parts)  # so that a bad part is refused before the first pass
+            self._packer.pack(step.parts)  # so that a bad part is refused before the first pass
         for one_pass in all_passes:
             self._run_pass(one_pass, tokens, prompt)
         return [PartResult(token, logprobs) for token, logprobs in zip(tokens, prompt, strict=True)]
@@ -62,7 +67,7 @@ class ModelRunner:
         self, parts: list[PassPart], tokens: list[SampledToken | None], prompt: list[list[TokenLogprobs]]
     ) -> None:
         """Run one forward pass and put what it gives at its parts' indices."""
-        packing = self._pack([part for _, part in parts])
+        packing = self._packer.pack([part for _, part in parts])
         placed = list(zip(parts, packing.offsets, strict=True))
         sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
         telling = [
@@ -85,7 +90,7 @@ class ModelRunner:
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
-        packing = self._pack(parts)
+        packing = self._packer.pack(parts)
         with torch.inference_mode():
             return self._forward(packing, list(range(packing.num_tokens)))
 
@@ -93,10 +98,6 @@ class ModelRunner:
         """Let go of the KV tensors and of the model; the runner must not be used again."""
         self._selector.close()
         unbind_layers(self._layers)
-
-    def _pack(self, parts: Sequence[SequencePart]) -> Packing:
-        plan = self.kv_cache.plan
-        return pack(parts, plan.block_size, plan.num_blocks, self._device)
 
     def _forward(self, packing: Packing, rows: list[int]) -> torch.Tensor:
         """Logits of the given packed rows, [len(rows), vocab_size]."""

@@ -1,0 +1,130 @@
+"""The block tables of the running sequences in one tensor on the device, which is told only what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int64]
+
+_UNKNOWN = -1
+"""In the copy on the host: nothing is known of what the device has there."""
+
+
+class Placement(NamedTuple):
+    """Where the tables of a step are, and what the device must be told so that they are."""
+
+    rows: IntArray
+    """[N] row of each table; two tables of a step have different rows unless they are the same list."""
+    tables: list[IntArray]
+    """The tables as arrays; views, good until the next placement."""
+    changed: IntArray
+    """[M] places in the flattened tensor."""
+    values: IntArray
+    """[M] block ids that belong there."""
+
+
+class BlockTables:
+    """[max_num_seqs, max_blocks_per_seq] block ids; grows when more is needed.
+
+    A row belongs to the sequence that was placed there, until another one needs it and no row is free: then the sequence that
+    has not been in a step for the longest time gives its row up. What rows hold beyond the tables of the step is left over from
+    earlier ones. Steps and changes go to the device in order, so a row changes only after the step that used it.
+
+    Right whoever a row belonged to: a copy on the host says what the device has, and all that differs from the table is written.
+    """
+
+    def __init__(self, device: torch.device, max_num_seqs: int = 1, max_blocks_per_seq: int = 1) -> None:
+        self._device = device
+        self._allocate(max_num_seqs, max_blocks_per_seq)
+
+    def _allocate(self, num_rows: int, width: int) -> None:
+        self.tensor = torch.zeros(num_rows, width, dtype=torch.int32, device=self._device)
+        """[max_num_seqs, max_blocks_per_seq] int32, on the device."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Take nothing for granted of what the device has; every table is written anew."""
+        num_rows, width = self.tensor.shape
+        self._copy = np.full((num_rows, width), _UNKNOWN, dtype=np.int64)
+        self._seen: list[list[int]] = [[] for _ in range(num_rows)]
+        """The table that each row was last told, as a list: comparing lists is faster than making arrays of them."""
+        self._row_of: dict[int, int] = {}
+        """By the identity of the table, the one that was placed longest ago first. A list that takes the identity of one that is
+        gone takes its row too, which costs nothing but the writing."""
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def num_known(self, tables: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
+        """Of each table, how many of the first entries its row holds already."""
+        return [self._num_known(table, self._row_of.get(key)) for table, key in zip(tables, keys, strict=True)]
+
+    def _num_known(self, table: list[int], row: int | None) -> int:
+        seen = [] if row is None else self._seen[row]
+        if len(seen) > len(table):
+            seen = seen[: len(table)]
+        return len(seen) if table[: len(seen)] == seen else 0
+
+    def place(self, tables: Sequence[list[int]], keys: Sequence[int], num_known: Sequence[int]) -> Placement:
+        """Give every table its row. The caller writes `values` to the places `changed` of the tensor before the step.
+
+        tables: lists that nobody changes any more. keys: the same for the same sequence in different steps.
+        num_known: what num_known says of these tables now.
+        """
+        if self._grow(len(set(keys)), max(map(len, tables))):
+            num_known = [0] * len(tables)
+        rows = self._rows(keys)
+        width = self._copy.shape[1]
+        changed: list[IntArray] = []
+        values: list[IntArray] = []
+        for table, row, known in zip(tables, rows, num_known, strict=True):
+            if known < len(table):
+                places = self._update(row, table, known)
+                changed.append(places + row * width)
+                values.append(self._copy[row, places])
+        return Placement(
+            rows=np.array(rows, dtype=np.int64),
+            tables=[self._copy[row, : len(table)] for row, table in zip(rows, tables, strict=True)],
+            changed=_concatenate(changed),
+            values=_concatenate(values),
+        )
+
+    def _grow(self, num_rows: int, width: int) -> bool:
+        have_rows, have_width = self.tensor.shape
+        if num_rows <= have_rows and width <= have_width:
+            return False
+        self._allocate(_large_enough(have_rows, num_rows), _large_enough(have_width, width))
+        return True
+
+    def _rows(self, keys: Sequence[int]) -> list[int]:
+        for key in keys:
+            row = self._row_of.pop(key, None)
+            if row is not None:  # to the end: placed last
+                self._row_of[key] = row
+        for key in keys:
+            if key not in self._row_of:
+                # Those of this step are at the end, and there are no more of them than rows.
+                row = self._free.pop() if self._free else self._row_of.pop(next(iter(self._row_of)))
+                self._row_of[key] = row
+        return [self._row_of[key] for key in keys]
+
+    def _update(self, row: int, table: list[int], num_known: int) -> IntArray:
+        """Make the host's copy of the row begin with the table; returns the places in the row that were different."""
+        new = np.array(table[num_known:], dtype=np.int64)
+        have = self._copy[row, num_known : len(table)]
+        places: IntArray = np.flatnonzero(have != new) + num_known
+        have[:] = new
+        self._seen[row] = table
+        return places
+
+
+def _large_enough(have: int, needed: int) -> int:
+    """The next power of two, so that growing is rare."""
+    return max(have, 1 << (needed - 1).bit_length())
+
+
+def _concatenate(arrays: list[IntArray]) -> IntArray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
