@@ -1,0 +1,283 @@
+"""The laws of the scheduler, whatever happens in what order: budget, blocks, pace, order, fairness; nobody starves or is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.worker_service.scheduler_world import SchedulerWorld
+from worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness, Payer
+from worker_service.engine.queue import SchedulingPolicy
+
+POLICIES = st.sampled_from(list(SchedulingPolicy))
+TENANTS = st.sampled_from(["", "a", "b"])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of events; `SchedulerWorld` checks each decision, the invariant the books."""
+
+    world: SchedulerWorld
+
+    @initialize(
+        policy=POLICIES,
+        num_blocks=st.sampled_from([8, 12, 40]),
+        max_num_seqs=st.integers(1, 5),
+        spare_budget=st.sampled_from([0, 1, 5, 40]),
+        mixed=st.sampled_from([1, 3, 7, 64]),
+    )
+    def begin(
+        self, policy: SchedulingPolicy, num_blocks: int, max_num_seqs: int, spare_budget: int, mixed: int
+    ) -> None:
+        self.world = SchedulerWorld(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            max_mixed_prefill_tokens=mixed,
+            policy=policy,
+        )
+
+    @rule(num_prompt=st.integers(1, 20), num_new=st.integers(1, 9), tenant=TENANTS, priority=st.integers(-1, 1))
+    def submit(self, num_prompt: int, num_new: int, tenant: str, priority: int) -> None:
+        self.world.submit(num_prompt, num_new, tenant=tenant, priority=priority)
+
+    @rule(num_to_park=st.sampled_from([0, 0, 0, 1, 3]), num_cached_blocks=st.integers(0, 5))
+    def talk(self, num_to_park: int, num_cached_blocks: int) -> None:
+        self.world.talk(num_to_park=num_to_park, num_cached_blocks=num_cached_blocks)
+
+    @rule()
+    def talk_in_vain(self) -> None:
+        """The manager grants, its answer is lost."""
+        self.world.talk(lose_answer=True)
+
+    @rule()
+    def wake(self) -> None:
+        self.world.wake()
+
+    @precondition(lambda self: not self.world.batch)
+    @rule()
+    def launch(self) -> None:
+        self.world.launch()
+
+    @precondition(lambda self: self.world.batch)
+    @rule()
+    def land(self) -> None:
+        self.world.land()
+
+    @precondition(lambda self: not self.world.batch)
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        """Nothing happens but steps."""
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 1 << 30))
+    def cancel(self, which: int) -> None:
+        """In whatever state it is, also when it has ended."""
+        self.world.end(self.world.requests[which % len(self.world.requests)])
+
+    @rule()
+    def cut(self) -> None:
+        """The reserve is empty and the manager away, or back."""
+        self.world.cache.is_away = not self.world.cache.is_away
+
+    @invariant()
+    def books(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_books()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            if self.world.batch:
+                self.world.land()
+            self.world.run_dry()
+
+
+TestSchedulerMachine: Any = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    num_blocks=st.sampled_from([8, 24, 200]),
+    names=st.sampled_from([1, 3, 1 << 30]),
+    num_served=st.integers(0, 6),
+    shape=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=5),
+    policy=POLICIES,
+)
+def test_nobody_starves_however_long_a_flood_lasts(
+    num_blocks: int, names: int, num_served: int, shape: list[tuple[int, int]], policy: SchedulingPolicy
+) -> None:
+    """A request among a flood of its level that never ends: of tenants with few names or always new ones, into a pool that is too
+    small, after its tenant has had much more than others. It ends after a bounded amount of others' work."""
+    num_waiting = 6
+    world = SchedulerWorld(num_blocks=num_blocks, policy=policy)
+    for _ in range(num_served):
+        world.submit(20, 6, tenant="v")
+    number = 0
+
+    def flood() -> None:
+        nonlocal number
+        while world.scheduler.num_waiting < num_waiting:
+            world.submit(*shape[number % len(shape)], tenant=f"t{number % names}")
+            number += 1
+
+    flood()
+    one = world.submit(20, 6, tenant="v")
+    # All that its tenant has had or may get before it, and the same for each of those that may be there at a time, computed again
+    # as often as the pool's size makes necessary.
+    ahead = (num_served + 1) * 26 + world.scheduler.max_num_seqs * 26
+    num_at_once = num_waiting + num_served + 1 + world.scheduler.max_num_seqs
+    bound = world.num_computed + 4 * ahead * num_at_once
+    while one.params.sequence_id in world.open:
+        world.talk()
+        world.step()
+        flood()
+        assert world.num_computed < bound, "starved"
+    assert one.params.sequence_id in world.finished
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mixed=st.sampled_from([1, 7, 64]),
+    num_decoding=st.integers(1, 3),
+    lengths=st.lists(st.integers(100, 3000), min_size=1, max_size=6),
+    policy=POLICIES,
+)
+def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
+    mixed: int, num_decoding: int, lengths: list[int], policy: SchedulingPolicy
+) -> None:
+    """Each gets a token in every step, and no step computes more than one token for each that decodes and `mixed` beside them."""
+    world = SchedulerWorld(
+        num_blocks=40_000,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        max_mixed_prefill_tokens=mixed,
+        policy=policy,
+    )
+    decoding = [world.submit(1, 60) for _ in range(num_decoding)]
+    world.talk()
+    world.step()
+    for index in range(50):
+        while world.scheduler.num_waiting < 3:
+            world.submit(lengths[index % len(lengths)], 2, tenant=f"t{index}", priority=-1)
+        world.talk()
+        before = [request.num_generated for request in decoding]
+        batch = world.step()
+        assert [request.num_generated for request in decoding] == [count + 1 for count in before]
+        assert sum(part.num_tokens for part in batch) <= sum(part.num_tokens == 1 for part in batch) + mixed
+        assert sum(part.num_tokens for part in batch) >= mixed
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=2, max_size=4),
+    depths=st.lists(st.integers(5, 12), min_size=4, max_size=4),
+    mixed=st.sampled_from([4, 16, 256]),
+    policy=POLICIES,
+)
+def test_tenants_that_always_ask_get_equal_shares(
+    shapes: list[tuple[int, int]], depths: list[int], mixed: int, policy: SchedulingPolicy
+) -> None:
+    """Each tenant has its own sizes of prompts and answers, and more requests that wait than there are places. None is ever ahead
+    of another by more than its sequences in the batch can make, and one prompt."""
+    world = SchedulerWorld(
+        num_blocks=2000, max_num_seqs=4, max_num_batched_tokens=256, max_mixed_prefill_tokens=mixed, policy=policy
+    )
+    tenants = [f"t{index}" for index in range(len(shapes))]
+    longest = max(num_prompt for num_prompt, _ in shapes)
+    most_new = max(num_new for _, num_new in shapes)
+    bound = longest + 4 * most_new + longest
+    for _ in range(200):
+        for tenant, shape, depth in zip(tenants, shapes, depths, strict=False):
+            missing = depth - sum(request.params.tenant == tenant for request in world.scheduler.waiting)
+            for _ in range(missing):
+                world.submit(*shape, tenant=tenant)
+        world.talk()
+        world.step()
+        shares = [world.computed[tenant] for tenant in tenants]
+        assert max(shares) - min(shares) <= bound, shares
+
+
+@given(
+    lengths=st.lists(st.integers(200, 900), min_size=2, max_size=6),
+    mixed=st.sampled_from([8, 64]),
+    is_decoding=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_prompts_of_two_tenants_share_the_steps(lengths: list[int], mixed: int, is_decoding: bool) -> None:
+    """All have their places already. While both have something to compute, neither is ahead by more than a step."""
+    world = SchedulerWorld(
+        num_blocks=10_000, max_num_seqs=8, max_num_batched_tokens=100, max_mixed_prefill_tokens=mixed
+    )
+    if is_decoding:
+        world.submit(1, 1000, tenant="c")
+    for index, length in enumerate(lengths):
+        world.submit(length, 1, tenant="b" if index == len(lengths) - 1 else "a")
+    world.talk()
+    before = world.computed.copy()
+    while {"a", "b"} <= {r.params.tenant for r in world.scheduler if r.num_uncomputed_tokens > 1}:
+        shares = [world.computed[tenant] - before[tenant] for tenant in "ab"]
+        assert abs(shares[0] - shares[1]) <= (mixed if is_decoding else 100), shares
+        world.step()
+
+
+def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
+    """Whoever begins to ask is served like the others from then on, not until it has caught up; even if something of it ran."""
+    world = SchedulerWorld(num_blocks=1000, max_num_seqs=3)
+    world.submit(1, 400, tenant="back")
+    for _ in range(80):
+        world.submit(10, 2, tenant="busy")
+    for _ in range(30):
+        world.talk()
+        world.step()
+    before = world.computed.copy()
+    assert before["busy"] - before["back"] > 150
+    for _ in range(30):
+        world.submit(10, 2, tenant="back")
+    for _ in range(30):
+        world.talk()
+        world.step()
+    shares = [world.computed[tenant] - before[tenant] for tenant in ("busy", "back")]
+    assert min(shares) > 80
+    assert abs(shares[0] - shares[1]) <= 40, shares
+
+
+def test_using_what_nobody_wants_costs_nothing() -> None:
+    """While nobody waits, accounts are closed: having been alone is no debt."""
+    world = SchedulerWorld(num_blocks=1000, max_num_seqs=2)
+    for _ in range(20):
+        world.submit(10, 3, tenant="alone")
+        world.run_dry()
+    for _ in range(20):
+        world.submit(10, 2, tenant="alone")
+        world.submit(10, 2, tenant="other")
+    before = world.computed["alone"]
+    for _ in range(25):
+        world.talk()
+        world.step()
+    assert abs(world.computed["alone"] - before - world.computed["other"]) <= 30
+
+
+def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
+    """A tenant's name may be new each time; memory does not grow with it, whether they come one after another or all at once."""
+    fairness = Fairness()
+    stays = Payer(0, "stays")
+    fairness.enter(stays)
+    for number in range(5_000):
+        payer = Payer(0, str(number))
+        fairness.enter(payer)
+        fairness.charge({payer: 1 + number % 1000})
+        fairness.settle([stays])
+    assert len(fairness._levels[0]._tokens) <= 100
+    many = [Payer(0, f"one of many {number}") for number in range(6_000)]
+    for payer in many:
+        fairness.enter(payer)
+    fairness.charge(dict.fromkeys(many, 1000))
+    fairness.settle([stays])
+    assert len(fairness._levels[0]._tokens) == 1 + MAX_IDLE_ACCOUNTS
+    fairness.settle([])
+    assert not fairness._levels
