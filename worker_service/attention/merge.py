@@ -24,11 +24,11 @@ class _Running(NamedTuple):
     """Attention over the segments so far: out = sum / weight, and exp(peak) · weight is the sum of exp(score)."""
 
     sum: torch.Tensor
-    """[ΣT, Hq, Dv]."""
+    """[ΣT, Hq, Dv], in float32 once there is more than one segment."""
     peak: torch.Tensor
     """[ΣT, Hq] float32."""
-    weight: torch.Tensor
-    """[ΣT, Hq] float32."""
+    weight: torch.Tensor | None
+    """[ΣT, Hq] float32; None: 1 everywhere, as behind the first segment."""
 
 
 def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
@@ -56,33 +56,36 @@ def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = N
     assert running is not None, "a step has rows"
     weight = running.weight
     if sinks is not None:
-        weight = weight + torch.exp(sinks.float() - running.peak)
-    return running.sum / weight[..., None]
+        share = torch.exp(sinks.float() - running.peak)
+        weight = share.add_(1) if weight is None else share.add_(weight)
+    return running.sum if weight is None else running.sum / weight[..., None]
 
 
 def _add(running: _Running | None, piece: Piece, num_rows: int) -> _Running:
     rows, (out, lse), is_first = piece
     assert lse is not None, "asked for where there is more than one segment"
-    if running is None:
-        if rows is None:
-            return _Running(out, lse, torch.ones_like(lse))
-        running = _nothing(num_rows, out, lse)
     if rows is None:
-        return _more(running, out, lse)
+        return _Running(out, lse, None) if running is None else _more(running, out, lse)
+    if running is None:
+        running = _nothing(num_rows, out, lse)
+    weight = torch.ones_like(running.peak) if running.weight is None else running.weight
+    whole = (running.sum.float(), running.peak, weight)
     if is_first:
         some = _Running(out.float(), lse, torch.ones_like(lse))
     else:
-        some = _more(_Running(*(tensor.index_select(0, rows) for tensor in running)), out, lse)
-    for whole, part in zip(running, some, strict=True):
-        whole.index_copy_(0, rows, part)
-    return running
+        some = _more(_Running(*(tensor.index_select(0, rows) for tensor in whole)), out, lse)
+    assert some.weight is not None, "given, or of two segments"
+    for tensor, values in zip(whole, (some.sum, some.peak, some.weight), strict=True):
+        tensor.index_copy_(0, rows, values)
+    return _Running(*whole)
 
 
 def _more(running: _Running, out: torch.Tensor, lse: torch.Tensor) -> _Running:
     """With one more segment behind those so far."""
     peak = torch.maximum(running.peak, lse)
-    before, now = torch.exp(running.peak - peak), torch.exp(lse - peak)
-    return _Running(running.sum * before[..., None] + out * now[..., None], peak, running.weight * before + now)
+    before, now = (running.peak - peak).exp_(), (lse - peak).exp_()
+    total = (running.sum * before[..., None]).add_(out * now[..., None])
+    return _Running(total, peak, before.add_(now) if running.weight is None else (running.weight * before).add_(now))
 
 
 def _nothing(num_rows: int, out: torch.Tensor, lse: torch.Tensor) -> _Running:

@@ -118,13 +118,15 @@ def _attend_batch(
     value = v_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *v_rows.shape[1:])
     keys = Keys(key.transpose(1, 2), value.transpose(1, 2), mask, batch.causal)
     out, lse = attend(tiles, keys, call.scaling, call.softcap, need_lse=need_lse)
-    # [B, H, rows, D] with the heads folded or not → [B · T, Hq, D]
-    out = out[:, :, :length].reshape(num_tiles, heads, num_rows, -1).transpose(1, 2)
+    out, lse = out[:, :, :length], None if lse is None else lse[:, :, :length]
+    if folds:
+        split = (num_tiles, kv_heads, heads // kv_heads, num_rows)
+        out = out.reshape(*split, -1).permute(0, 3, 1, 2, 4)
+        lse = None if lse is None else lse.reshape(split).permute(0, 3, 1, 2)
+    else:
+        out, lse = out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     out = out.reshape(num_tiles * num_rows, heads, -1)
-    if lse is not None:
-        lse = lse[:, :, :length].reshape(num_tiles, heads, num_rows).transpose(1, 2)
-        lse = lse.reshape(num_tiles * num_rows, heads)
-    return Attended(out, lse)
+    return Attended(out, None if lse is None else lse.reshape(num_tiles * num_rows, heads))
 
 
 def _slice(attended: Attended, first: int, end: int) -> Attended:
