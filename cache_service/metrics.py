@@ -36,7 +36,7 @@ class ManagerMetrics:
 
     def _fill_manager(self, page: MetricsPage) -> None:
         manager = self._manager
-        page.gauge("kvpool_manager_info", "What this manager is.", 1, version=_version())
+        page.gauge("kvpool_manager_info", "The version that runs.", 1, version=_version())
         page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
         page.gauge(
             "kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes
@@ -57,12 +57,14 @@ class ManagerMetrics:
                 reason=end.value,
             )
         page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
-        page.counter("kvpool_manager_violations", "Broken laws that they have found.", self._audits.num_violations)
+        page.counter("kvpool_manager_violations", "Broken laws that audits have found.", self._audits.num_violations)
 
     def _fill_calls(self, page: MetricsPage) -> None:
         counts = self._counts
         for (method, code), number in sorted(counts.calls.items()):
-            page.counter("kvpool_manager_calls", "Calls answered.", number, method=method, code=code)
+            page.counter(
+                "kvpool_manager_calls", "Calls answered, by method and status.", number, method=method, code=code
+            )
         for method, seconds in counts.call_seconds.items():
             page.histogram(
                 "kvpool_manager_call_duration_seconds", "From a request as read to its answer.", seconds, method=method
@@ -97,7 +99,7 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     counts, load = session.pool.counts(), session.load
     page.gauge(
         "kvpool_manager_worker_info",
-        "What a worker is.",
+        "Address and model of a worker.",
         1,
         worker=worker,
         address=session.registration.address,
@@ -118,8 +120,8 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     )
     for name, text, number in (
         ("prompt_tokens", "Prompt tokens of granted sequences.", session.num_prompt_tokens),
-        ("cached_tokens", "Those of them that the cache served.", session.num_cached_tokens),
-        ("generated_tokens", "Tokens that the worker has stated behind them.", session.num_generated_tokens),
+        ("cached_tokens", "Prompt tokens that the cache served.", session.num_cached_tokens),
+        ("generated_tokens", "Tokens that the worker has stated behind the prompts.", session.num_generated_tokens),
         ("evicted_blocks", "Cached blocks dropped for an allocation.", session.pool.num_evicted),
     ):
         page.counter(f"kvpool_manager_{name}", text, number, worker=worker)

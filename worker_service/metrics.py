@@ -101,7 +101,7 @@ class WorkerMetrics:
         page.counter(
             "kvpool_worker_prompt_tokens", "Prompt tokens of requests that have got blocks.", stats.num_admitted_tokens
         )
-        page.counter("kvpool_worker_cached_tokens", "Those of them that the cache served.", stats.num_cached_tokens)
+        page.counter("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens)
         page.counter(
             "kvpool_worker_prefilled_tokens",
             "Tokens computed before a first token or after a preemption.",
@@ -111,7 +111,7 @@ class WorkerMetrics:
 
     def _fill_steps(self, page: MetricsPage) -> None:
         stats = self._engine.stats
-        page.histogram("kvpool_worker_step_duration_seconds", "Steps of the model.", stats.step_seconds)
+        page.histogram("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds)
         page.histogram("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences)
         page.histogram("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens)
 
@@ -131,7 +131,7 @@ class WorkerMetrics:
         engine, link, labels = self._engine, self._link, self._labels
         page.gauge(
             "kvpool_worker_info",
-            "What this worker is.",
+            "Version, model and device.",
             1,
             version=labels.version,
             model_name=labels.model_name,
@@ -145,6 +145,6 @@ class WorkerMetrics:
         page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
         page.counter(
             "kvpool_worker_manager_calls_failed",
-            "Those of them that were not executed or not answered.",
+            "Mutating calls that were not executed or not answered.",
             link.num_failed_calls,
         )

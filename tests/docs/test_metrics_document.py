@@ -1,0 +1,61 @@
+"""docs/METRICS.md lists what the pages have, with types and labels, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kvpool.process.metrics import MetricsPage
+
+from cache_service import codec
+from cache_service.audits import Audits
+from cache_service.core.manager import CacheManager
+from cache_service.counts import EdgeCounts
+from cache_service.metrics import ManagerMetrics
+from tests.cache_service.edge.peer import registration
+from tests.docs.blocks import ROOT
+from tests.worker_service.test_worker_metrics import LABELS, one_world
+from worker_service.metrics import WorkerMetrics
+
+_ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\| \S.* \|$", re.MULTILINE)
+
+
+class Told(NamedTuple):
+    """Of one metric."""
+
+    kind: str
+    labels: frozenset[str]
+
+
+def listed() -> dict[str, Told]:
+    """What the document says; vLLM's names have two labels more than their rows."""
+    found = {}
+    for row in _ROW.finditer((ROOT / "docs" / "METRICS.md").read_text()):
+        name, labels = row["name"], {label.strip() for label in row["labels"].split(",")} - {""}
+        if name.startswith("vllm:") and name != "vllm:cache_config_info":
+            labels |= {"model_name", "engine"}
+        assert name not in found, name
+        found[name] = Told(row["kind"], frozenset(labels))
+    return found
+
+
+def on(page: MetricsPage) -> dict[str, Told]:
+    """What a page has, without the metrics of the process."""
+    found = {}
+    for family in page.collect():
+        if not family.name.startswith("process_"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
+            found[name] = Told(family.type, labels)
+    return found
+
+
+async def test_the_document_lists_what_there_is() -> None:
+    manager, counts = CacheManager(1), EdgeCounts()
+    manager.register(codec.decode_registration(registration()), 0.0)
+    counts.on_call("Append", "OK", 0.001)
+    managers, workers = MetricsPage(), MetricsPage()
+    ManagerMetrics(manager, counts, Audits(manager)).fill(managers, 0.0)
+    world = one_world()
+    WorkerMetrics(world.engine, world.link, LABELS).fill(workers)
+    assert listed() == on(managers) | on(workers)
