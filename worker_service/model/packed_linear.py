@@ -50,7 +50,7 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 @cache
-def _reads_weight(parent: type[torch.nn.Module], name: str) -> bool:
+def _reads_weight(parent: Any, name: str) -> bool:
     """Whether a module takes its child's weight and multiplies by itself: an opaque one would be of no use to it."""
     try:
         return f"self.{name}.weight" in inspect.getsource(parent.forward)
