@@ -105,12 +105,14 @@ class TinyModel:
 class Oracle:
     """transformers' own generate in float32: what every other way of computing must equal."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, use_cache: bool = True) -> None:
         self._model = model.eval()
+        self._use_cache = use_cache
 
     @classmethod
-    def of(cls, path: Path) -> Oracle:
-        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+    def of(cls, path: Path, use_cache: bool = True) -> Oracle:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        return cls(model, use_cache)
 
     def logits(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by."""
@@ -122,6 +124,7 @@ class Oracle:
                 max_new_tokens=num_tokens,
                 min_new_tokens=num_tokens,
                 do_sample=False,
+                use_cache=self._use_cache,
                 eos_token_id=None,
                 pad_token_id=0,
                 output_logits=True,

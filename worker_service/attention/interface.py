@@ -22,8 +22,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_cache": (False, None),
     "return_dict": (True, False, None),
 }
-# Positions are in q and k already.
-_IGNORED = frozenset({"position_ids"})
+# Positions are in q and k already; which rows the head gets is no business of attention.
+_IGNORED = frozenset({"position_ids", "logits_to_keep"})
 
 
 class UnsupportedAttention(RuntimeError):
@@ -47,6 +47,12 @@ def bind(module: torch.nn.Module, target: AttentionTarget) -> None:
 def unbind(module: torch.nn.Module) -> None:
     """Undo bind; no error if the module is not bound."""
     module.__dict__.pop(_TARGET, None)
+
+
+def target_of(module: torch.nn.Module) -> AttentionTarget | None:
+    """What the module is bound to."""
+    target: AttentionTarget | None = module.__dict__.get(_TARGET)
+    return target
 
 
 def attention_forward(

@@ -15,7 +15,7 @@ from .invariant import replacing
 from .layers import AttentionLayer, find_attention_layers
 from .probe import probe
 from .rope import original_length, rope_sets
-from .twin import THRESHOLD, build_twin, thresholds, twin_config
+from .twin import THRESHOLD, build_twin, thresholds, twin_config, twin_length
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # It chooses its frequencies by the longest position in the whole packed row, so a long neighbour would change
@@ -34,14 +34,13 @@ def check_config(config: Any, max_model_len: int) -> None:
     # "vision": between the parts of an image only.
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise UnsupportedModel(f"{kind} is configured for bidirectional attention; only causal models are served.")
-    chunk = getattr(text, "attention_chunk_size", None)
-    if chunk and max_model_len > chunk:
+    # Not even texts shorter than a chunk are safe: llama4 counts positions from the beginning of the packed row.
+    if getattr(text, "attention_chunk_size", None):
         raise UnsupportedModel(
-            f"{kind} attends in chunks of {chunk} tokens, a rule that is in its mask only: give --max-model-len {chunk} "
-            f"or less, so that it plays no part (it is {max_model_len})."
+            f"{kind} attends in chunks of {text.attention_chunk_size} tokens, a rule that is in its mask only; "
+            "full and sliding-window attention are served."
         )
-    known = _KNOWN_LAYER_TYPES | ({"chunked_attention"} if chunk else set())
-    others = set(getattr(text, "layer_types", None) or ()) - known
+    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if others:
         raise UnsupportedModel(
             f"{kind} has layers of type {', '.join(sorted(others))}, whose state is not KV per token; "
@@ -100,8 +99,7 @@ def _check_twin(config: Any, max_model_len: int) -> None:
             f"{config.model_type} cannot be checked: a tiny model of its kind cannot be built: "
             f"{type(error).__name__}: {error}"
         ) from error
-    limit = getattr(small.get_text_config(decoder=True), "max_position_embeddings", None)
-    guarded_layers(twin, small, torch.float32, cpu, min(max_model_len, limit or max_model_len))
+    guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len))
 
 
 def _length_that_works(config: Any, max_model_len: int) -> int | None:
@@ -139,22 +137,32 @@ def guarded_layers(
 def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: int) -> None:
     """Refuse unless every layer of the config was seen, with the window that the config gives it."""
     text = config.get_text_config(decoder=True)
-    kind, num_layers = config.model_type, text.num_hidden_layers
-    if len(layers) != num_layers:
-        raise UnsupportedModel(
-            f"{kind} has {num_layers} layers, but {len(layers)} of them reach attention through transformers' "
-            "AttentionInterface; all must, exactly once per forward pass."
-        )
+    kind = config.model_type
+    # Layers that attend to an image only, and are skipped without one.
+    absent = set(getattr(text, "cross_attention_layers", None) or ())
+    expected = [index for index in range(text.num_hidden_layers) if index not in absent]
+    modules = list(dict.fromkeys(layer.module for layer in layers))
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
+    # Of layers that are run several times over, a config counts the modules or the runs.
+    is_each_seen = len(expected) in (len(modules), len(layers)) or (types is None and len(modules) > len(expected))
+    if not is_each_seen:
+        raise UnsupportedModel(
+            f"{kind} has {len(expected)} layers, but {len(modules)} modules reach attention through transformers' "
+            "AttentionInterface; every layer must, in every forward pass."
+        )
     for index, layer in enumerate(layers):
-        if types is not None and layer.window != (window if types[index] == "sliding_attention" else None):
+        if types is None:
+            if window is not None and window < max_model_len and layer.window != window:
+                raise UnsupportedModel(
+                    f"{kind}: the config has a sliding window of {window} tokens, but {layer.name} gives attention the "
+                    f"window {layer.window}; give --max-model-len {window} or less, so that it plays no part."
+                )
+            continue
+        position = index if len(layers) == len(expected) else modules.index(layer.module)
+        layer_type = types[expected[position]]
+        if layer.window != (window if layer_type == "sliding_attention" else None):
             raise UnsupportedModel(
-                f"{kind}: {layer.name} is a {types[index]} layer by the config, whose window is {window} tokens, but "
+                f"{kind}: {layer.name} is a {layer_type} layer by the config, whose window is {window} tokens, but "
                 f"gives attention the window {layer.window}; the window would be in the mask only."
-            )
-        if types is None and window is not None and window < max_model_len and layer.window != window:
-            raise UnsupportedModel(
-                f"{kind}: the config has a sliding window of {window} tokens, but {layer.name} gives attention the "
-                f"window {layer.window}; give --max-model-len {window} or less, so that it plays no part."
             )

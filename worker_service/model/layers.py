@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.backend import AttentionBackend
-from ..attention.interface import UnsupportedAttention, bind, unbind
+from ..attention.interface import UnsupportedAttention, bind, target_of, unbind
 from ..attention.layer import AttentionCall, KVLayer
 from .errors import UnsupportedModel
 
@@ -17,7 +17,7 @@ _WATCHED_TOKENS = 3
 
 
 class AttentionLayer(NamedTuple):
-    """One attention module of the model, in the order of the forward pass."""
+    """One attention of the model, in the order of the forward pass. A module that attends several times in it is several."""
 
     name: str
     module: torch.nn.Module
@@ -29,7 +29,7 @@ class AttentionLayer(NamedTuple):
 
 
 def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
-    """All modules that reach our attention function in a forward pass, each exactly once; else UnsupportedModel."""
+    """All modules that reach our attention function in a forward pass, in the order of their calls; else UnsupportedModel."""
     names = {module: name for name, module in model.named_modules()}
     recorder = _Recorder(names)
     for module in names:
@@ -43,7 +43,17 @@ def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLay
     finally:
         for module in names:
             unbind(module)
+    if len({layer.module for layer in recorder.found}) < len(recorder.found):
+        model.register_forward_pre_hook(_first_turns)
     return recorder.found
+
+
+def _first_turns(model: torch.nn.Module, _: Any) -> None:
+    """Before every forward pass, also behind one that broke off."""
+    for module in model.modules():
+        target = target_of(module)
+        if isinstance(target, _Turns):
+            target.restart()
 
 
 class _Recorder:
@@ -62,8 +72,6 @@ class _Recorder:
         call: AttentionCall,
     ) -> torch.Tensor:
         name = self._names[module]
-        if any(layer.module is module for layer in self.found):
-            raise UnsupportedAttention(f"its module {name} attends more than once in one forward pass")
         if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
             raise UnsupportedAttention(f"its module {name} does not attend from each token to each token of the row")
         self.found.append(AttentionLayer(name, module, key.shape[1], key.shape[3], value.shape[3], call.window))
@@ -90,10 +98,38 @@ class PagedTarget:
         return self.backend.attend(self.layer, query, key, value, call)
 
 
+class _Turns:
+    """The targets of a module that attends several times in each forward pass, one for each of its calls."""
+
+    def __init__(self, targets: Sequence[PagedTarget]) -> None:
+        self._targets = targets
+        self._turn = 0
+
+    def restart(self) -> None:
+        self._turn = 0
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        if self._turn == len(self._targets):
+            raise UnsupportedAttention(f"attends more often than the {self._turn} times seen while loading")
+        target = self._targets[self._turn]
+        self._turn += 1
+        return target.attend(module, query, key, value, call)
+
+
 def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], backend: AttentionBackend) -> None:
     """Let every attention module read and write its KV through the backend; replaces earlier bindings."""
+    targets: dict[torch.nn.Module, list[PagedTarget]] = {}
     for layer, kv_layer in zip(layers, kv_layers, strict=True):
-        bind(layer.module, PagedTarget(kv_layer, backend))
+        targets.setdefault(layer.module, []).append(PagedTarget(kv_layer, backend))
+    for module, own in targets.items():
+        bind(module, own[0] if len(own) == 1 else _Turns(own))
 
 
 def unbind_layers(layers: Sequence[AttentionLayer]) -> None:

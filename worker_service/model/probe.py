@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,14 +23,14 @@ from .runner import ModelRunner
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
-_LENGTHS = (21, 14, 9)
+_LENGTHS = (24, 14, 9)
 # Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
 # prefill beside decode, and alone.
 _STEPS = (
     ((1, 0, 5), (0, 0, 9)),
     ((2, 0, 9), (0, 9, 16), (1, 5, 13)),
-    ((1, 13, 14), (0, 16, 20)),
-    ((0, 20, 21),),
+    ((1, 13, 14), (0, 16, 23)),
+    ((0, 23, 24),),
 )
 _FAR, _NEAR = 2, 0
 """Sequences that share a row, one at the last positions of the longest text, one at the first."""
@@ -171,9 +172,9 @@ def _beside_far(
 
 
 def _eager_logits(trial: _Trial, tokens: list[int], start: int = 0) -> torch.Tensor:
-    """[T, vocab_size] of one sequence; positions are left to the model unless they begin elsewhere than at 0."""
+    """[T, vocab_size] of one sequence; positions are told as `generate` tells them, that is to models that ask for them."""
     positions: dict[str, torch.Tensor] = {}
-    if start:
+    if start or "position_ids" in inspect.signature(trial.model.forward).parameters:
         positions["position_ids"] = torch.arange(start, start + len(tokens), device=trial.device)[None]
     trial.model.set_attn_implementation("eager")
     try:

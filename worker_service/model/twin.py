@@ -16,16 +16,22 @@ VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256
 """Tokens below mean nothing special, except what the config names itself."""
 THRESHOLD = 8
-"""Sliding windows, chunks and whatever else begins to matter at some length, in tokens."""
+"""Sliding windows, chunks and whatever else begins to matter at some length, in tokens, if texts can be that long."""
+UNREACHED = 24
+"""The same where no text can be that long: as long as the twin's longest texts, but shorter than a packed row of them."""
 MAX_POSITIONS = 128
 
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
 _SMALL = 16
 """Sizes up to this stay as they are."""
+_SOFTCAP = 2.0
+"""Low enough to bend the scores of random weights."""
 _GAIN = 1.5
 """Standard deviation of a weight times the root of its inputs; enough for attention to prefer some tokens."""
 
-_LAYER_COUNTS = re.compile(r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers")
+_LAYER_COUNTS = re.compile(
+    r"num_hidden_layers|num_layers_per_stack|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers"
+)
 _HIDDEN_SIZES = re.compile(r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model")
 _LENGTHS = re.compile(
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|context_length"
@@ -44,9 +50,17 @@ _NOT_OF_THE_MODEL = frozenset(
 
 
 def twin_config(config: Any, max_model_len: int) -> Any:
-    """The config with small sizes. Thresholds that texts of max_model_len tokens cross become THRESHOLD tokens, the
-    others stay out of reach. Raises whatever the config class says where the small sizes do not fit together."""
+    """The config with small sizes. What begins within texts of max_model_len tokens begins at THRESHOLD, the rest at UNREACHED.
+
+    Raises whatever the config class says where the small sizes do not fit together.
+    """
     return type(config).from_dict(_shrunk(config, max_model_len))
+
+
+def twin_length(config: Any, max_model_len: int) -> int:
+    """Tokens of the twin's longest texts; UNREACHED if something begins only behind the model's longest."""
+    is_all_reached = all(value < max_model_len for value in thresholds(config) if value > THRESHOLD)
+    return min(max_model_len, MAX_POSITIONS if is_all_reached else UNREACHED)
 
 
 def build_twin(config: Any, seed: int = 0) -> Any:
@@ -99,6 +113,8 @@ def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
     for name, value in list(fields.items()):
         if isinstance(value, int) and not isinstance(value, bool):
             fields[name] = sizes.of(name, value)
+        elif isinstance(value, float) and "softcap" in name:
+            fields[name] = min(value, _SOFTCAP)
     return fields
 
 
@@ -213,7 +229,7 @@ class _Sizes:
         if _LENGTHS.fullmatch(name):
             return min(value, MAX_POSITIONS)
         if _THRESHOLDS.fullmatch(name):
-            return THRESHOLD if THRESHOLD < value < self._max_model_len else value
+            return min(value, THRESHOLD if value < self._max_model_len else UNREACHED)
         for names, rule in _RULES:
             if names.fullmatch(name):
                 return rule(self, value)
@@ -237,7 +253,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
         ),
         lambda sizes, value: _HEADS,
     ),
-    (re.compile(r"\w*num_(key_value|kv)_heads\w*"), lambda sizes, value: sizes.kv_heads(value)),
+    (re.compile(r"\w*num_(key_value|kv)_heads\w*|kv_n_heads"), lambda sizes, value: sizes.kv_heads(value)),
     (
         re.compile(r"head_dim|\w*_head_dim_\w*|global_head_dim|swa_head_dim|kv_channels"),
         lambda sizes, value: sizes.dims(value),

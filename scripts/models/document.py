@@ -1,0 +1,115 @@
+"""docs/MODELS.md: written from outcomes, and read back for its own consistency."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from .outcome import Outcome, Result
+
+PATH = Path(__file__).parents[2] / "docs" / "MODELS.md"
+
+_INTRODUCTION = """\
+# Which models run
+
+Every type that `transformers` has a causal language model for, tried as a tiny random model; written by `make models`, not by hand.
+
+* **runs**: load_model takes it, and over the paged pool it gives what transformers' `generate` gives in eager attention, in
+  float32: the same greedy tokens, and log-probabilities equal to within {tolerance:.0e} of the logits' standard deviation.
+  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill beside decode, and blocks come in
+  random order.
+* **refused**: load_model says no before it reads any weights, for the reason given. Most reasons come from how a tiny model of
+  the same kind behaves; none from a list of names.
+* **not built here**: transformers itself cannot make or run the type in this environment.
+* **WRONG**: taken, and something else came out. There must be none; the script then fails.
+
+What was tried is each type's default config, its sizes made small. A checkpoint with other settings is looked at in the same way
+when it is loaded: some of a type that runs may be refused, for example with `dynamic` RoPE beyond the original length, and some
+of a type that is refused may run.
+"""
+
+
+class Summary(NamedTuple):
+    """What the document says of itself."""
+
+    transformers: str
+    torch: str
+    counts: dict[str, int]
+    """By result, as stated."""
+    table: dict[str, str]
+    """Result by type."""
+
+
+def write(outcomes: Sequence[Outcome], tolerance: float) -> None:
+    """Write the document."""
+    PATH.write_text(render(outcomes, tolerance), encoding="utf-8")
+
+
+def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
+    """The document's text."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.kind)
+    counts = Counter(outcome.result for outcome in ordered)
+    lines = [
+        _INTRODUCTION.format(tolerance=tolerance),
+        f"transformers {transformers.__version__}, torch {_torch_version()}, {len(ordered)} types:\n",
+        "| result | types |",
+        "|---|---|",
+        *(f"| {result.value} | {counts[result]} |" for result in Result),
+        "",
+        "## Why types are refused\n",
+        "| reason | types |",
+        "|---|---|",
+        *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in _grouped(ordered)),
+        "",
+        "## All types\n",
+        "| type | result | |",
+        "|---|---|---|",
+        *(f"| {outcome.kind} | {outcome.result.value} | {_cell(_remark(outcome))} |" for outcome in ordered),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def read(text: str) -> Summary:
+    """Raises ValueError for a text that `render` did not make."""
+    versions = re.search(r"^transformers (\S+), torch (\S+), (\d+) types:$", text, re.MULTILINE)
+    if versions is None:
+        raise ValueError("no line of versions")
+    counts = {name: int(count) for name, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", text, re.MULTILINE)}
+    table = dict(re.findall(r"^\| (\S+) \| ([\w ]+) \| .*\|$", text.partition("## All types")[2], re.MULTILINE))
+    return Summary(versions[1], versions[2], counts, table)
+
+
+def _torch_version() -> str:
+    return str(torch.__version__).partition("+")[0]
+
+
+def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
+    """Reasons without what is of one type only, the most common first."""
+    groups: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.result is Result.REFUSED:
+            groups.setdefault(_general(outcome), []).append(outcome.kind)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def _general(outcome: Outcome) -> str:
+    reason = re.sub(rf"^{re.escape(outcome.kind)} ", "", outcome.reason)
+    reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|WithLMHead|Decoder) ", "", reason)
+    reason = re.sub(r"has layers of type [\w, ]+, whose", "has layers of a type whose", reason)
+    reason = re.sub(r"\d+(\.\d+)?%", "x %", reason)
+    reason = re.sub(r"its module \S+ ", "a module ", reason)
+    return re.sub(r"has \d+ layers, but \d+ of them reach", "has layers that do not reach", reason)
+
+
+def _remark(outcome: Outcome) -> str:
+    return "" if outcome.result is Result.REFUSED and len(outcome.reason) > 400 else outcome.reason
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

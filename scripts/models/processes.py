@@ -1,0 +1,115 @@
+"""Trials in processes of their own, so that a type that hangs or crashes is one line in the result and nothing more."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .outcome import Outcome, Result
+
+_NICENESS = 10
+
+
+def try_all(kinds: Sequence[str], num_processes: int, limit_s: float) -> Iterator[Outcome]:
+    """Outcomes as they come. A trial that takes longer than limit_s is ended, and counts as not built."""
+    waiting = list(reversed(kinds))
+    running = [_Worker() for _ in range(min(num_processes, len(kinds)))]
+    idle = list(running)
+    try:
+        while waiting or len(idle) < len(running):
+            while waiting and idle:
+                idle.pop().start(waiting.pop(), limit_s)
+            busy = [worker for worker in running if worker.kind is not None]
+            seconds = min(worker.ends_at for worker in busy) - time.monotonic()
+            wait([worker.connection for worker in busy], max(0.0, seconds))
+            for worker in busy:
+                outcome = worker.outcome(limit_s)
+                if outcome is not None:
+                    idle.append(worker)
+                    yield outcome
+    finally:
+        for worker in running:
+            worker.close()
+
+
+class _Worker:
+    """A process that tries one type after another."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.ends_at = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, kind: str, limit_s: float) -> None:
+        self.kind, self.ends_at = kind, time.monotonic() + limit_s
+        self.connection.send(kind)
+
+    def outcome(self, limit_s: float) -> Outcome | None:
+        """What came of the type at work; None: nothing yet."""
+        assert self.kind is not None
+        kind, outcome = self.kind, None
+        if self.connection.poll():
+            try:
+                outcome = self.connection.recv()
+            except EOFError:
+                self._process.join()
+                outcome = Outcome(kind, Result.NOT_BUILT, f"its process ended with status {self._process.exitcode}")
+                self._again()
+        elif time.monotonic() >= self.ends_at:
+            outcome = Outcome(kind, Result.NOT_BUILT, f"took more than {limit_s:.0f} s", limit_s)
+            self._again()
+        if outcome is not None:
+            self.kind = None
+        return outcome
+
+    def _again(self) -> None:
+        self.close()
+        self._begin()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
+    os.nice(_NICENESS)
+    _be_quiet()
+    import torch
+
+    from .trial import try_type
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            kind = connection.recv()
+        except EOFError:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            connection.send(try_type(kind, Path(folder)))
+
+
+def _be_quiet() -> None:
+    """transformers warns of what tiny configs are missing, and draws progress bars."""
+    warnings.simplefilter("ignore")
+    import structlog
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -1,0 +1,199 @@
+"""One type tried: is it refused, and if it is not, does it compute over the paged KV what transformers' generate does?"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.model.paged import NEVER, PagedModel, load
+from tests.tiny_models import Oracle
+from worker_service.engine.step import SamplingParams
+from worker_service.model.errors import ModelError
+from worker_service.model.guard import check_config, check_twin
+from worker_service.model.load import LoadedModel
+from worker_service.model.rope import fix_longrope
+from worker_service.model.twin import NUM_PLAIN_TOKENS, THRESHOLD, build_twin, twin_config, twin_length
+
+from .outcome import Outcome, Result
+from .subjects import default_config
+
+TOLERANCE = 1e-3
+"""Largest difference of a log-probability in float32, as a share of the logits' standard deviation."""
+_MIN_MARGIN = 1e-3
+"""Between the oracle's two best logits at every step, the same share; else equal tokens would be luck."""
+_MIN_EFFECT = 0.02
+"""Of an earlier token on a logit, the same share; else equal logits would prove nothing about attention."""
+_NUM_NEW = 12
+_PROMPT_LENGTHS = (5, 19, 41)
+_FIRST_PLAIN = 16
+_SEEDS = range(8)
+_ENDLESS = 1 << 20
+"""Tokens; longer than whatever a config speaks of."""
+# Prompts alone; packed; in chunks; in chunks and joining one after the other, so that prefill runs beside decode.
+_WAYS = ((NEVER, 0), (7, 0), (3, 2))
+
+
+class _Truth(NamedTuple):
+    """What generate answers to one prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: torch.Tensor
+    """[num_new, vocab_size]"""
+    scale: float
+    """Standard deviation of the logits."""
+
+
+class Meaningless(Exception):
+    """The tiny model cannot tell right from wrong."""
+
+
+def try_type(kind: str, folder: Path) -> Outcome:
+    """Try one type; the folder is used for its files. Never raises for what a model does."""
+    started = time.monotonic()
+    outcome = _try(kind, folder)
+    return replace(outcome, seconds=time.monotonic() - started)
+
+
+def _try(kind: str, folder: Path) -> Outcome:
+    try:
+        config = default_config(kind)
+    except Exception as error:
+        return Outcome(kind, Result.NOT_BUILT, _shown(error))
+    refusal = _refusal(config, _longest(config))
+    limit = None if refusal is None else _length_named(refusal)
+    if refusal is not None and (limit is None or limit < 2):
+        return Outcome(kind, Result.REFUSED, refusal)
+    if limit is not None and (again := _refusal(config, limit)) is not None:
+        return Outcome(kind, Result.WRONG, f"it says that --max-model-len {limit} works, and then: {again}")
+    try:
+        # With a limit, what begins behind it stays out of reach; without one, everything begins within the prompts.
+        small = twin_config(config, limit or _ENDLESS)
+        save(small, folder)
+    except Exception as error:
+        return Outcome(kind, Result.NOT_BUILT, _shown(error))
+    return _compare(kind, folder, twin_length(config, limit or _ENDLESS), limit)
+
+
+def save(config: Any, folder: Path, seed: int = 0) -> None:
+    """A random model of the config as a folder of safetensors."""
+    build_twin(config, seed).save_pretrained(folder)
+    config.save_pretrained(folder)  # some models of several parts save their text's config only
+
+
+def _longest(config: Any) -> int:
+    return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _ENDLESS)
+
+
+def _refusal(config: Any, max_model_len: int) -> str | None:
+    """What load_model would say of a model of this config in full size, before it reads any weights."""
+    config = copy.deepcopy(config)
+    fix_longrope(config, max_model_len)
+    try:
+        check_config(config, max_model_len)
+        check_twin(config, max_model_len)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _length_named(refusal: str) -> int | None:
+    found = re.search(r"--max-model-len (\d+)", refusal)
+    return int(found[1]) if found else None
+
+
+def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> Outcome:
+    try:
+        loaded = load(folder, max_model_len=max_model_len)
+    except ModelError as error:
+        # Its full-size config was not refused: then what was said of it was not true of its kind.
+        return Outcome(kind, Result.WRONG, f"refused only when loaded: {error}")
+    limited = f"up to {limit} tokens" if limit else ""
+    remark, wrong = "", None
+    try:
+        wrong = _first_difference(loaded, _truths(folder, loaded))
+        if wrong is None:
+            return Outcome(kind, Result.RUNS, limited)
+        remark = "equals generate without a cache; with one, generate gives something else"
+    except Meaningless as error:
+        return Outcome(kind, Result.NOT_BUILT, str(error))
+    except Exception as error:
+        remark = f"equals generate without a cache; with one, generate fails: {_shown(error)}"
+    # Each type's cache is code of its own; what the model computes is what it computes without one.
+    try:
+        uncached = _truths(folder, loaded, use_cache=False)
+    except Exception as error:
+        return Outcome(kind, Result.NOT_BUILT, f"transformers' own generate fails: {_shown(error)}")
+    if (unlike := _first_difference(loaded, uncached)) is not None:
+        return Outcome(kind, Result.WRONG, wrong or unlike)
+    return Outcome(kind, Result.RUNS, "; ".join(filter(None, (limited, remark))))
+
+
+def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:
+    try:
+        return next((wrong for way in _WAYS if (wrong := _difference(loaded, truths, *way))), None)
+    except Exception as error:
+        return f"fails over paged KV: {_shown(error)}"
+
+
+def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_Truth]:
+    """The oracle's answers to prompts for which they are beyond doubt."""
+    oracle = Oracle.of(folder, use_cache)
+    for seed in _SEEDS:
+        numbers = random.Random(seed)
+        lengths = [min(length, loaded.facts.max_model_len - _NUM_NEW) for length in _PROMPT_LENGTHS]
+        prompts = [[numbers.randrange(_FIRST_PLAIN, NUM_PLAIN_TOKENS) for _ in range(length)] for length in lengths]
+        answers = [oracle.logits(tuple(prompt), _NUM_NEW) for prompt in prompts]
+        margins = [logits.topk(2, dim=-1).values.diff(dim=-1).abs().min() / logits.std() for _, logits in answers]
+        if all(float(margin) >= _MIN_MARGIN for margin in margins):
+            break
+    else:
+        raise Meaningless("its greedy tokens are always a matter of rounding")
+    _check_attention_matters(oracle, prompts[-1], answers[-1][1])
+    return [
+        _Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
+        for prompt, (tokens, logits) in zip(prompts, answers, strict=True)
+    ]
+
+
+def _check_attention_matters(oracle: Oracle, prompt: list[int], logits: torch.Tensor) -> None:
+    """Other tokens a little before the end of the prompt must change what follows."""
+    other = list(prompt)
+    other[-THRESHOLD:-1] = reversed(other[-THRESHOLD:-1])
+    _, changed = oracle.logits(tuple(other), 1)
+    if float((changed[0] - logits[0]).abs().max() / logits.std()) < _MIN_EFFECT:
+        raise Meaningless("its logits hardly depend on earlier tokens")
+
+
+def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: int) -> str | None:
+    """Run all prompts at once over the paged KV; what differs from the truth, if anything does."""
+    paged = PagedModel(loaded)
+    everything = SamplingParams(num_logprobs=truths[0].logprobs.shape[-1])
+    requests = [paged.request(truth.prompt, _NUM_NEW, sampling=everything) for truth in truths]
+    paged.run(requests, chunk, stagger)
+    paged.runner.close()
+    way = f"chunks of {chunk}" if chunk != NEVER else "whole prompts"
+    for request, truth in zip(requests, truths, strict=True):
+        where = f"{way}, prompt of {len(truth.prompt)} tokens"
+        if request.token_ids != truth.tokens:
+            return f"{where}: tokens {request.token_ids}, generate has {truth.tokens}"
+        for index, sampled in enumerate(request.sampled):
+            assert sampled.logprobs is not None
+            ours = torch.full_like(truth.logprobs[index], float("nan"))
+            for token, logprob in sampled.logprobs.top:
+                ours[token] = logprob
+            difference = float((ours - truth.logprobs[index]).abs().max()) / truth.scale
+            if not difference <= TOLERANCE:
+                return f"{where}: log-probabilities of token {index} differ by {difference:.2g} standard deviations"
+    return None
+
+
+def _shown(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
