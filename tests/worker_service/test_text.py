@@ -141,3 +141,59 @@ def test_of_a_long_delivered_text_only_the_end_is_decoded_again(byte_fallback: T
         whole.add(token_id)
     moved = TextDecoder(byte_fallback, ids, ["€abx"], num_delivered=len(ids))
     assert pieces_of(moved, list(b"ay")) == pieces_of(whole, list(b"ay")) == ["", "€ay", ""]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_stop_string_counts_from_min_tokens_on(byte_fallback: Tokenizer, seed: int) -> None:
+    """One that is complete with an early token is text; one that begins there and is complete later ends the text."""
+    rng = random.Random(seed)
+    whole = "".join(rng.choice("ab") for _ in range(30))
+    stop = "".join(rng.choice("ab") for _ in range(rng.randint(1, 3)))
+    for min_tokens in range(12):
+        decoder = TextDecoder(byte_fallback, [], [stop], min_tokens=min_tokens)
+        text = "".join(pieces_of(decoder, list(whole.encode())))
+        ends = [
+            begin for begin in range(len(whole)) if whole.startswith(stop, begin) and begin + len(stop) > min_tokens
+        ]
+        assert text == whole[: min(ends, default=len(whole))]
+
+
+@pytest.mark.parametrize("min_tokens", [1, 4, 7])
+def test_min_tokens_count_delivered_ones(byte_fallback: Tokenizer, min_tokens: int) -> None:
+    """Wherever a text moves, it ends where it would have ended."""
+    prompt, ids = [256], list("xabxabxabx€ab".encode())
+    undisturbed = pieces_of(TextDecoder(byte_fallback, prompt, ["xab"], min_tokens=min_tokens), ids)
+    for split in range(len(undisturbed)):
+        moved = TextDecoder(byte_fallback, [*prompt, *ids[:split]], ["xab"], num_delivered=split, min_tokens=min_tokens)
+        assert not moved.is_stopped
+        assert pieces_of(moved, ids[split:]) == undisturbed[split:]
+
+
+def test_min_tokens_count_delivered_ones_that_are_not_decoded_again(byte_fallback: Tokenizer) -> None:
+    ids = list(b"ab") * MAX_REPLAYED_TOKENS
+    moved = TextDecoder(byte_fallback, ids, ["xy"], num_delivered=len(ids), min_tokens=len(ids) + 2)
+    assert pieces_of(moved, list(b"xyzxyz")) == ["", "xy", "z", "", ""]
+    assert moved.is_stopped
+
+
+@given(text=st.text("aé€𝄞 ", max_size=30), data=st.data())
+def test_echo_and_answer_are_one_text(byte_fallback: Tokenizer, text: str, data: st.DataObject) -> None:
+    """Wherever the prompt ends, also inside a character, nothing is missing or told twice; also if no token comes."""
+    ids = [260, *text.encode()]
+    split = data.draw(st.integers(1, len(ids)))
+    decoder = TextDecoder(byte_fallback, ids[:split], [], echo=True)
+    assert "".join(pieces_of(decoder, ids[split:])) == byte_fallback.decode(ids)
+    with_echo = "".join(pieces_of(TextDecoder(byte_fallback, ids[:split], [], echo=True), ids[split:]))
+    assert with_echo.endswith("".join(pieces_of(TextDecoder(byte_fallback, ids[:split], []), ids[split:])))
+
+
+def test_echo_is_before_a_stop_string_and_not_looked_through(byte_fallback: Tokenizer) -> None:
+    """A stop string in the prompt does not end the answer, nor does one that begins in the prompt."""
+    decoder = TextDecoder(byte_fallback, list(b"abxa"), ["ab"], echo=True)
+    assert pieces_of(decoder, list(b"bab")) == ["abxab", "", ""]
+    assert decoder.is_stopped
+
+
+def test_a_continuation_echoes_nothing(byte_fallback: Tokenizer) -> None:
+    decoder = TextDecoder(byte_fallback, list(b"abc"), [], num_delivered=1, echo=True)
+    assert pieces_of(decoder, list(b"d")) == ["d", ""]
