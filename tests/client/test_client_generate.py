@@ -23,6 +23,7 @@ from tests.client.fakes import (
     HANG,
     SAT,
     THE,
+    UNAVAILABLE,
     USER,
     FakeModel,
     FakeWorker,
@@ -202,3 +203,49 @@ async def test_logprobs_come_with_their_tokens() -> None:
     assert completion.logprobs[0].logprob == -0.5
     assert completion.logprobs[0].top == ((THE, -0.5), (CAT, -1.5))
     assert completion.finish_reason is FinishReason.LENGTH
+
+
+def prompt_logprobs(*logprobs: float | None, usage_of: int | None = None) -> worker_pb2.GenerateResponse:
+    """A message that tells of the prompt's next tokens."""
+    message = worker_pb2.GenerateResponse()
+    for logprob in logprobs:
+        item = message.prompt_logprobs.add()
+        if logprob is not None:
+            item.logprobs.logprob = logprob
+    if usage_of is not None:
+        message.usage.CopyFrom(usage(num_prompt=usage_of))
+    return message
+
+
+async def test_logprobs_of_the_prompt_come_before_the_tokens() -> None:
+    worker = FakeWorker("w", [prompt_logprobs(None, usage_of=4), prompt_logprobs(-1.0, -2.0, -3.0), *answer(THE)])
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        async with client.generate("the cat sat", prompt_logprobs=0) as stream:
+            chunks = [chunk async for chunk in stream]
+            completion = await stream.collect()
+        plain = await client.generate("the cat sat").collect()
+    assert worker.requests[0].HasField("prompt_logprobs")
+    assert [len(chunk.prompt_logprobs or ()) for chunk in chunks] == [1, 3, 0, 0]
+    assert completion.prompt_logprobs is not None
+    assert [item and item.logprob for item in completion.prompt_logprobs] == [None, -1.0, -2.0, -3.0]
+    assert plain.prompt_logprobs is None
+
+
+async def test_a_worker_that_does_not_tell_of_the_whole_prompt_is_not_believed() -> None:
+    worker = FakeWorker("w", [prompt_logprobs(None, -1.0), *answer(THE)])
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        with pytest.raises(ProtocolError, match="2 tokens of the prompt, which has 4") as caught:
+            await client.generate("the cat sat", prompt_logprobs=0).collect()
+    assert caught.value.reason == "LOGPROBS_MISSING"
+
+
+@pytest.mark.parametrize("num_told", range(5))
+async def test_what_a_worker_told_of_the_prompt_before_it_went_the_next_one_does_not_tell_again(num_told: int) -> None:
+    first, all_of_it = (None, -1.0, -2.0, -3.0)[:num_told], (None, -1.0, -2.0, -3.0)
+    broken = FakeWorker("a", [prompt_logprobs(*first, usage_of=4), UNAVAILABLE])
+    other = FakeWorker("b", [prompt_logprobs(*all_of_it[:2]), prompt_logprobs(*all_of_it[2:]), *answer(THE)])
+    async with fake_cluster(broken, other) as manager, quick(manager) as client:
+        completion = await client.generate("the cat sat", prompt_logprobs=0).collect()
+    assert completion.num_attempts == 2
+    assert completion.prompt_logprobs is not None
+    assert [item and item.logprob for item in completion.prompt_logprobs] == list(all_of_it)

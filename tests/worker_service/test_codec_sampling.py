@@ -1,0 +1,74 @@
+"""Sampling on the wire: every field arrives, and what is told of a long prompt fits into messages."""
+
+from __future__ import annotations
+
+import pytest
+from kvpool.v1 import worker_pb2
+
+from worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
+from worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
+from worker_service.engine.stream import Chunk, FinishReason, Usage
+
+
+def request() -> worker_pb2.GenerateRequest:
+    return worker_pb2.GenerateRequest(sequence_id="s", attempt=1, token_ids=worker_pb2.TokenIds(ids=[1, 2, 3]))
+
+
+def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
+    params = decode_generate(request(), None, "fp")
+    assert params.sampling == SamplingParams()
+    assert not params.sampling.has_penalties
+    assert (params.min_tokens, params.num_prompt_logprobs, params.echo) == (0, None, False)
+
+
+def test_every_field_arrives() -> None:
+    asked = request()
+    asked.sampling.CopyFrom(
+        worker_pb2.SamplingParams(
+            temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
+            presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5},
+        )
+    )  # fmt: skip
+    asked.stop.min_tokens = 4
+    asked.logprobs, asked.prompt_logprobs, asked.echo = 0, 20, True
+    params = decode_generate(asked, None, "fp")
+    assert params.sampling == SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0,
+    )  # fmt: skip
+    assert (params.min_tokens, params.num_prompt_logprobs, params.echo) == (4, 20, True)
+
+
+def test_a_continuation_tells_nothing_of_its_prompt() -> None:
+    asked = request()
+    asked.prompt_logprobs = 0
+    assert decode_generate(asked, None, "fp").tells_prompt_logprobs
+    asked.num_delivered_tokens = 1
+    assert not decode_generate(asked, None, "fp").tells_prompt_logprobs
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])
+def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
+    """In order, each small enough for gRPC's default limit of 4 MiB; everything else is in the last, the end of all."""
+    entry = TokenLogprobs(-1.5, [(index + 200_000, -0.5) for index in range(20)])
+    prompt: list[TokenLogprobs | None] = [None, *[entry] * (count - 1)] if count else []
+    chunk = Chunk(
+        0,
+        [SampledToken(9, TokenLogprobs(-0.25, []))],
+        "text",
+        Usage(count, 0, 1, 0),
+        FinishReason.LENGTH,
+        prompt_logprobs=prompt,
+    )
+    messages = list(encode_chunk(chunk))
+    assert len(messages) == max(1, -(-count // MAX_PROMPT_LOGPROBS))
+    assert all(message.ByteSize() < 4 << 20 for message in messages)
+    assert all(message.usage.num_prompt_tokens == count for message in messages)
+    assert all(not message.token_ids and not message.finish_reason for message in messages[:-1])
+    last = messages[-1]
+    assert (list(last.token_ids), last.text, last.finish_reason) == ([9], "text", worker_pb2.FINISH_REASON_LENGTH)
+    assert last.logprobs[0].logprob == -0.25
+    told = [item for message in messages for item in message.prompt_logprobs]
+    assert [item.HasField("logprobs") for item in told] == [entry is not None for entry in prompt]
+    for item in told[1:]:
+        assert list(item.logprobs.top_token_ids) == [token for token, _ in entry.top]
