@@ -41,8 +41,9 @@ def pack_linears(model: torch.nn.Module) -> int:
     """
     count = 0
     for parent in list(model.modules()):
+        kind: Any = type(parent)
         for name, child in list(parent.named_children()):
-            packed = None if _reads_weight(type(parent), name) else _packed(child)
+            packed = None if _reads_weight(kind, name) else _packed(child)
             if packed is not None:
                 setattr(parent, name, packed)
                 count += 1
