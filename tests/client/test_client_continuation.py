@@ -92,6 +92,16 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
     assert first.num_live == second.num_live == 0
 
 
+@pytest.mark.parametrize("num_delivered", range(len(WORDS) + 1))
+async def test_the_prompt_is_echoed_once(num_delivered: int) -> None:
+    """Also if the first worker goes away before its first token: the echo comes with that."""
+    story = written(PROMPT, *WORDS)
+    first, second = Storyteller("w1", story, Telling(num_delivered)), Storyteller("w2", story)
+    _, completion = await check(story, first, second, echo=True)
+    assert completion.text == bytes(PROMPT + WORDS).decode()
+    assert completion.num_attempts == 2
+
+
 async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     """Whoever holds what was generated, from an earlier request or a shared one, has the least to compute."""
     story = written(PROMPT, *WORDS)
@@ -389,13 +399,20 @@ async def test_the_blocking_client_goes_on_too() -> None:
     stop=st.lists(st.text("ab€é", min_size=1, max_size=3), max_size=2),
     breaks=st.lists(st.tuples(st.integers(0, 8), st.lists(st.integers(1, 5), min_size=1, max_size=3)), max_size=4),
     max_tokens=st.integers(1, 40),
+    min_tokens=st.integers(0, 12),
+    echo=st.booleans(),
 )
 async def test_however_often_and_wherever_it_moves_the_text_is_the_same(
-    tokens: tuple[int, ...], stop: list[str], breaks: list[tuple[int, list[int]]], max_tokens: int
+    tokens: tuple[int, ...],
+    stop: list[str],
+    breaks: list[tuple[int, list[int]]],
+    max_tokens: int,
+    min_tokens: int,
+    echo: bool,
 ) -> None:
     """Any splits, any sizes of messages, any stop strings; the worker changes each time."""
     story = written(PROMPT, *tokens)
-    options = GenerateOptions(max_tokens=max_tokens, stop=stop)
+    options = GenerateOptions(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=stop, echo=echo)
     expected = await undisturbed(story, **options)
     tellings = [Telling(behind, sizes=sizes) for behind, sizes in breaks]
     workers = [Storyteller(f"w{index}", story, telling) for index, telling in enumerate(tellings)]
