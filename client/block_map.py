@@ -27,13 +27,13 @@ class BlockMap:
     """In order of block_id. The null block may be missing."""
 
 
-async def fetch_block_map(client: Client, worker_id: str) -> BlockMap:
-    """Page through Describe. Pages are taken one after the other, so blocks may change between them. NotFound if the
-    worker is not there."""
+async def fetch_block_map(client: Client, worker_id: str, page_blocks: int = PAGE_BLOCKS) -> BlockMap:
+    """Page through Describe, `page_blocks` at a time, at most PAGE_BLOCKS. Pages are taken one after the other, so blocks may
+    change between them. NotFound if the worker is not there."""
     blocks: dict[int, cache_pb2.BlockDescription] = {}
     first_block = 0
     while True:
-        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=PAGE_BLOCKS)
+        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=page_blocks)
         if not response.workers:
             raise NotFound(
                 f"the manager knows no live worker {worker_id!r}; `kvpool status` lists them", reason="UNKNOWN_WORKER"
@@ -41,7 +41,7 @@ async def fetch_block_map(client: Client, worker_id: str) -> BlockMap:
         worker = response.workers[0]
         num_blocks = num_device_blocks(worker)
         blocks |= {block.block_id: block for block in worker.blocks}
-        first_block += PAGE_BLOCKS
+        first_block += page_blocks
         if first_block >= num_blocks:
             return BlockMap(
                 worker_id=worker_id,

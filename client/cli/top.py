@@ -25,6 +25,8 @@ from .top_view import Picture, render
 
 _MAP_SHARE: Final = 20
 """The block map of a large pool takes the manager a while: it is asked for at most a twentieth of the time."""
+_MAP_PAGE_BLOCKS: Final = 512
+"""While it describes a page the manager does nothing else: some ten milliseconds for a thousand blocks."""
 _LOOK_SECONDS_MIN: Final = 2.0
 """How long a look may take at least before the manager counts as away."""
 
@@ -155,7 +157,8 @@ class Observer:
             return
         began_at = time.monotonic()
         try:
-            picture.block_map, picture.map_note = await fetch_block_map(self._client, chosen), ""
+            picture.block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS)
+            picture.map_note = ""
         except NotFound:
             picture.block_map, picture.map_note = None, f"{chosen} has just gone"
         now = time.monotonic()

@@ -45,11 +45,19 @@ class Picture:
     """Of the chosen worker; None: not shown, or not fetched yet."""
     map_note: str = ""
     """What there is to say instead of a block map."""
+    _drawn: tuple[BlockMap, int, int | None, Text] | None = None
 
     @property
     def workers(self) -> list[cache_pb2.WorkerDescription]:
         """By name."""
         return [] if self.response is None else sorted(self.response.workers, key=lambda worker: worker.worker_id)
+
+    def draw_map(self, block_map: BlockMap, width: int, height: int | None) -> Text:
+        """The block map; drawn once only, for that of a large pool takes half a second."""
+        drawn = self._drawn
+        if drawn is None or drawn[0] is not block_map or drawn[1:3] != (width, height):
+            drawn = self._drawn = block_map, width, height, render_block_map(block_map, width, height)
+        return drawn[3]
 
 
 def render(picture: Picture, width: int, height: int | None = None, *, keys: bool = False) -> RenderableType:
@@ -70,7 +78,7 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
         num_lines += 1
     room = None if height is None else height - num_lines - 1
     if picture.block_map is not None and (room is None or room >= 6):
-        parts += [Text(), render_block_map(picture.block_map, width, room)]
+        parts += [Text(), picture.draw_map(picture.block_map, width, room)]
     elif picture.map_note:
         parts += [Text(), Text(picture.map_note, style="dim", no_wrap=True, overflow="ellipsis")]
     if keys:
