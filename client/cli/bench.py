@@ -20,7 +20,7 @@ from ..bench.plan import MAX_REPETITIONS, Case, Measured, Plan, default_sizes, m
 from ..bench.sample import RequestSample
 from ..bench.workload import DEFAULT_CONVERSATIONS, Workload
 from ..errors import InvalidRequest, KvpoolError
-from .generate import ModelName
+from .answer_flags import ModelName
 from .terminal import JsonOption, ManagerOption, client_config, error_line, stderr_console, stdout_console
 
 _MAX_DEFAULT_USERS: Final = 16

@@ -14,7 +14,22 @@ from ..completion import Completion
 from ..errors import KvpoolError
 from ..options import GenerateOptions
 from ..sync_client import SyncClient
-from .generate import MaxTokens, ModelName, Seed, Stop, Temperature, Timeout, TopK, TopP
+from .answer_flags import (
+    FrequencyPenalty,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    ModelName,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    Timeout,
+    TopK,
+    TopP,
+    parse_logit_bias,
+)
 from .terminal import ManagerOption, client_config, error_line, stderr_console
 
 _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
@@ -27,6 +42,11 @@ def chat(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
     seed: Seed = None,
     stop: Stop = None,
     model: ModelName = None,
@@ -39,6 +59,11 @@ def chat(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": parse_logit_bias(logit_bias or ()),
         "seed": seed,
         "stop": stop or (),
         "model": model,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from google.rpc import code_pb2
-from kvpool.v1 import cache_pb2
+from kvpool.v1 import cache_pb2, worker_pb2
 
 from client.cli import main
 from client.cli.cluster import ClusterSpec, free_port, num_cores
@@ -21,6 +21,7 @@ from tests.client.fakes import (
     answer,
     error_status,
     fake_cluster,
+    usage,
 )
 
 
@@ -66,6 +67,64 @@ async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str
         "num_cached_tokens": 4,
         "worker_id": "w",
     }
+
+
+async def test_every_sampling_flag_reaches_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = FakeWorker("w")
+    shared = [
+        "--min-p", "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75",
+        "--logit-bias", "7=-2.5", "--logit-bias", "0=100",
+    ]  # fmt: skip
+    own = ["--stop-token-id", "5", "--stop-token-id", "6", "--min-tokens", "3", "--ignore-eos", "--echo"]
+    async with fake_cluster(worker) as manager:
+        assert await kvpool("generate", "the", "--manager", manager.address, *shared, *own) == 0
+        assert await kvpool("chat", "the", "--manager", manager.address, *shared) == 0
+    assert capsys.readouterr().err == ""
+    for request in worker.requests:
+        sampling = request.sampling
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.75)
+        assert dict(sampling.logit_bias) == {7: -2.5, 0: 100.0}
+    stop = worker.requests[0].stop
+    assert (list(stop.stop_token_ids), stop.min_tokens, stop.ignore_eos) == ([5, 6], 3, True)
+    assert (worker.requests[0].echo, worker.requests[1].echo) == (True, False)
+
+
+async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    message = worker_pb2.GenerateResponse(
+        token_ids=[THE], text=" the", usage=usage(num_prompt=2), finish_reason=worker_pb2.FINISH_REASON_LENGTH
+    )
+    message.logprobs.add(logprob=-0.5, top_token_ids=[THE, SAT], top_logprobs=[-0.5, -1.5])
+    message.prompt_logprobs.add()
+    message.prompt_logprobs.add().logprobs.logprob = -2.0
+    async with fake_cluster(FakeWorker("w", [message])) as manager:
+        status = await kvpool(
+            "generate", "the", "--json", "--logprobs", "2", "--prompt-logprobs", "0", "--manager", manager.address
+        )
+    found = json.loads(capsys.readouterr().out)
+    top = [{"token_id": THE, "logprob": -0.5}, {"token_id": SAT, "logprob": -1.5}]
+    assert (status, found["logprobs"]) == (0, [{"logprob": -0.5, "top": top}])
+    assert found["prompt_logprobs"] == [None, {"logprob": -2.0, "top": []}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--logit-bias", "x=1"], "1042=-5.5"),
+        (["--logit-bias", "5"], "1042=-5.5"),
+        (["--logit-bias", "5=101"], "logit_bias must be in [-100, 100]"),
+        (["--min-p", "2"], "min_p must be in [0, 1]"),
+        (["--logprobs", "1"], "--json"),
+    ],
+)
+async def test_a_wrong_sampling_flag_is_told(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager:
+        assert await kvpool("generate", "the", "--manager", manager.address, *flags) != 0
+    assert complaint in capsys.readouterr().err
+    assert not worker.requests
 
 
 async def test_generate_reads_the_prompt_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
