@@ -100,6 +100,7 @@ def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
 
 def _general(outcome: Outcome) -> str:
     reason = re.sub(rf"^{re.escape(outcome.kind)} ", "", outcome.reason)
+    reason = reason.removeprefix("cannot be served, as a tiny model of its kind shows: ")
     reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|WithLMHead|Decoder) ", "", reason)
     reason = re.sub(r"has layers of type [\w, ]+, whose", "has layers of a type whose", reason)
     reason = re.sub(r"\d+(\.\d+)?%", "x %", reason)

@@ -84,8 +84,11 @@ def check_twin(config: Any, max_model_len: int) -> None:
     try:
         _check_twin(config, max_model_len)
     except UnsupportedModel as error:
-        fits = _length_that_works(config, max_model_len)
-        raise (UnsupportedModel(f"{error} Give --max-model-len {fits} or less.") if fits else error) from error
+        length = _length_that_works(config, max_model_len)
+        advice = f" Give --max-model-len {length} or less (it is {max_model_len})." if length else ""
+        raise UnsupportedModel(
+            f"{config.model_type} cannot be served, as a tiny model of its kind shows: {error}{advice}"
+        ) from error
     _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
 
 
@@ -95,10 +98,7 @@ def _check_twin(config: Any, max_model_len: int) -> None:
         small = twin_config(config, max_model_len)
         twin = build_twin(small)
     except Exception as error:  # a config class says in its own ways what it does not like
-        raise UnsupportedModel(
-            f"{config.model_type} cannot be checked: a tiny model of its kind cannot be built: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModel(f"it cannot even be built: {type(error).__name__}: {error}") from error
     guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len))
 
 
@@ -153,16 +153,12 @@ def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: i
         )
     for index, layer in enumerate(layers):
         if types is None:
-            if window is not None and window < max_model_len and layer.window != window:
-                raise UnsupportedModel(
-                    f"{kind}: the config has a sliding window of {window} tokens, but {layer.name} gives attention the "
-                    f"window {layer.window}; give --max-model-len {window} or less, so that it plays no part."
-                )
-            continue
-        position = index if len(layers) == len(expected) else modules.index(layer.module)
-        layer_type = types[expected[position]]
-        if layer.window != (window if layer_type == "sliding_attention" else None):
+            wanted = window if window is not None and window < max_model_len else layer.window
+        else:
+            position = index if len(layers) == len(expected) else modules.index(layer.module)
+            wanted = window if types[expected[position]] == "sliding_attention" else None
+        if layer.window != wanted:
             raise UnsupportedModel(
-                f"{kind}: {layer.name} is a {layer_type} layer by the config, whose window is {window} tokens, but "
-                f"gives attention the window {layer.window}; the window would be in the mask only."
+                f"{kind}: {layer.name} should have the window {wanted} by the config, but gives attention the window "
+                f"{layer.window}; the window would be in the mask only."
             )
