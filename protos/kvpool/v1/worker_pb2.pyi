@@ -270,10 +270,13 @@ class GenerateRequest(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """Log-probabilities of the prompt's tokens: unset, none; 0, of the tokens themselves; n, also of the n most likely ones (at most
-    20). They come in the first messages. KV hits have no logits, so such a request computes all of its prompt.
+    20). They come before the first token, as the prompt is computed. KV hits have no logits, so such a request computes all of
+    it. With num_delivered_tokens none are told: the attempt that delivered them did.
     """
     echo: _builtins.bool
-    """Begin the text with the prompt's."""
+    """Begin the text with the prompt's; it comes together with the first token, or with the end if there is none. Not with
+    num_delivered_tokens: it came then. Needs a model with a tokenizer.
+    """
     priority: _builtins.int
     """With --scheduling-policy priority: smaller is served earlier, and preempted later. 0 is the usual one."""
     tenant: _builtins.str
@@ -346,6 +349,10 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
+    """Applied in this order: logit_bias, stop.min_tokens, the three penalties as they stand here, temperature, top_k, top_p of what
+    is left, min_p of what is left. Log-probabilities are those of the model, before all this.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -395,7 +402,7 @@ class SamplingParams(_message.Message):
     """Subtracted from a token's logit as often as it occurs in the answer. In [-2, 2]."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids. In [-100, 100], at most 1,024 of them."""
+        """Added to the logits of these token ids, which are less than vocab_size. In [-100, 100], at most 1,024 of them."""
 
     def __init__(
         self,
@@ -443,7 +450,9 @@ class StopConditions(_message.Message):
     ignore_eos: _builtins.bool
     """Go on behind the model's end-of-text ids."""
     min_tokens: _builtins.int
-    """Neither an end-of-text id nor a stop id is drawn before so many tokens; stop strings count from then on."""
+    """No id that ends the text is drawn before so many tokens, and a stop string that one of them completes does not count. At most
+    max_tokens, if that is set, and num_delivered_tokens together.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further ids that end the text, beside the model's own."""
@@ -502,7 +511,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
-        """The next of the prompt's tokens, in order, if asked for. The first token of a prompt has none: its entry is empty."""
+        """Of the next of the prompt's tokens, in order, if asked for: each told once, all of them before the first token of the answer
+        or with it. The first token of a prompt has none: its entry is empty.
+        """
 
     def __init__(
         self,
@@ -553,7 +564,7 @@ class TokenLogprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Natural logarithm of the sampled token's probability under the model (temperature 1, no truncation)."""
+    """Natural logarithm of the token's probability under the model (temperature 1, no penalties, no truncation)."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
