@@ -51,7 +51,7 @@ def top(
 async def _print_once(config: ClientConfig, console: Console, worker: str | None, interval: float) -> None:
     """Raises KvpoolError if the manager is away, or does not know the worker."""
     async with Client(config=config) as client:
-        observer = Observer(client, config.manager, worker, with_map=False)
+        observer = Observer(client, config.manager, worker)
         await observer.look(interval)
         if observer.error is None:
             await asyncio.sleep(interval)
@@ -76,9 +76,10 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
                 live.update(render(observer.picture, console.width, console.height, keys=True), refresh=True)
 
             looking = asyncio.create_task(_look_for_ever(observer, interval, draw))
+            mapping = asyncio.create_task(_map_for_ever(observer, interval, draw))
             pressing = asyncio.create_task(_obey(keys, observer, draw))
             stopping = asyncio.create_task(stopped.wait())
-            tasks = {looking, pressing, stopping}
+            tasks = {looking, mapping, pressing, stopping}
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -96,10 +97,20 @@ async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[],
         draw()
         await observer.look(interval)
         draw()
-        observer.wants_look.clear()
+        await asyncio.sleep(interval)
+
+
+async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
+    """Beside the looks, which it must not hold up."""
+    while True:
+        began_at = time.monotonic()
+        await observer.look_at_blocks()
+        draw()
+        pause = max(interval, _MAP_SHARE * (time.monotonic() - began_at))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(interval):
-                await observer.wants_look.wait()
+            async with asyncio.timeout(pause):
+                await observer.wants_map.wait()
+        observer.wants_map.clear()
 
 
 async def _obey(keys: Keys, observer: Observer, draw: Callable[[], None]) -> None:
@@ -117,52 +128,49 @@ async def _obey(keys: Keys, observer: Observer, draw: Callable[[], None]) -> Non
 class Observer:
     """Asks the manager again and again, and keeps the picture up to date."""
 
-    def __init__(self, client: Client, manager: str, worker: str | None, *, with_map: bool = True) -> None:
+    def __init__(self, client: Client, manager: str, worker: str | None) -> None:
         self.picture = Picture(manager, chosen=worker)
         self.error: KvpoolError | None = None
         """Why the manager did not answer the last look; None if it did."""
-        self.wants_look = asyncio.Event()
-        """Something is to be shown that is not known yet."""
+        self.wants_map = asyncio.Event()
+        """A block map is to be shown that is not known yet."""
         self._client = client
-        self._with_map = with_map
+        self._shows_map = True
         self._meter = RateMeter()
         self._answered_at: float | None = None
-        self._map_due_at = 0.0
 
     async def look(self, interval: float) -> None:
-        """One look. A manager that does not answer is no error here: the picture says so."""
+        """At the workers. A manager that does not answer is no error here: the picture says so."""
         picture = self.picture
-        patience = max(interval, _LOOK_SECONDS_MIN)
         try:
-            response = await self._client.describe(timeout=patience)
-            now = time.monotonic()
-            self._meter.add(response, now)
-            picture.response, picture.away, self.error = response, "", None
-            self._answered_at = now
-            picture.rates = {one.session: self._meter.rates(one.session) for one in response.workers}
-            if picture.chosen is None and picture.workers:
-                picture.chosen = picture.workers[0].worker_id
-            await self._look_at_blocks()
+            response = await self._client.describe(timeout=max(interval, _LOOK_SECONDS_MIN))
         except KvpoolError as error:
             self.error = error
             picture.away = self._say_away(error)
+            return
+        self._answered_at = time.monotonic()
+        self._meter.add(response, self._answered_at)
+        picture.response, picture.away, self.error = response, "", None
+        picture.rates = {worker.session: self._meter.rates(worker.session) for worker in response.workers}
+        if picture.chosen is None and picture.workers:
+            self._choose(picture.workers[0].worker_id)
 
-    async def _look_at_blocks(self) -> None:
+    async def look_at_blocks(self) -> None:
+        """At those of the chosen worker, if they are shown."""
         picture = self.picture
         chosen = picture.chosen
-        if not self._with_map or chosen is None or time.monotonic() < self._map_due_at:
+        if chosen is None or not self._shows_map:
             return
-        if chosen not in {worker.worker_id for worker in picture.workers}:
-            picture.block_map, picture.map_note = None, f"{chosen} is not there; ↑ ↓ chooses another worker"
-            return
-        began_at = time.monotonic()
+        block_map, note = None, ""
         try:
-            picture.block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS)
-            picture.map_note = ""
+            block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS)
         except NotFound:
-            picture.block_map, picture.map_note = None, f"{chosen} has just gone"
-        now = time.monotonic()
-        self._map_due_at = now + _MAP_SHARE * (now - began_at)
+            note = f"{chosen} is not there; ↑ ↓ chooses another worker"
+        except KvpoolError:
+            return  # the manager is away, which the other looks tell
+        # Somebody may have pressed a key meanwhile.
+        if picture.chosen == chosen and self._shows_map:
+            picture.block_map, picture.map_note = block_map, note
 
     def _say_away(self, error: KvpoolError) -> str:
         if self._answered_at is None:
@@ -171,19 +179,18 @@ class Observer:
 
     def choose(self, step: int) -> None:
         """The worker that stands so many places further."""
-        picture = self.picture
-        names = [worker.worker_id for worker in picture.workers]
-        if not names:
-            return
-        place = names.index(picture.chosen) + step if picture.chosen in names else 0
-        picture.chosen = names[place % len(names)]
-        picture.block_map, picture.map_note = None, ""
-        self._map_due_at = 0.0
-        self.wants_look.set()
+        names = [worker.worker_id for worker in self.picture.workers]
+        if names:
+            chosen = self.picture.chosen
+            place = names.index(chosen) + step if chosen in names else 0
+            self._choose(names[place % len(names)])
 
     def toggle_map(self) -> None:
         """Show the blocks, or no longer."""
-        self._with_map = not self._with_map
+        self._shows_map = not self._shows_map
+        self._choose(self.picture.chosen)
+
+    def _choose(self, worker: str | None) -> None:
+        self.picture.chosen = worker
         self.picture.block_map, self.picture.map_note = None, ""
-        self._map_due_at = 0.0
-        self.wants_look.set()
+        self.wants_map.set()
