@@ -291,7 +291,9 @@ class SchedulerWorld:
         for request in prefilling:
             if request.rank.level < worst:
                 assert scheduled.get(id(request), 0) == wanted[id(request)], "a worse level is computed first"
-        # Who gives blocks back is the last in rank, and keeps it.
+        # Blocks are given back only if there are none and none are on their way; by the last in rank.
+        assert not preempted or not (self.cache.blocks or self.cache.is_away)
+        assert len(preempted) <= 1
         remaining = [request.rank for request in running if request not in preempted]
         assert all(request.rank > max(remaining) for request in preempted)
         assert all(request in scheduler.waiting for request in preempted)
@@ -307,8 +309,8 @@ class SchedulerWorld:
             ranks = [request.rank for request in queue]
             assert ranks == sorted(set(ranks))
             assert queue.num_prompt_tokens == sum(request.num_prompt_tokens for request in queue)
-        assert len({request.rank.arrival for request in self.requests}) == len(self.requests)
-        for request in self.requests:
+        for arrival, request in enumerate(self.requests, 1):
+            assert request.rank.arrival == arrival, "a request has lost its place"
             name, tokens = request.params.sequence_id, request.sequence.tokens
             assert tokens == [token_at(name, position) for position in range(len(tokens))]
             if name in self.open:

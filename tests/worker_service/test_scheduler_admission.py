@@ -1,0 +1,184 @@
+"""A full queue: who is refused, who makes way, and when the refused are to come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+
+from tests.worker_service.scheduler_world import SchedulerWorld
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import World, read
+from worker_service import status
+from worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.fairness import Payer
+from worker_service.engine.queue import SchedulingPolicy
+
+
+class Queue:
+    """A full queue and its limits, without an engine."""
+
+    def __init__(
+        self, *, requests: int = 4, tokens: int = 1000, policy: SchedulingPolicy = SchedulingPolicy.fcfs
+    ) -> None:
+        self.world = SchedulerWorld(num_blocks=1000, policy=policy)
+        self.admission = Admission(max_num_waiting=requests, max_num_waiting_tokens=tokens)
+
+    def measure(self, tokens_per_second: int, work: int) -> None:
+        """At that rate for the ten seconds before 100, requests with that much work have ended."""
+        for tenth in range(100):
+            self.admission.on_step(tokens_per_second // 10, 0.1, 90.1 + tenth / 10)
+        done = self.world.submit(work - 1, 1)
+        done.num_generated = 1
+        self.admission.on_finished(done)
+        self.world.end(done)
+
+    def ask(self, tenant: str = "", *, num_prompt: int = 10, priority: int = 0, now: float = 100.0) -> list[str]:
+        """Names of those that make way. Raises EngineError."""
+        payer = Payer(priority if self.world.scheduler.policy is SchedulingPolicy.priority else 0, tenant)
+        making_way = self.admission.check(self.world.scheduler.waiting, payer, num_prompt, now)
+        return [request.params.sequence_id for request in making_way]
+
+    def refused(self, tenant: str = "", *, num_prompt: int = 10, priority: int = 0, now: float = 100.0) -> EngineError:
+        """The error of one that must be refused."""
+        with pytest.raises(EngineError) as caught:
+            self.ask(tenant, num_prompt=num_prompt, priority=priority, now=now)
+        assert caught.value.kind is ErrorKind.BUSY
+        return caught.value
+
+
+def test_the_refused_learn_when_there_will_be_room() -> None:
+    """Work of a request / tokens per second for each place; who was refused before comes first; time passes."""
+    queue = Queue()
+    queue.measure(tokens_per_second=1000, work=500)
+    for _ in range(4):
+        queue.world.submit(10, 1)
+    assert [queue.refused(now=100.0).retry_seconds for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
+    assert queue.refused(now=101.0).retry_seconds == pytest.approx(
+        1.0 * 500 / (10_000 / 11) / 0.5 * 0.5 + 0.5, rel=0.01
+    )
+    waits = [queue.refused(now=101.0).retry_seconds for _ in range(500)]
+    assert waits == sorted(waits, key=lambda wait: wait or 0)
+    assert waits[-1] == MOST_RETRY_SECONDS
+
+
+def test_before_anything_is_measured_the_refused_get_a_fixed_time() -> None:
+    queue = Queue()
+    for _ in range(4):
+        queue.world.submit(10, 1)
+    assert queue.refused().retry_seconds == UNKNOWN_RETRY_SECONDS
+
+
+def test_a_refusal_says_what_there_is_and_what_to_change() -> None:
+    queue = Queue(requests=2, tokens=70)
+    queue.measure(tokens_per_second=100, work=100)
+    queue.world.submit(30, 1)
+    queue.world.submit(40, 1)
+    error = queue.refused()
+    assert "2 requests with 70 prompt tokens wait, at most 2 and 70 may" in error.message
+    assert "--max-num-waiting" in error.message
+    answer = status.of_error(error)
+    assert answer.code == code_pb2.RESOURCE_EXHAUSTED
+    (retry,) = [detail for detail in answer.details if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]
+    info = error_details_pb2.RetryInfo()
+    retry.Unpack(info)
+    assert info.retry_delay.ToMilliseconds() / 1000 == pytest.approx(error.retry_seconds, abs=0.001)
+
+
+def test_prompt_tokens_that_wait_are_limited_too() -> None:
+    """A few huge prompts do not hold the memory, but one may wait, however long it is. The time is that of as many requests as
+    have to leave."""
+    queue = Queue(tokens=100)
+    queue.measure(tokens_per_second=1000, work=500)
+    assert queue.ask(num_prompt=5000) == []
+    for _ in range(2):
+        queue.world.submit(50, 1)
+    assert queue.refused(num_prompt=50).retry_seconds == pytest.approx(0.5)
+    assert queue.refused(num_prompt=100).retry_seconds == pytest.approx(0.5 + 1.0)
+    queue.world.end(queue.world.requests[-1])
+    assert queue.ask(num_prompt=50) == []
+    assert queue.world.scheduler.waiting.num_prompt_tokens == 50
+
+
+def test_a_flood_of_one_tenant_does_not_lock_others_out() -> None:
+    """They take places from it, youngest first, until all have the same."""
+    queue = Queue(requests=5)
+    for _ in range(4):
+        queue.world.submit(10, 1, tenant="flood")
+    queue.world.submit(10, 1, tenant="quiet")
+    assert queue.ask("new") == ["3"]
+    assert queue.ask("quiet") == ["3"]
+    queue.world.end(queue.world.requests[3])
+    queue.world.submit(10, 1, tenant="quiet")
+    queue.refused("quiet")
+    queue.refused("flood")
+
+
+def test_in_tokens_a_flood_of_few_long_prompts_makes_way_too() -> None:
+    queue = Queue(tokens=1000)
+    queue.world.submit(500, 1, tenant="long")
+    queue.world.submit(480, 1, tenant="long")
+    assert queue.ask("short", num_prompt=100) == ["1"]
+    queue.refused("short", num_prompt=600)
+
+
+def test_a_better_priority_takes_the_place_of_a_worse_one() -> None:
+    """The youngest of the worst level; under fcfs nobody's."""
+    for policy in SchedulingPolicy:
+        queue = Queue(policy=policy)
+        for priority in (0, 2, 2, 1):
+            queue.world.submit(10, 1, priority=priority)
+        if policy is SchedulingPolicy.fcfs:
+            queue.refused(priority=-1)
+        else:
+            assert queue.ask(priority=1) == ["2"]
+            assert queue.ask(priority=1, num_prompt=980) == ["2", "1"]
+            queue.refused(priority=2)
+
+
+def test_what_the_manager_may_hold_blocks_for_makes_no_way() -> None:
+    queue = Queue(requests=2)
+    for _ in range(2):
+        queue.world.submit(10, 1, tenant="a")
+    queue.world.talk(lose_answer=True)
+    queue.refused("b")
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    rate = TokenRate(10.0)
+    assert rate.tokens_per_second(5.0) == 0.0
+    rate.note(50, 0.5, 5.0)
+    assert rate.tokens_per_second(5.0) == pytest.approx(100)
+    for second in range(6, 100):
+        rate.note(1000, 1.0, float(second))
+    assert rate.tokens_per_second(99.0) == pytest.approx(1000, rel=0.01)
+    assert rate.tokens_per_second(1000.0) < 20
+    assert len(rate._marks) <= 22
+
+
+async def test_the_engine_refuses_and_serves_the_others() -> None:
+    """Whoever makes way is told BUSY on its stream, and has got nothing before; the rest get their texts."""
+    world = World(num_blocks=200, block_size=4, max_num_seqs=1, max_num_waiting=3)
+    world.model.step_seconds = 0.001
+    async with world.running():
+        assert await world.generate([1, 2, 3], 20) == expected_text([1, 2, 3], 20)
+        running = world.submit([9], 20, tenant="flood")
+        while not running.has_begun:
+            await asyncio.sleep(0)
+        flood = [world.submit([i], 4, tenant="flood") for i in range(3)]
+        with pytest.raises(EngineError) as caught:
+            world.submit([7], 4, tenant="flood")
+        assert caught.value.kind is ErrorKind.BUSY
+        assert caught.value.retry_seconds is not None
+        assert 0.1 <= caught.value.retry_seconds <= MOST_RETRY_SECONDS
+        quiet = world.submit([8], 4, tenant="quiet")
+        with pytest.raises(EngineError, match="taken its place") as sent_away:
+            await read(flood[-1])
+        assert sent_away.value.kind is ErrorKind.BUSY
+        texts = await asyncio.gather(*map(read, [running, *flood[:-1], quiet]))
+        assert texts == [expected_text([9], 20), *(expected_text([i], 4) for i in (0, 1, 8))]
+        assert quiet.times.granted_at is not None
+        assert flood[1].times.granted_at is not None
+        assert quiet.times.granted_at < flood[1].times.granted_at, "its share comes before the flood's second"

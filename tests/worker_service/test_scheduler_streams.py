@@ -1,0 +1,76 @@
+"""Tokens on their way to a reader: one chunk waits at most, and none is lost, however slowly it is read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import World, read
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.step import SampledToken
+from worker_service.engine.stream import Chunk, FinishReason, TokenStream, Usage
+
+
+async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
+    """It looks again when ten more tokens are there."""
+    world = World(num_blocks=100, block_size=4)
+    async with world.running():
+        request = world.submit([1, 2, 3], 60)
+        tokens: list[int] = []
+        sizes: list[int] = []
+        async with asyncio.timeout(20):
+            while True:
+                while request.num_generated < min(60, len(tokens) + 10):
+                    await asyncio.sleep(0)
+                chunk = await request.stream.get()
+                if chunk is None:
+                    break
+                assert chunk.start_index == len(tokens)
+                tokens += [token.token_id for token in chunk.tokens]
+                sizes.append(len(chunk.tokens))
+        assert tokens == expected_text([1, 2, 3], 60)
+        assert all(size >= 10 for size in sizes[:-1])
+        assert len(sizes) <= 7
+
+
+async def test_a_reader_that_comes_at_the_end_gets_one_chunk() -> None:
+    world = World(num_blocks=100, block_size=4)
+    async with world.running():
+        request = world.submit([1, 2, 3], 20)
+        async with asyncio.timeout(20):
+            while request.finish_reason is None:
+                await asyncio.sleep(0)
+        chunk = await request.stream.get()
+        assert chunk is not None
+        assert [token.token_id for token in chunk.tokens] == expected_text([1, 2, 3], 20)
+        assert chunk.finish_reason is FinishReason.LENGTH
+        assert chunk.usage is not None
+        assert chunk.usage.num_generated_tokens == 20
+        assert await request.stream.get() is None
+
+
+async def test_what_came_before_an_error_is_read_before_it() -> None:
+    stream = TokenStream()
+    stream.put(Chunk(0, [SampledToken(5)], "a", Usage(1, 0, 0, 0)))
+    stream.put(Chunk(1, [SampledToken(6)], "b"))
+    stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
+    chunk = await stream.get()
+    assert chunk is not None
+    assert ([token.token_id for token in chunk.tokens], chunk.text) == ([5, 6], "ab")
+    assert chunk.usage == Usage(1, 0, 0, 0)
+    with pytest.raises(EngineError, match="gone"):
+        await stream.get()
+
+
+async def test_calls_to_the_manager_go_by_blocks_not_by_tokens() -> None:
+    """A few hundred tokens are decoded with one call for some filled blocks each, at most."""
+    world = World(num_blocks=400, block_size=16)
+    async with world.running():
+        requests = [world.submit([i, 2, 3], 160) for i in range(4)]
+        texts = await asyncio.gather(*map(read, requests))
+        assert texts == [expected_text([i, 2, 3], 160) for i in range(4)]
+        num_calls = sum(world.wire.num_calls.get(name, 0) for name in ("Allocate", "Append", "Free"))
+        num_blocks = 4 * -(-163 // 16)
+        assert num_calls <= num_blocks + 8
