@@ -9,6 +9,7 @@ import pytest
 
 from scripts.compose.project import NAME, TAG
 from tests.compose.containers import MANAGER, SERVICES, WORKERS, Containers, address
+from tests.scrape import Scrape
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -100,3 +101,14 @@ async def test_ports_are_open_on_loopback_only(service: str, containers: Contain
         f"{binding['HostIp']}:{binding['HostPort']}" for published in ports.values() for binding in published or ()
     ]
     assert bindings == [address(service)]
+
+
+async def test_metrics_are_told_inside_the_network(containers: Containers) -> None:
+    """To whoever asks from another container, as a Prometheus there would."""
+    for service in SERVICES:
+        url = f"http://{service}:9500/metrics"
+        code = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
+        ended = await containers.inside("worker-0", "python", "-c", code)
+        assert ended.status == 0, ended.output
+        name = "kvpool_manager_epoch" if service == MANAGER else "kvpool_worker_session_open"
+        assert Scrape(ended.output).value(name) >= 1
