@@ -151,7 +151,7 @@ class Search:
                 reached = self._enter(after, visit, event, depth + 1, queue, found)
                 if found.broken:
                     return
-                if event.what not in _OF_FATE and reached != visit:
+                if event.what not in _OF_FATE and not event.how and reached != visit:
                     self._edges.append(visit)
                     self._edges.append(reached)
             if visit % 1000 == 0:
@@ -226,7 +226,7 @@ def _name(world: World, event: Event) -> str:
     if event.what in ("deliver", "lose", "double", "give up"):
         letter = world.wire[event.at]
         return f"{event.what} {letter.method}{' answer' if letter.is_reply else ''}"
-    return event.what
+    return f"{event.what}, {event.how}" if event.how else event.what
 
 
 def tell(start: World, trace: list[Event]) -> list[str]:

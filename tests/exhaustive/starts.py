@@ -14,11 +14,12 @@ class Start:
 
     wanted: tuple[Wanted, ...]
     budget: Budget
-    block_size: int = 2
+    at_once: bool = False
+    """A call and its answer are one event, unless a fault is spent on it; else each message is one, and arrives when it likes."""
 
     def begin(self) -> World:
         """The first state."""
-        return begin(self.wanted, self.budget, self.block_size)
+        return begin(self.wanted, self.budget, at_once=self.at_once)
 
 
 _SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 2, worker=0))

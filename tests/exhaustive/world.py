@@ -64,6 +64,15 @@ class Event(NamedTuple):
 
     what: str
     at: int = 0
+    how: str = ""
+    """Where calls take place at once: what goes wrong with this one."""
+
+
+SPEAKING = frozenset({"register", "say", "beat"})
+"""Events in which a worker makes a call."""
+MISHAPS = ("slow", "lost", "unheard", "doubled", "given up")
+"""What can go wrong with a call that otherwise takes place at once: it is under way while other things happen; the request is lost;
+the answer is; a second copy of the request is left under way; the caller waits no longer for a request that is under way."""
 
 
 class Peer:
@@ -97,9 +106,12 @@ class Asked:
 
 
 class World:
-    """A state."""
+    """A state. `at_once`: a call and its answer are one event, unless a fault is spent on it."""
 
-    def __init__(self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int, *, at_once: bool = False
+    ) -> None:
+        self.at_once = at_once
         settings = CacheSettings(
             block_size=block_size, num_blocks=num_blocks, report_seconds=0.0, no_blocks_retry_seconds=0.0
         )
@@ -129,6 +141,8 @@ class World:
             found.append(Event("restart the manager"))
         if self.manager._retired:
             found.append(Event("sweep"))
+        if self.at_once and self.left.faults:
+            found += [event._replace(how=how) for event in found if event.what in SPEAKING for how in MISHAPS]
         return found
 
     def _events_of(self, index: int, peer: Peer) -> list[Event]:
@@ -192,7 +206,7 @@ class World:
 
     def apply(self, event: Event) -> None:
         """Let it happen. Raises BrokenLaw."""
-        what, index = event
+        what, index = event.what, event.at
         if what == "deliver":
             self._deliver(self.wire.pop(index))
         elif what in ("lose", "double", "give up"):
@@ -202,8 +216,28 @@ class World:
         elif what in ("restart the manager", "sweep", "expire", "crash"):
             self._of_fate(what, index)
         else:
+            num_letters = len(self.wire)
             self._of_worker(what, index)
+            if self.at_once and len(self.wire) > num_letters:
+                self._take_place(event.how)
         self._settle()
+
+    def _take_place(self, how: str) -> None:
+        """The call that has just been made, where calls take place at once."""
+        last = len(self.wire) - 1
+        if how == "slow":
+            self.left = replace(self.left, faults=self.left.faults - 1)
+        elif how in ("lost", "given up"):
+            self._fault({"lost": "lose", "given up": "give up"}[how], last)
+        else:
+            if how == "doubled":
+                self._fault("double", last)
+            self._deliver(self.wire.pop())
+            if self.wire and self.wire[-1].is_reply:
+                if how == "unheard":
+                    self._fault("lose", len(self.wire) - 1)
+                else:
+                    self._deliver(self.wire.pop())
 
     def _of_worker(self, what: str, index: int) -> None:
         peer = self.peers[index]
@@ -501,11 +535,13 @@ class World:
                         )
 
 
-def begin(wanted: tuple[Wanted, ...], budget: Budget, block_size: int = 2, num_blocks: int = 3) -> World:
+def begin(
+    wanted: tuple[Wanted, ...], budget: Budget, block_size: int = 2, num_blocks: int = 3, *, at_once: bool = False
+) -> World:
     """The world in which both workers have just registered."""
-    world = World(wanted, budget, block_size, num_blocks)
+    world = World(wanted, budget, block_size, num_blocks, at_once=at_once)
     for index in range(2):
         world.apply(Event("register", index))
-        world.apply(Event("deliver", 0))
-        world.apply(Event("deliver", 0))
+        while world.wire:
+            world.apply(Event("deliver", 0))
     return world
