@@ -14,8 +14,9 @@ from tests.tiny_models import Oracle
 from worker_service.attention.interface import ATTENTION_NAME, register
 from worker_service.model.errors import UnsupportedModel
 from worker_service.model.guard import check_twin, guarded_layers
-from worker_service.model.load import LoadedModel
+from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.rope import fix_longrope
+from worker_service.model.settings import ModelSettings
 from worker_service.model.twin import THRESHOLD, UNREACHED, build_twin, twin_config, twin_length
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
@@ -211,6 +212,14 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
     brief = load(longrope, max_model_len=ORIGINAL)
     assert greedy(brief, short_text, short_text[:5])[0] == short_truth
     assert greedy(endless, short_text)[0] != short_truth
+
+
+def test_the_choice_of_factors_is_told(longrope: Path) -> None:
+    """Whoever compares short texts with transformers must be able to know."""
+    for length, is_told in ((ORIGINAL, False), (2 * ORIGINAL, True)):
+        lines: list[str] = []
+        load_model(ModelSettings(str(longrope), "float32", "cpu", length, longrope / "cache"), lines.append)
+        assert any(f"--max-model-len {ORIGINAL}" in line for line in lines) == is_told
 
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:

@@ -38,3 +38,15 @@ def fix_longrope(config: Any, max_model_len: int) -> Regime | None:
         else:
             regime = regime or "short"
     return regime
+
+
+def tell_of_regime(config: Any, regime: Regime | None) -> str | None:
+    """A line for people if texts are computed in another way than transformers computes each of them alone."""
+    if regime != "long":
+        return None
+    text = config.get_text_config(decoder=True)
+    original = max(original_length(text, rope) for rope in rope_sets(text) if rope.get("rope_type") == "longrope")
+    return (
+        f"longrope: texts may be longer than {original} tokens, so its factors for long texts serve all texts, shorter ones "
+        f"too; where none is longer, --max-model-len {original} takes those for short texts"
+    )
