@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ async def test_a_worker_tells_what_its_clients_have_seen(
     async with in_process_cluster(model.path, tmp_path, metrics_port=0, num_blocks=20) as cluster:
         assert cluster.worker.metrics is not None
         prompt = list(range(1, 14))
+        began_at = time.monotonic()
         answers = [await cluster.complete(prompt, max_tokens=5) for _ in range(3)]
+        seconds_seen = time.monotonic() - began_at
         with pytest.raises(InvalidRequest):
             await cluster.complete(prompt, max_tokens=100)
         await cluster.until_idle()
@@ -64,6 +67,7 @@ async def test_a_worker_tells_what_its_clients_have_seen(
     assert page.value("vllm:time_to_first_token_seconds_sum", **labels) > 0
     assert page.value("vllm:time_to_first_token_seconds_count", **labels) == 3
     seconds = page.value("vllm:e2e_request_latency_seconds_sum", **labels)
+    assert 0 < seconds <= seconds_seen  # one after the other
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
     assert seconds == pytest.approx(sum(page.value(f"vllm:{part}_seconds_sum", **labels) for part in parts))
     assert page.value("kvpool_worker_session_open") == 1
