@@ -46,6 +46,8 @@ class RequestPlan:
     """Seconds after which the reader goes away."""
     pause: float
     """Seconds that the reader rests between two chunks."""
+    tenant: str = ""
+    priority: int = 0
 
 
 class _Channels(Channels):
@@ -99,7 +101,13 @@ class ClientProcess(Process):
         stream = GenerateStream(
             encode=lambda model: list(plan.prompt),
             settings=GenerateSettings.from_options(
-                {"max_tokens": plan.max_tokens, "tenant_salt": plan.tenant_salt, "logprobs": None}
+                {
+                    "max_tokens": plan.max_tokens,
+                    "tenant_salt": plan.tenant_salt,
+                    "logprobs": None,
+                    "tenant": plan.tenant,
+                    "priority": plan.priority,
+                }
             ),
             models=self._models,
             manager=self._manager,

@@ -17,6 +17,7 @@ from worker_service.cache.sequence import SequenceState
 from worker_service.cache.settings import CacheSettings
 from worker_service.engine.engine import Engine, EngineSettings
 from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.queue import SchedulingPolicy
 from worker_service.manager_link import ManagerLink, RegistrationRefused
 from worker_service.servicer import WorkerServicer
 
@@ -40,6 +41,9 @@ class WorkerPlan:
     reserve_seconds: float
     prefix_wait_seconds: float
     report_seconds: float
+    policy: SchedulingPolicy
+    max_mixed_prefill_tokens: int
+    max_num_waiting: int
 
 
 class WorkerProcess(Process):
@@ -73,7 +77,9 @@ class WorkerProcess(Process):
                 eos_token_ids=tracer.EOS,
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
-                max_num_waiting=40,
+                max_mixed_prefill_tokens=plan.max_mixed_prefill_tokens,
+                scheduling_policy=plan.policy,
+                max_num_waiting=plan.max_num_waiting,
             ),
             self.cache,
             self.gpu,

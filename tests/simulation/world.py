@@ -20,6 +20,7 @@ from tests.simulation.process import Process
 from tests.simulation.rpc import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
+from worker_service.engine.queue import SchedulingPolicy
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Free"})
 ACTIVE_SECONDS = 22.0
@@ -93,6 +94,7 @@ class World:
 
     def _make_plans(self) -> None:
         draw = self._draw
+        order = self.kernel.random("order")
         self.step_seconds = draw.choice([0.01, 0.03, 0.08])
         self.sweep_slice = draw.choice([2, 8, 2048])
         self.is_sweeping_slowly = draw.random() < 0.5
@@ -120,6 +122,9 @@ class World:
                     reserve_seconds=draw.choice([0.2, 2.0]),
                     prefix_wait_seconds=draw.choice([0.3, 10.0]),
                     report_seconds=draw.choice([0.01, 0.05, 0.3]),
+                    policy=order.choice(list(SchedulingPolicy)),
+                    max_mixed_prefill_tokens=order.choice([1, 5, 512]),
+                    max_num_waiting=order.choice([3, 40, 40]),
                 )
             )
         self.client_names = ["c0", "c1"]
@@ -142,6 +147,8 @@ class World:
                     max_tokens=None if draw.random() < 0.03 and not has_small else max_tokens,
                     cancel_after=draw.expovariate(1.0) if draw.random() < 0.15 else None,
                     pause=draw.choice([0.0, 0.0, 0.0, 0.0, 0.2]),
+                    tenant=order.choice(["", "", "a", "b"]),
+                    priority=order.choice([0, 0, -1, 1]),
                 )
             )
 
