@@ -22,6 +22,8 @@ class EdgeCounts:
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         """By method and name of the status code."""
+        self.num_under_way = 0
+        """Calls that are not answered yet."""
         self.call_seconds = {method: Histogram(CALL_SECONDS) for method in METHODS}
         """From the request as read to the answer, before it is written."""
         self.refusals: Counter[Reason] = Counter()
@@ -29,8 +31,13 @@ class EdgeCounts:
         self.report_seconds = Histogram(REPORT_SECONDS)
         """From Register to the last part of the report."""
 
+    def on_begun(self) -> None:
+        """A call has come in; `on_call` follows."""
+        self.num_under_way += 1
+
     def on_call(self, method: str, code: str, seconds: float) -> None:
         """A call was answered, or given up."""
+        self.num_under_way -= 1
         self.calls[method, code] += 1
         self.call_seconds[method].observe(seconds)
 

@@ -65,6 +65,7 @@ class ManagerMetrics:
             page.counter(
                 "kvpool_manager_calls", "Calls answered, by method and status.", number, method=method, code=code
             )
+        page.gauge("kvpool_manager_calls_under_way", "Calls that are not answered yet.", counts.num_under_way)
         for method, seconds in counts.call_seconds.items():
             page.histogram(
                 "kvpool_manager_call_duration_seconds", "From a request as read to its answer.", seconds, method=method

@@ -43,6 +43,7 @@ def answering(method: Method[Request, Response]) -> Method[Request, Response]:
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
         began_at = self.clock()
+        self.counts.on_begun()
         code = code_pb2.CANCELLED  # unless it comes to another end
         try:
             try:

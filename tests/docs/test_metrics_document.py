@@ -53,6 +53,7 @@ def on(page: MetricsPage) -> dict[str, Told]:
 async def test_the_document_lists_what_there_is() -> None:
     manager, counts = CacheManager(1), EdgeCounts()
     manager.register(codec.decode_registration(registration()), 0.0)
+    counts.on_begun()
     counts.on_call("Append", "OK", 0.001)
     managers, workers = MetricsPage(), MetricsPage()
     ManagerMetrics(manager, counts, Audits(manager)).fill(managers, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import urllib.request
 from pathlib import Path
@@ -104,6 +105,32 @@ async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
     assert counts.keys() == set(METHODS)
     assert {method: count for method, count in counts.items() if count} == {"Describe": 3, "Register": 1, "Allocate": 1}
     assert page.value("kvpool_manager_call_duration_seconds_sum", method="Describe") > 0
+
+
+async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
+    server: Server, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call is counted once, however it ends."""
+    counts = server._servicer.counts
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.manager, "route", fail)
+        patch.setattr(server._servicer.audits, "run", asyncio.Event().wait)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Route(pb.RouteRequest(tokens=prompt(1)))
+        given_up = stub.Check(pb.CheckRequest())
+        while not counts.num_under_way:
+            await asyncio.sleep(0.001)
+        given_up.cancel()
+        while counts.num_under_way:
+            await asyncio.sleep(0.001)
+    page = await look(server)
+    calls = "kvpool_manager_calls_total"
+    assert page.value(calls, method="Route", code="INTERNAL") == 1
+    assert page.value(calls, method="Check", code="CANCELLED") == 1
 
 
 async def test_sessions_are_told_by_state_and_by_their_end(server: Server, worker: Worker, stub: Stub) -> None:
