@@ -104,12 +104,12 @@ def _check_twin(config: Any, max_model_len: int) -> None:
 
 def _length_that_works(config: Any, max_model_len: int) -> int | None:
     """The longest text for which a rule that begins at some length is never met, if that makes the model right."""
-    for length in sorted(value for value in thresholds(config) if THRESHOLD < value < max_model_len):
+    for length in sorted((value for value in thresholds(config) if THRESHOLD < value < max_model_len), reverse=True):
         try:
             check_config(config, length)
             _check_twin(config, length)
         except UnsupportedModel:
-            return None
+            continue
         return length
     return None
 

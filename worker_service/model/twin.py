@@ -24,6 +24,8 @@ MAX_POSITIONS = 128
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
 _SMALL = 16
 """Sizes up to this stay as they are."""
+_LARGE = 128
+"""What is larger is a size or a length."""
 _SOFTCAP = 2.0
 """Low enough to bend the scores of random weights."""
 _GAIN = 1.5
@@ -37,7 +39,7 @@ _LENGTHS = re.compile(
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|context_length"
     r"|max_(source|target)_positions"
 )
-# What plays no part until a text is that long.
+# What plays no part until a text is that long. A number that is large and means nothing known may be the same.
 _THRESHOLDS = re.compile(
     r"(?!max_window_layers)\w*window\w*|\w*chunk\w*|local_attention|index_topk|index_block_size|block_size|\w*floor\w*|rel_extent"
     r"|\w*max_distance|original_max_position_embeddings"
@@ -81,14 +83,16 @@ def build_twin(config: Any, seed: int = 0) -> Any:
 
 
 def thresholds(config: Any) -> set[int]:
-    """All lengths in tokens that the config names as the beginning of something, RoPE's included."""
+    """All lengths in tokens that the config names, or may name, as the beginning of something, RoPE's included."""
+    fields = config.get_text_config(decoder=True).to_dict()
+    sizes = _Sizes(fields, 0, 0)
     found: set[int] = set()
-    parts: list[dict[str, Any]] = [config.get_text_config(decoder=True).to_dict()]
-    for fields in parts:
-        for name, value in fields.items():
+    parts: list[dict[str, Any]] = [{name: value for name, value in fields.items() if name not in _NOT_OF_THE_MODEL}]
+    for part in parts:
+        for name, value in part.items():
             if isinstance(value, dict) and "rope" in name:
                 parts += [value, *(entry for entry in value.values() if isinstance(entry, dict))]
-            elif isinstance(value, int) and not isinstance(value, bool) and _THRESHOLDS.fullmatch(name):
+            elif isinstance(value, int) and not isinstance(value, bool) and sizes.is_threshold(name, value):
                 found.add(value)
     return found
 
@@ -169,7 +173,7 @@ def _shrunk_per_layer(
     for index, override in overrides.items():
         if int(index) in kept:
             shrunk[str(kept.index(int(index)))] = {
-                name: sizes.of(name, value) * (2 if name == "head_dim" and value > fields.get(name, value) else 1)
+                name: sizes.of(name, value) * (2 if name == "head_dim" and value > (fields.get(name) or value) else 1)
                 if isinstance(value, int) and not isinstance(value, bool)
                 else value
                 for name, value in override.items()
@@ -186,7 +190,7 @@ def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) ->
             shrunk[name] = _shrunk_rope(value, fields, sizes)
         elif isinstance(value, list) and all(isinstance(entry, float | int) for entry in value):
             shrunk[name] = _sections(value, pairs) if "section" in name else value[:pairs]
-        elif isinstance(value, int) and not isinstance(value, bool) and name != "rope_theta":
+        elif isinstance(value, int) and not isinstance(value, bool):
             shrunk[name] = sizes.of(name, value)
         else:
             shrunk[name] = value
@@ -220,6 +224,15 @@ class _Sizes:
         return int(self.head_dim * (share if isinstance(share, float) else 1.0)) // 2
 
     def of(self, name: str, value: int) -> int:
+        known = self._known(name, value)
+        return min(value, THRESHOLD if value < self._max_model_len else UNREACHED) if known is None else known
+
+    def is_threshold(self, name: str, value: int) -> bool:
+        """Whether something may begin at that many tokens."""
+        return self._known(name, value) is None
+
+    def _known(self, name: str, value: int) -> int | None:
+        """What a size becomes; None for what is, or may be, a threshold."""
         if _TOKEN_IDS.fullmatch(name):
             return value if value < NUM_PLAIN_TOKENS else NUM_PLAIN_TOKENS + value % (VOCAB_SIZE - NUM_PLAIN_TOKENS)
         if _LAYER_COUNTS.fullmatch(name):
@@ -229,13 +242,15 @@ class _Sizes:
         if _LENGTHS.fullmatch(name):
             return min(value, MAX_POSITIONS)
         if _THRESHOLDS.fullmatch(name):
-            return min(value, THRESHOLD if value < self._max_model_len else UNREACHED)
+            return None
         for names, rule in _RULES:
             if names.fullmatch(name):
                 return rule(self, value)
         if value == self._hidden and value > _SMALL:
             return _HIDDEN
-        return min(value, _SMALL) if re.search(r"(dim|size|width|rank)$", name) else value
+        if re.search(r"(dim|size|width|rank)$", name):
+            return min(value, _SMALL)
+        return None if value > _LARGE and name != "rope_theta" else value
 
     def dims(self, value: int) -> int:
         # Models with latent attention call the rotated part of a head its size.
