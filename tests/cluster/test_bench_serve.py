@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process
 async def bench_serve(cluster: Cluster, *arguments: str) -> tuple[int | None, str, str]:
     """Run it to its end: status, stdout, stderr."""
     process = await start(cluster, *arguments)
-    out, err = await asyncio.wait_for(process.communicate(), 90)
+    out, err = await asyncio.wait_for(process.communicate(), 110)
     return process.returncode, out.decode(), err.decode()
 
 
@@ -138,9 +139,13 @@ async def test_a_workload_that_the_model_cannot_take_is_one_line(tiny: TinyClust
     assert "the longest conversation has 65600 tokens with its answers, the model takes 65536" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("suspend", "reason"), [(False, "no worker took the request"), (True, "nothing has come for")])
+@pytest.mark.parametrize(
+    ("suspend", "patience", "reason"),
+    [(False, "60", "no worker took the request|no live worker"), (True, "5", "nothing has come for")],
+    ids=["killed", "frozen"],
+)
 async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
-    tmp_path: Path, suspend: bool, reason: str
+    tmp_path: Path, suspend: bool, patience: str, reason: str
 ) -> None:
     """Killed workers are gone; a cluster that is frozen as a whole only falls silent."""
     model = make_endless_model(tmp_path / "model", tokenizer=True)
@@ -150,7 +155,7 @@ async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
         await cluster.until_registered("only")
         process = await start(
             cluster, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
-            "--generated-tokens", "20", "--no-warm-up", "--stall-seconds", "5",
+            "--generated-tokens", "20", "--no-warm-up", "--stall-seconds", patience,
         )  # fmt: skip
 
         async def has_served() -> bool:
@@ -163,7 +168,7 @@ async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
             cluster.suspend("only")
         else:
             cluster.kill("only")
-        out, err = await asyncio.wait_for(process.communicate(), 60)
+        out, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 1
     found = json.loads(out)
     (run,) = found["cases"]["cold"]["runs"]
@@ -172,7 +177,7 @@ async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
     assert found["cases"]["cold"]["end_to_end"]["count"] == run["num_complete"]
     last = err.decode().splitlines()[-1]
     assert last.startswith("kvpool: ")
-    assert reason in last
+    assert re.search(reason, last), last
     assert "the run was ended there" in last
     assert found["error"] in last
 
@@ -186,7 +191,7 @@ async def test_ctrl_c_tells_what_was_complete(tiny: TinyCluster) -> None:
     while not (await process.stderr.readline()).startswith(b"repetition 3 "):
         pass
     process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 130
     assert "interrupted" in err.decode()
     assert 2 <= len(json.loads(out)["cases"]["cold"]["runs"]) < 1000
