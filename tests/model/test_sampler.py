@@ -60,9 +60,11 @@ def tokens_of(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     return [token.token_id for token in sample(logits, [row.draw() for row in rows])]
 
 
-@pytest.mark.parametrize(("num_candidates", "max_weights"), [(256, 1 << 22), (4, 1 << 22), (1, 7 * VOCAB_SIZE)])
+@pytest.mark.parametrize(
+    ("num_candidates", "max_weights"), [((256,), 1 << 22), ((4, 11), 1 << 22), ((1, 2, 40), 7 * VOCAB_SIZE)]
+)
 def test_equals_the_oracle_in_one_batch_and_alone(
-    num_candidates: int, max_weights: int, monkeypatch: pytest.MonkeyPatch
+    num_candidates: tuple[int, ...], max_weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few candidates, so that many rows are looked at whole, and small slices of rows change nothing."""
     monkeypatch.setattr(choice, "NUM_CANDIDATES", num_candidates)

@@ -43,7 +43,7 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     if len(rows):
         tokens[rows] = invert(weigh(logits[rows], limits.rows(rows)), numbers[rows])
     rows = ranked.nonzero()[:, 0]
-    for num_candidates in (min(NUM_CANDIDATES, vocab_size), vocab_size):
+    for num_candidates in (*(count for count in NUM_CANDIDATES if count < vocab_size), vocab_size):
         if len(rows):
             ids, weights, is_complete = truncate(logits[rows], limits.rows(rows), num_candidates)
             ids, order = ids.sort(dim=-1)

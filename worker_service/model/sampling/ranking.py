@@ -12,9 +12,10 @@ def best(logits: torch.Tensor, count: int) -> torch.Tensor:
     first. count ≤ vocab_size."""
     vocab_size = logits.shape[1]
     # A number's bits, read as an integer, grow with it if it is positive and shrink if it is negative. −0.0 + 0.0 is 0.0.
-    bits = (logits + 0.0).view(torch.int32)
-    rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    rank = (logits + 0.0).view(torch.int32)
+    rank ^= (rank >> 31) & 0x7FFFFFFF
     lowest_first = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = (rank << _LOW_BITS) | lowest_first  # no two of a row are equal, so there is one order
+    # No two keys of a row are equal, so there is one order.
+    keys = torch.add(lowest_first, rank, alpha=1 << _LOW_BITS)
     largest = torch.topk(keys, count, dim=-1).values
     return vocab_size - 1 - (largest & ((1 << _LOW_BITS) - 1))

@@ -11,8 +11,8 @@ import torch
 from ...engine.step import SamplingParams
 from .ranking import best
 
-NUM_CANDIDATES = 256
-"""So many of the most likely tokens are looked at first. Rows that keep more are looked at whole."""
+NUM_CANDIDATES = (256, 4096)
+"""So many of the most likely tokens are looked at first, then of rows that keep more; the rest is looked at whole."""
 
 
 @dataclass(frozen=True, slots=True)
