@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_service.attention.torch_backend import TorchAttention
+from worker_service.attention.torch_backend import FIXED_SHAPES, TorchAttention
+from worker_service.attention.torch_plan import Shapes
 from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.memory import MemorySettings
@@ -20,6 +21,8 @@ from worker_service.model.settings import ModelSettings
 BLOCK_SIZE = 4
 NEVER = 1 << 60
 """As min_shared_tokens: no prefix is ever attended once for several sequences."""
+SHORT_SEGMENTS = FIXED_SHAPES._replace(partition=8, key_multiple=8)
+"""Segments of keys of which a short prefix fills one, so that it can be shared."""
 GREEDY = SamplingParams(num_logprobs=3)
 
 DEVICES = [
@@ -72,10 +75,16 @@ class Request:
 class PagedModel:
     """A loaded model with a cache whose unwritten slots are NaN and whose blocks come in random order."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int = 256, min_shared_tokens: int = NEVER) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int = 256,
+        min_shared_tokens: int = NEVER,
+        shapes: Shapes | None = None,
+    ) -> None:
         self._free = list(range(1, num_blocks))
         random.Random(3).shuffle(self._free)
-        backend = TorchAttention(loaded.dtype, min_shared_tokens)
+        backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
         memory = MemorySettings(BLOCK_SIZE, num_blocks)
         self.runner: ModelRunner = loaded.runner(loaded.plan(memory).kv_cache, backend)
         self.runner.kv_cache.fill(float("nan"))

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, load
+from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, load, quiet
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 from worker_service.attention.torch_backend import FIXED_SHAPES
 from worker_service.engine.step import SequencePart
-from worker_service.model.load import LoadedModel
+from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.packed_linear import packing_works
+from worker_service.model.settings import ModelSettings
 
 pytestmark = pytest.mark.skipif(not packing_works(torch.float32), reason="no packed float32 products on this CPU")
 
@@ -67,6 +68,11 @@ def chunks_of(*lengths: int) -> Iterator[int]:
         yield from lengths
 
 
+def alone(paged: PagedModel, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The logits of each text by itself, at once."""
+    return [logits for text in texts for logits in compute(paged, [fresh(paged, text)], chunks_of(NEVER))]
+
+
 def fresh(paged: PagedModel, text: Sequence[int], shared: Sequence[int] = ()) -> Run:
     request = paged.request(text, 0, shared)
     return Run(text, request.table, request.start)
@@ -76,7 +82,7 @@ def fresh(paged: PagedModel, text: Sequence[int], shared: Sequence[int] = ()) ->
 class Subject:
     loaded: LoadedModel
     alone: list[torch.Tensor]
-    """Logits of each text alone, at once."""
+    """Logits of each text by itself, at once."""
 
     def paged(self, min_shared_tokens: int = NEVER) -> PagedModel:
         return PagedModel(self.loaded, NUM_BLOCKS, min_shared_tokens)
@@ -85,18 +91,15 @@ class Subject:
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     loaded = load(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path)
-    subject = Subject(loaded, [])
-    paged = subject.paged()
-    for text in TEXTS:
-        subject.alone += compute(paged, [fresh(paged, text)], chunks_of(NEVER))
-    return subject
+    return Subject(loaded, alone(PagedModel(loaded, NUM_BLOCKS), TEXTS))
 
 
-def assert_same_bits(ours: torch.Tensor, alone: torch.Tensor) -> None:
-    assert ours.shape == alone.shape
-    different = (ours != alone).any(dim=-1).nonzero().flatten().tolist()
+def assert_same_bits(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert ours.shape == expected.shape
+    different = (ours != expected).any(dim=-1).nonzero().flatten().tolist()
+    largest = float((ours - expected).abs().max())
     assert not different, (
-        f"{len(different)} of {len(alone)} rows differ, by {(ours - alone).abs().max():.2g} at most: {different[:8]} …"
+        f"{len(different)} of {len(expected)} rows differ, by {largest:.2g} at most: {different[:8]} …"
     )
 
 
@@ -106,8 +109,8 @@ def assert_same_bits(ours: torch.Tensor, alone: torch.Tensor) -> None:
 def test_neighbours_order_offset_and_chunks_change_no_bit(subject: Subject, lengths: tuple[int, ...]) -> None:
     paged = subject.paged()
     together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(*lengths))
-    for ours, alone in zip(together, subject.alone, strict=True):
-        assert_same_bits(ours, alone)
+    for ours, expected in zip(together, subject.alone, strict=True):
+        assert_same_bits(ours, expected)
 
 
 def test_a_row_decoded_alone_has_the_bits_of_prefill(subject: Subject) -> None:
@@ -130,5 +133,55 @@ def test_a_cached_prefix_changes_no_bit(subject: Subject, min_shared_tokens: int
     shared = first.table[: SHARED // BLOCK_SIZE]
     sharers = [fresh(paged, TEXTS[-1], shared), fresh(paged, TEXTS[0], shared), fresh(paged, TEXTS[1])]
     expected = (subject.alone[-1][SHARED:], subject.alone[0][SHARED:], subject.alone[1])
-    for ours, alone in zip(compute(paged, sharers, chunks_of(chunk)), expected, strict=True):
-        assert_same_bits(ours, alone)
+    for ours, truth in zip(compute(paged, sharers, chunks_of(chunk)), expected, strict=True):
+        assert_same_bits(ours, truth)
+
+
+def test_two_threads_change_no_bit(subject: Subject) -> None:
+    """They share out the numbers of a tensor without regard to rows, and the rows of a product in other ways than one does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        by_itself = alone(subject.paged(), TEXTS)
+        paged = subject.paged()
+        together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(NEVER))
+    finally:
+        torch.set_num_threads(threads)
+    for ours, expected in zip(together, by_itself, strict=True):
+        assert_same_bits(ours, expected)
+
+
+def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -> None:
+    """Its blocks went to somebody else in the middle of decoding; then prompt and answer are computed again, in other chunks."""
+    paged = subject.paged()
+    text = TEXTS[0]
+    before = fresh(paged, text[: PARTITION + 3])
+    compute(paged, [before], chunks_of(64, 64, 64, 60, 1))
+    compute(paged, [Run(TEXTS[3], before.table)], chunks_of(NEVER))  # another's KV in the same blocks
+    again, neighbour = fresh(paged, text), fresh(paged, TEXTS[1])
+    ours = compute(paged, [again, neighbour], chunks_of(100, 9))
+    assert_same_bits(ours[0], subject.alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
+def test_smollm2_too(min_shared_tokens: int) -> None:
+    """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""
+    loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1), quiet)
+    numbers = random.Random(2)
+    common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (PARTITION + 8, 40, 30, 5))
+    texts = [common + rest[0], common + rest[1], rest[2]]
+    by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
+    paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens)
+    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
+    first = compute(paged, runs, chunks_of(64, 100))
+    shared = runs[0].table[: len(common) // BLOCK_SIZE]
+    sharers = [fresh(paged, text, shared) for text in texts[:2]]
+    found = compute(paged, sharers, chunks_of(1, 7, 3))
+    for ours, expected in zip(
+        [*first, *found],
+        [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])],
+        strict=True,
+    ):
+        assert_same_bits(ours, expected)

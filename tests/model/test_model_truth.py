@@ -8,7 +8,7 @@ from functools import cached_property
 import pytest
 import torch
 
-from tests.model.paged import BLOCK_SIZE, DEVICES, NEVER, PagedModel, Request, load
+from tests.model.paged import BLOCK_SIZE, DEVICES, NEVER, SHORT_SEGMENTS, PagedModel, Request, load
 from tests.tiny_models import ARCHITECTURES, MIN_MARGIN, WINDOW, Oracle, TinyModel, make_tiny_model
 from worker_service.model.load import LoadedModel
 
@@ -44,9 +44,13 @@ def assert_true(request: Request, truth: tuple[list[int], torch.Tensor]) -> None
     logprobs = torch.log_softmax(logits, dim=-1)
     for index, sampled in enumerate(request.sampled):
         assert sampled.logprobs is not None
-        assert sampled.logprobs.logprob == pytest.approx(float(logprobs[index, sampled.token_id]), abs=LOGPROB_TOLERANCE)
+        assert sampled.logprobs.logprob == pytest.approx(
+            float(logprobs[index, sampled.token_id]), abs=LOGPROB_TOLERANCE
+        )
         best = logprobs[index].topk(3)
-        assert [value for _, value in sampled.logprobs.top] == pytest.approx(best.values.tolist(), abs=LOGPROB_TOLERANCE)
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(
+            best.values.tolist(), abs=LOGPROB_TOLERANCE
+        )
 
 
 def test_oracle_is_beyond_doubt_and_varies(subject: Subject) -> None:
@@ -82,7 +86,7 @@ def test_batched_chunked_and_mixed_equals_generate(subject: Subject, chunk: int,
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
 def test_shared_prefix_equals_generate_and_is_never_written(subject: Subject, min_shared_tokens: int) -> None:
     """Sharers of sealed blocks get the truth, whether they read them one by one or once for all."""
-    paged = PagedModel(subject.loaded, min_shared_tokens=min_shared_tokens)
+    paged = PagedModel(subject.loaded, min_shared_tokens=min_shared_tokens, shapes=SHORT_SEGMENTS)
     prompts, truths, num_new = subject.tiny.prompts, subject.truth, subject.tiny.num_new_tokens
     first = paged.request(prompts[2], num_new)
     paged.run([first])

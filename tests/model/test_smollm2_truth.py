@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, quiet
+from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, quiet
 from tests.tiny_models import Oracle
 from worker_service.model.cache_dir import default_cache_dir
 from worker_service.model.load import LoadedModel, load_model
@@ -42,7 +42,7 @@ def test_smollm2_equals_generate(loaded: LoadedModel, min_shared_tokens: int) ->
     assert loaded.facts.tokenizer_json is not None
     tokenizer = Tokenizer.from_str(loaded.facts.tokenizer_json.decode())
     prompts = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
-    paged = PagedModel(loaded, min_shared_tokens=min_shared_tokens)
+    paged = PagedModel(loaded, min_shared_tokens=min_shared_tokens, shapes=SHORT_SEGMENTS)
     first = paged.request(prompts[3], NUM_NEW)
     paged.run([first])
     shared = first.table[: len(tokenizer.encode(COMMON).ids) // BLOCK_SIZE]
