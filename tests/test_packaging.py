@@ -168,5 +168,5 @@ def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path)
         "from kvpool.client.cli import main\nmain()"
     )
     printed = run(sys.executable, "-c", script, cwd=site_packages)
-    for command in ("manager", "worker", "up", "generate", "chat", "status", "blocks", "check"):
+    for command in ("manager", "worker", "up", "generate", "chat", "status", "top", "blocks", "check"):
         assert command in printed
