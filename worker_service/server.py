@@ -263,13 +263,14 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     loaded = load_model(settings.model_settings(), progress=log.info)
-    budget = loaded.plan(settings.memory_settings())
+    backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
+    budget = loaded.plan(settings.memory_settings(), backend)
     for line in budget.lines():
         log.info(str(line))
     log.info(budget.kv_cache.describe(loaded.facts.max_model_len))
     blocks_per_sequence = -(-loaded.facts.max_model_len // budget.kv_cache.block_size)
     sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
-    return loaded, loaded.runner(budget.kv_cache, sizes=sizes)
+    return loaded, loaded.runner(budget.kv_cache, backend, sizes)
 
 
 def _build_engine(

@@ -80,6 +80,11 @@ class WorkerSettings(ProcessSettings):
         description="Share of the GPU's memory that may be taken, other processes' included, if the size of the KV cache is not "
         "given. On a CPU the KV cache takes a fifth of the free memory.",
     )
+    attention_backend: Literal["auto", "torch", "varlen", "flash"] = Field(
+        "auto",
+        description="What reads the KV blocks. flash: the kernel of the package flash-attn; varlen: torch's, with FlashAttention 3 "
+        "or 4; torch: plain torch, everywhere. auto: the first of these that passes a self-test on the model's shapes.",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="Largest sequence in tokens, prompt and generated together. Default: the model's own."
     )

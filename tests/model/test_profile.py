@@ -92,7 +92,10 @@ def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     assert len(prompts.parts) == len(decodes.parts) == num_seqs
     assert sum(len(part.token_ids) for part in prompts.parts) == min(num_tokens, num_seqs * max_model_len)
     assert late.parts[0].start + len(late.parts[0].token_ids) == max_model_len
-    for step in (prompts, late, decodes):
+    told = batches.told_prompt()
+    rows = told.parts[0].prompt_rows
+    assert (0 if rows is None else len(rows.targets)) == min(num_tokens, max_model_len) - 1
+    for step in (prompts, late, told, decodes):
         assert all(part.sampling is not None for part in step.parts)
         assert all(part.start + len(part.token_ids) <= max_model_len for part in step.parts)
         own = [block for part in step.parts for block in written(part, block_size)]
@@ -108,7 +111,7 @@ def test_what_was_measured_becomes_bytes_per_batch_and_per_token_read(loaded: Lo
     needs = measure_batch(make, meter, settings, MAX_MODEL_LEN, bytes_per_token=1)
     assert needs == (200_000, 3)
     assert meter.num_released
-    assert [len(step.parts) for step in steps] == [4, 1, 4, 4]
+    assert [len(step.parts) for step in steps] == [4, 1, 1, 4, 4]
 
 
 def test_a_batch_that_does_not_fit_names_one_that_does(loaded: LoadedModel) -> None:

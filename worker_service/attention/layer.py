@@ -21,6 +21,19 @@ class AttentionCall(NamedTuple):
     """[num_heads] logits that take part in the softmax and have no value (gpt-oss)."""
 
 
+class LayerNeeds(NamedTuple):
+    """What a layer asks of attention, in every step."""
+
+    num_heads: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
 class AttentionTarget(Protocol):
     """What an attention module is bound to: the paged layer in service, a recorder while loading."""
 

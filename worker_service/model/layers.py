@@ -10,7 +10,7 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.interface import UnsupportedAttention, bind, target_of, unbind
-from ..attention.layer import AttentionCall, KVLayer
+from ..attention.layer import AttentionCall, KVLayer, LayerNeeds
 from .errors import UnsupportedModel
 
 _WATCHED_TOKENS = 3
@@ -26,6 +26,24 @@ class AttentionLayer(NamedTuple):
     v_head_dim: int
     window: int | None
     """Sliding window in tokens; None: full attention."""
+    num_heads: int = 1
+    """Of the queries."""
+    call: AttentionCall = AttentionCall(scaling=1.0)
+    """What it asked for when it was watched."""
+
+    @property
+    def needs(self) -> LayerNeeds:
+        """What it asks of attention."""
+        return LayerNeeds(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            k_head_dim=self.k_head_dim,
+            v_head_dim=self.v_head_dim,
+            scaling=self.call.scaling,
+            window=self.window,
+            softcap=self.call.softcap,
+            has_sinks=self.call.sinks is not None,
+        )
 
 
 def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
@@ -74,7 +92,10 @@ class _Recorder:
         name = self._names[module]
         if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
             raise UnsupportedAttention(f"its module {name} does not attend from each token to each token of the row")
-        self.found.append(AttentionLayer(name, module, key.shape[1], key.shape[3], value.shape[3], call.window))
+        k_head_dim, v_head_dim = key.shape[3], value.shape[3]
+        self.found.append(
+            AttentionLayer(name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call)
+        )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
 from ..attention.packing import StepSizes
-from ..attention.torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
+from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
+from ..attention.setting import Setting
 from .cache_dir import default_cache_dir
 from .config import choose_max_model_len, read_config
+from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .fingerprint import fingerprint
 from .guard import check_config, check_twin, guarded_layers
@@ -45,10 +47,25 @@ class LoadedModel:
     device: torch.device
     model: Any
 
-    def plan(self, settings: MemorySettings) -> MemoryBudget:
-        """Size of the KV cache and how the memory is spent; keeps nothing allocated. Raises ModelError."""
+    def attention_backend(
+        self, name: BackendName, block_size: int, progress: Progress | None = None
+    ) -> AttentionBackend:
+        """The backend of that name, or the best that passes its self-test here; progress is told which. Raises ModelError."""
+        needs = tuple(dict.fromkeys(layer.needs for layer in self.layers))
+        setting = Setting(needs, self.dtype, self.device, block_size)
+        try:
+            return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
+        except UnsuitableBackend as error:
+            raise ModelError(str(error)) from error
+
+    def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
+        """Size of the KV cache and how the memory is spent; keeps nothing allocated. backend: see runner. Raises ModelError."""
+
+        def make_runner(plan: KVCachePlan) -> ModelRunner:
+            return self.runner(plan, backend)
+
         facts = facts_of_loaded(
-            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, self.runner
+            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
         )
         return plan_memory(facts, settings)
 
@@ -57,12 +74,8 @@ class LoadedModel:
     ) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None takes plain torch. sizes: see ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
-        return ModelRunner(self.model, self.layers, cache, backend or self._torch_backend(), self.device, sizes=sizes)
-
-    def _torch_backend(self) -> AttentionBackend:
-        # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.
-        shares = self.device.type == "cpu"
-        return TorchAttention(self.dtype, MIN_SHARED_TOKENS if shares else NEVER_SHARE)
+        backend = backend or make_torch(self.dtype, self.device)
+        return ModelRunner(self.model, self.layers, cache, backend, self.device, sizes=sizes)
 
 
 def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..engine.step import SamplingParams, SequencePart, Step
+from ..engine.step import PromptRows, SamplingParams, SequencePart, Step
 from .errors import KVCacheTooLarge, ModelError
 from .memory import KVCachePlan, MemorySettings
 from .runner import ModelRunner
@@ -109,7 +109,7 @@ def _run(
     runner = make_runner(KVCachePlan(batches.num_blocks, block_size, bytes_per_token))
     try:
         activations = 0
-        for step in (batches.prompts(), batches.late_chunk()):
+        for step in (batches.prompts(), batches.late_chunk(), batches.told_prompt()):
             meter.reset()
             runner.execute(step)
             activations = max(activations, meter.reserved_bytes())
@@ -150,6 +150,13 @@ class MaximumBatches:
         """One chunk at the end of the longest sequence."""
         length = min(self._num_tokens, self._max_model_len)
         return self._step([(self._max_model_len - length, length)])
+
+    def told_prompt(self) -> Step:
+        """One prompt whose log-probabilities are asked for."""
+        length = min(self._num_tokens, self._max_model_len)
+        (part,) = self._step([(0, length)]).parts
+        rows = PromptRows(0, [0] * (length - 1), num_top=1)
+        return Step([part._replace(prompt_rows=rows if length > 1 else None)])
 
     def decodes(self, context: int) -> Step:
         """One token of every sequence behind so many others each."""

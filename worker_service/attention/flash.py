@@ -1,0 +1,72 @@
+"""The paged kernel of the package flash-attn."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .layer import AttentionCall, KVLayer
+from .paged import PagedAttention, PagedStep
+from .setting import Setting, kernel_limits
+
+_NAME = "flash_attn_varlen_func"
+_INSTALL = "pip install kvpool[flash], which compiles it"
+
+
+def flash_problem(setting: Setting) -> str | None:
+    """Why flash-attn cannot serve this, as far as it can be told without running it."""
+    if any(needs.has_sinks for needs in setting.needs):
+        return "it has no attention sinks, which this model needs"
+    return kernel_limits(setting) or (None if _function() else f"flash-attn is not installed ({_INSTALL})")
+
+
+def make_flash(_: Setting) -> PagedAttention:
+    """The backend. Raises RuntimeError where flash_problem would name one."""
+    function = _function()
+    if function is None:
+        raise RuntimeError(f"flash-attn is not installed ({_INSTALL})")
+    return PagedAttention(FlashKernel(function))
+
+
+def flash_version() -> str:
+    """For people."""
+    try:
+        return f"flash-attn {version('flash-attn')}"
+    except PackageNotFoundError:
+        return "flash-attn"
+
+
+def _function() -> Callable[..., torch.Tensor] | None:
+    # The function, not the package: flash-attn-4 brings a namespace package of that name, which imports without it.
+    try:
+        function = getattr(importlib.import_module("flash_attn"), _NAME, None)
+    except (ImportError, OSError, RuntimeError):  # also a build for another torch or CUDA
+        return None
+    return function if callable(function) else None
+
+
+class FlashKernel:
+    """A PagedKernel out of flash_attn_varlen_func."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
+        return self._function(
+            query,
+            layer.k_cache,
+            layer.v_cache,
+            cu_seqlens_q=step.query_ends,
+            cu_seqlens_k=step.context_ends,
+            max_seqlen_q=step.max_query_len,
+            max_seqlen_k=step.max_context_len,
+            softmax_scale=call.scaling,
+            causal=True,
+            # A window counts the token itself, their left side does not.
+            window_size=(-1 if layer.window is None else layer.window - 1, 0 if layer.window is not None else -1),
+            softcap=call.softcap or 0.0,
+            block_table=step.block_tables,
+        )

@@ -1,0 +1,112 @@
+"""Which attention backend serves: the one that is asked for, or the first that can, and only after a self-test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from .backend import AttentionBackend
+from .flash import flash_problem, flash_version, make_flash
+from .self_test import SelfTestFailed, run_self_test
+from .setting import Setting
+from .torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
+from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
+
+BackendName = Literal["auto", "torch", "varlen", "flash"]
+
+_OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Tried where a backend fails its self-test, to be able to say with which it passes."""
+
+
+class UnsuitableBackend(RuntimeError):
+    """The backend that was asked for cannot serve. The message says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may serve."""
+
+    name: str
+    problem: Callable[[Setting], str | None]
+    """Why it cannot, as far as that is known without running it."""
+    make: Callable[[Setting], AttentionBackend]
+    describe: Callable[[], str]
+    """What it is, for the log."""
+    undo: Callable[[], None] = lambda: None
+    """Take back what make has changed in this process."""
+
+
+CANDIDATES = (
+    Candidate("flash", flash_problem, make_flash, flash_version),
+    Candidate("varlen", varlen_problem, make_varlen, varlen_version, undo_varlen),
+)
+"""In the order in which auto tries them."""
+
+
+def choose_backend(
+    name: BackendName, setting: Setting, say: Callable[[str], None], candidates: Sequence[Candidate] = CANDIDATES
+) -> AttentionBackend:
+    """The backend of that name; auto: the first candidate that passes its self-test here, else plain torch.
+
+    say gets the line that tells which one runs and why the others do not. Raises UnsuitableBackend if a name is given and that
+    backend cannot serve; the block size is never changed to make it fit.
+    """
+    if name == "torch":
+        say("attention: torch")
+        return make_torch(setting.dtype, setting.device)
+    reasons: list[str] = []
+    for candidate in candidates:
+        if name not in ("auto", candidate.name):
+            continue
+        started = time.monotonic()
+        backend, reason = _try(candidate, setting)
+        if backend is not None:
+            took = time.monotonic() - started
+            say(f"attention: {candidate.name} ({candidate.describe()}; passed its self-test in {took:.1f} s)")
+            return backend
+        if name == candidate.name:
+            raise UnsuitableBackend(
+                f"--attention-backend {name} cannot serve this model here: {reason}. Give --attention-backend auto or torch"
+                f"{_advice(candidate, setting)}."
+            )
+        reasons.append(f"not {candidate.name}: {reason}")
+    assert name == "auto", f"{name} is none of {[candidate.name for candidate in candidates]}"
+    say("; ".join(["attention: torch", *([] if setting.device.type == "cpu" else reasons)]))
+    return make_torch(setting.dtype, setting.device)
+
+
+def make_torch(dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """Plain torch."""
+    # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.
+    return TorchAttention(dtype, MIN_SHARED_TOKENS if device.type == "cpu" else NEVER_SHARE)
+
+
+def _try(candidate: Candidate, setting: Setting) -> tuple[AttentionBackend | None, str]:
+    """The backend if it serves, else why not."""
+    problem = candidate.problem(setting)
+    if problem is not None:
+        return None, problem
+    try:
+        backend = candidate.make(setting)
+        run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
+    except SelfTestFailed as failed:
+        reason = f"it failed its self-test: {failed}"
+    except Exception as error:  # what is installed may be broken in all ways
+        reason = f"it could not be set up: {type(error).__name__}: {error}"
+    else:
+        return backend, ""
+    candidate.undo()
+    return None, reason
+
+
+def _advice(candidate: Candidate, setting: Setting) -> str:
+    if candidate.problem(setting) is not None:
+        return ""
+    others = [size for size in _OTHER_BLOCK_SIZES if size != setting.block_size]
+    passing = [size for size in others if _try(candidate, replace(setting, block_size=size))[0] is not None]
+    candidate.undo()
+    return f", or --block-size {passing[0]}, with which it passes" if passing else ""

@@ -1,0 +1,104 @@
+"""The paged kernels behind torch.nn.attention.varlen: FlashAttention 3 and 4, which come in packages of their own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .layer import AttentionCall, KVLayer
+from .paged import PagedAttention, PagedStep
+from .setting import Setting, kernel_limits
+
+_PARAMETERS = frozenset({"block_table", "seqused_k", "window_size", "enable_gqa", "scale"})
+_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
+"""Of those that read blocks, by the major number of a GPU's compute capability. torch's own, FlashAttention 2, does not."""
+
+
+def varlen_problem(setting: Setting) -> str | None:
+    """Why torch's varlen attention cannot serve this, as far as it can be told without running it."""
+    if any(needs.has_sinks for needs in setting.needs):
+        return "it has no attention sinks, which this model needs"
+    if any(needs.softcap is not None for needs in setting.needs):
+        return "it has no soft cap, which this model needs"
+    if (limits := kernel_limits(setting)) is not None:
+        return limits
+    if _function() is None:  # last, because to import it takes a second
+        return f"torch {torch.__version__} has no varlen attention with block tables, which needs 2.12 or newer"
+    return None
+
+
+def make_varlen(setting: Setting) -> PagedAttention:
+    """The backend. Lets torch use FlashAttention 3 or 4 where they are installed, for this process.
+
+    Raises RuntimeError where varlen_problem would name one.
+    """
+    function = _function()
+    if function is None:
+        raise RuntimeError("torch has no varlen attention with block tables")
+    _activate(setting.device)
+    return PagedAttention(VarlenKernel(function))
+
+
+def undo_varlen() -> None:
+    """Let torch use its own FlashAttention again."""
+    attention: Any = importlib.import_module("torch.nn.attention")
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+def varlen_version() -> str:
+    """For people."""
+    attention: Any = importlib.import_module("torch.nn.attention")
+    return f"torch {torch.__version__}, {attention.current_flash_attention_impl() or 'its own FlashAttention'}"
+
+
+def _activate(device: torch.device) -> None:
+    attention: Any = importlib.import_module("torch.nn.attention")
+    if device.type != "cuda" or attention.current_flash_attention_impl() is not None:
+        return
+    name = _IMPLEMENTATIONS.get(torch.cuda.get_device_capability(device)[0])
+    if name is None:
+        return
+    try:
+        attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError, ValueError):
+        return  # not installed: the self-test then tells what torch says to block tables without it
+
+
+def _function() -> Callable[..., torch.Tensor] | None:
+    try:
+        function = getattr(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", None)
+    except ImportError:
+        return None
+    if function is None or _PARAMETERS - inspect.signature(function).parameters.keys():
+        return None
+    found: Callable[..., torch.Tensor] = function
+    return found
+
+
+class VarlenKernel:
+    """A PagedKernel out of varlen_attn."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
+        return self._function(
+            query,
+            layer.k_cache,
+            layer.v_cache,
+            step.query_ends,
+            None,  # where the keys lie is told by the tables; FlashAttention 3 takes one or the other
+            step.max_query_len,
+            step.max_context_len,
+            scale=call.scaling,
+            # (-1, 0) is causal. A window counts the token itself, their left side does not.
+            window_size=(-1 if layer.window is None else layer.window - 1, 0),
+            enable_gqa=query.shape[1] != layer.k_cache.shape[2],
+            seqused_k=step.context_lens,
+            block_table=step.block_tables,
+        )
