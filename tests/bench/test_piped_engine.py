@@ -35,6 +35,12 @@ async def counting() -> AsyncIterator[PipedEngine]:
         await engine.close()
 
 
+def cpu_ticks(pid: int) -> int:
+    """CPU time that a process has used, in ticks of the clock."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
 async def answer(engine: PipedEngine, *prompt: int, num_tokens: int = 3) -> list[int]:
     return [token async for delivery in engine.generate(prompt, num_tokens) for token in delivery.token_ids]
 
@@ -91,6 +97,19 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         await start("unready")
     with pytest.raises(EngineFailed, match="counting was not ready after 2 s"):
         await start("slow", seconds=2.0)
+
+
+async def test_a_suspended_engine_does_nothing_until_it_is_resumed() -> None:
+    async with counting() as engine:
+        engine.suspend()
+        waiting = asyncio.create_task(answer(engine, 10, num_tokens=1))
+        before = cpu_ticks(engine.pid)
+        done, _ = await asyncio.wait({waiting}, timeout=0.5)
+        assert not done
+        assert cpu_ticks(engine.pid) == before
+        engine.resume()
+        assert await waiting == [11]
+        engine.suspend()
 
 
 async def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> None:
