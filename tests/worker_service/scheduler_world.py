@@ -215,6 +215,7 @@ class SchedulerWorld:
             self.wake()
             self.talk()
             self.step()
+            self.check_books()
             assert before != (self.num_computed, self.scheduler.num_preemptions, len(self.open)), "nobody gets on"
         self.cache.settle()
         assert sorted(self.cache.blocks) == list(range(1, self.num_blocks + 1)), "blocks have leaked"

@@ -13,8 +13,7 @@ from tests.worker_service.world import World, read
 from worker_service import status
 from worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
 from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.fairness import Payer
-from worker_service.engine.queue import SchedulingPolicy
+from worker_service.engine.queue import Payer, SchedulingPolicy
 
 
 class Queue:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.worker_service.scheduler_world import SchedulerWorld
-from worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness, Payer
-from worker_service.engine.queue import SchedulingPolicy
+from worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness
+from worker_service.engine.queue import Payer, SchedulingPolicy
 
 POLICIES = st.sampled_from(list(SchedulingPolicy))
 TENANTS = st.sampled_from(["", "a", "b"])
@@ -67,10 +67,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.land()
 
     @precondition(lambda self: not self.world.batch)
-    @rule(count=st.integers(1, 6))
-    def steps(self, count: int) -> None:
-        """Nothing happens but steps."""
+    @rule(count=st.integers(1, 12), is_talking=st.booleans())
+    def steps(self, count: int, is_talking: bool) -> None:
+        """Nothing happens but steps, with answers of the manager between them or without."""
         for _ in range(count):
+            if is_talking:
+                self.world.talk()
             self.world.step()
 
     @precondition(lambda self: self.world.requests)
@@ -267,17 +269,17 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
     fairness = Fairness()
     stays = Payer(0, "stays")
     fairness.enter(stays)
+    accounts = fairness._levels[0]
     for number in range(5_000):
-        payer = Payer(0, str(number))
-        fairness.enter(payer)
-        fairness.charge({payer: 1 + number % 1000})
+        fairness.enter(Payer(0, str(number)))
+        accounts.charge({str(number): 1 + number % 1000})
         fairness.settle([stays])
-    assert len(fairness._levels[0]._tokens) <= 100
-    many = [Payer(0, f"one of many {number}") for number in range(6_000)]
-    for payer in many:
-        fairness.enter(payer)
-    fairness.charge(dict.fromkeys(many, 1000))
+    assert len(accounts._tokens) <= 100
+    many = [f"one of many {number}" for number in range(6_000)]
+    for tenant in many:
+        fairness.enter(Payer(0, tenant))
+    accounts.charge(dict.fromkeys(many, 1000))
     fairness.settle([stays])
-    assert len(fairness._levels[0]._tokens) == 1 + MAX_IDLE_ACCOUNTS
+    assert len(accounts._tokens) == 1 + MAX_IDLE_ACCOUNTS
     fairness.settle([])
     assert not fairness._levels

@@ -6,8 +6,7 @@ from collections import Counter, deque
 
 from ..cache.sequence import SequenceState
 from .errors import EngineError, ErrorKind
-from .fairness import Payer
-from .queue import RequestQueue
+from .queue import Payer, RequestQueue
 from .request import Request
 
 RATE_SECONDS = 10.0

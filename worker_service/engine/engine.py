@@ -21,8 +21,7 @@ from ..cache.engine_cache import Computed, EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
 from .admission import Admission
 from .errors import EngineError, ErrorKind, invalid
-from .fairness import Payer
-from .queue import SchedulingPolicy
+from .queue import Payer, SchedulingPolicy
 from .request import GenerationParams, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step

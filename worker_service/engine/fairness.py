@@ -17,25 +17,15 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace, nlargest
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from .queue import Payer
 
 if TYPE_CHECKING:
     from .request import Request
 
 MAX_IDLE_ACCOUNTS = 4096
 """Of tenants that ask for nothing now but have had more than others; beyond that, those who had the least more are forgotten."""
-
-
-class Payer(NamedTuple):
-    """Whose account a request is charged to."""
-
-    level: int
-    tenant: str
-
-    @classmethod
-    def of(cls, request: Request) -> Payer:
-        """Of a request that has a rank."""
-        return cls(request.rank.level, request.params.tenant)
 
 
 class _Accounts:
@@ -84,8 +74,11 @@ class Fairness:
         """A request of the payer waits."""
         self._levels.setdefault(payer.level, _Accounts()).enter(payer.tenant)
 
-    def charge(self, computed: Mapping[Payer, int]) -> None:
-        """A step computes so many tokens for each payer."""
+    def charge(self, parts: Iterable[tuple[Request, int]]) -> None:
+        """A step computes so many tokens of these requests."""
+        if not self._levels:
+            return
+        computed = tokens_by_payer(parts)
         for level, accounts in self._levels.items():
             tenants = {payer.tenant: count for payer, count in computed.items() if payer.level == level}
             if tenants:
@@ -94,6 +87,8 @@ class Fairness:
     def settle(self, asking: Iterable[Payer]) -> None:
         """Only these still have requests that wait or whose prompts are not computed. Where nobody has, everybody has had what
         they asked for: those accounts are closed."""
+        if not self._levels:
+            return
         tenants: dict[int, set[str]] = {}
         for payer in asking:
             tenants.setdefault(payer.level, set()).add(payer.tenant)
@@ -130,5 +125,5 @@ def tokens_by_payer(parts: Iterable[tuple[Request, int]]) -> Counter[Payer]:
     """Tokens of requests, summed up by who pays for them."""
     total: Counter[Payer] = Counter()
     for request, num_tokens in parts:
-        total[Payer.of(request)] += num_tokens
+        total[request.payer] += num_tokens
     return total

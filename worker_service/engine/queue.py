@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +40,13 @@ class Rank(NamedTuple):
     """Number of the request among all that were accepted. A preempted request keeps it."""
 
 
+class Payer(NamedTuple):
+    """Whose share of the steps a request is computed out of."""
+
+    level: int
+    tenant: str
+
+
 class RequestQueue:
     """Requests in the order of their ranks."""
 
@@ -46,6 +54,8 @@ class RequestQueue:
         self._requests: list[Request] = []
         self.num_prompt_tokens = 0
         """Of all of them."""
+        self.payers: Counter[Payer] = Counter()
+        """How many requests there are of each."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -68,6 +78,7 @@ class RequestQueue:
         assert index == len(self._requests) or self._requests[index].rank > request.rank
         self._requests.insert(index, request)
         self.num_prompt_tokens += request.num_prompt_tokens
+        self.payers[request.payer] += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out that is there."""
@@ -75,6 +86,9 @@ class RequestQueue:
         assert self._requests[index] is request
         del self._requests[index]
         self.num_prompt_tokens -= request.num_prompt_tokens
+        self.payers[request.payer] -= 1
+        if not self.payers[request.payer]:
+            del self.payers[request.payer]
 
     def _index(self, request: Request) -> int:
         return bisect_left(self._requests, request.rank, key=lambda other: other.rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from ..cache.sequence import CacheSequence
-from .queue import Rank
+from .queue import Payer, Rank
 from .stats import RequestTimes
 from .step import PromptRows, SampledToken, SamplingParams, SequencePart, TokenLogprobs
 from .stream import Chunk, FinishReason, TokenStream, Usage
@@ -80,6 +80,8 @@ class Request:
         self.sequence = sequence
         self.rank = Rank(0, 0)
         """Its place among all requests, given by the scheduler."""
+        self.payer = Payer(0, params.tenant)
+        """Given by the scheduler too."""
         self.stream = TokenStream()
         self.num_prompt_tokens = len(params.token_ids)
         self.num_cached_tokens = 0

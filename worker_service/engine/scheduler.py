@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
-from .fairness import Fairness, Payer, tokens_by_payer
-from .queue import Rank, RequestQueue, SchedulingPolicy
+from .fairness import Fairness, tokens_by_payer
+from .queue import Payer, Rank, RequestQueue, SchedulingPolicy
 from .request import Request
 from .step import SequencePart, Step
 
@@ -99,7 +99,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         self._num_arrived += 1
-        request.rank = Rank(self.policy.level(request.params), self._num_arrived)
+        level = self.policy.level(request.params)
+        request.rank = Rank(level, self._num_arrived)
+        request.payer = Payer(level, request.params.tenant)
         self._requests[request.sequence.id] = request
         self._wait(request)
 
@@ -151,20 +153,24 @@ class Scheduler:
         assert len(self._running) <= self.max_num_seqs
         decodes = self._schedule_decodes()
         batch = decodes + self._schedule_prefills(decodes)
-        self._fairness.charge(tokens_by_payer((part.request, part.num_tokens) for part in batch))
+        self._fairness.charge((part.request, part.num_tokens) for part in batch)
         return batch
 
     def _schedule_decodes(self) -> list[Scheduled]:
         return [
             Scheduled(request, request.sequence, 1, True)
             for request in list(self._running)
-            # It may have been preempted by one before it.
-            if request in self._running and request.num_uncomputed_tokens == 1 and self._make_room(request)
+            # Unless one before it has preempted it.
+            if request.sequence.state is SequenceState.LIVE
+            and request.num_uncomputed_tokens == 1
+            and self._make_room(request)
         ]
 
     def _schedule_prefills(self, decodes: list[Scheduled]) -> list[Scheduled]:
         prefilling = [request for request in self._running if request.num_uncomputed_tokens > 1]
-        self._fairness.settle(Payer.of(request) for request in (*self._waiting, *prefilling))
+        self._fairness.settle({*self._waiting.payers, *(request.payer for request in prefilling)})
+        if not prefilling:
+            return []
         budget = self.max_num_batched_tokens - len(decodes)
         if len(prefilling) < len(self._running):
             # Also when none of those that decode has a block just now: it may have one while this step runs.
@@ -199,4 +205,4 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         self._waiting.add(request)
-        self._fairness.enter(Payer.of(request))
+        self._fairness.enter(request.payer)
