@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence as List
 
-from worker_service.engine.step import PartResult, SampledToken, Step
+from worker_service.engine.step import PartResult, SampledToken, Step, TokenLogprobs
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1
@@ -68,7 +68,9 @@ class TracerModel:
                 digest = _mix(digest, token, position)
                 self._slots[slot] = digest
             self.num_forwarded += len(tokens)
-            results.append(PartResult(None if part.sampling is None else SampledToken(digest % VOCAB_SIZE)))
+            targets = [] if part.prompt_rows is None else part.prompt_rows.targets
+            told = [TokenLogprobs(-float(target), []) for target in targets]
+            results.append(PartResult(None if part.sampling is None else SampledToken(digest % VOCAB_SIZE), told))
         return results
 
     def _slot(self, table: List[int], position: int) -> int:

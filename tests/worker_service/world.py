@@ -207,9 +207,8 @@ class World:
                 sequence_id or f"s{self._count}",
                 attempt,
                 list(prompt),
-                sampling=SamplingParams(),
                 max_tokens=count,
-                **params,
+                **{"sampling": SamplingParams(), **params},
             )
         )
 
