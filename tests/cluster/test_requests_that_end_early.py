@@ -308,12 +308,12 @@ async def test_leaving_the_block_of_a_stream_cancels_it(cluster: Cluster) -> Non
 
 
 async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluster, caller: Caller) -> None:
-    """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on."""
+    """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on. One of another tenant takes the
+    place of one of those that wait."""
     for batch in range(2):
         running = [caller.generate("a", good(f"crowd-{batch}-{index}")) for index in range(4)]
         await asyncio.gather(*map(first_token, running))
-    for index in range(4):
-        caller.generate("a", good(f"crowd-waits-{index}"))
+    waiting = [caller.generate("a", good(f"crowd-waits-{index}")) for index in range(4)]
 
     async def turned_away() -> grpc.aio.AioRpcError | None:
         call = caller.generate("a", good("one-too-many"), timeout=0.5)
@@ -323,6 +323,14 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
     error = await eventually(turned_away, "the queue is full")
     assert (error.code(), reason_of(error)) == (Status.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details_of(error).details)
+    of_another_tenant = good("of-another-tenant")
+    of_another_tenant.tenant = "other"
+    caller.generate("a", of_another_tenant)
+    ends = [asyncio.create_task(failure(call)) for call in waiting]
+    sent_away, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    assert [reason_of(end.result()) for end in sent_away] == ["QUEUE_FULL"]
+    for end in others:
+        end.cancel()
     await first_token(running[0])
 
 
