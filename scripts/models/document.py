@@ -21,11 +21,11 @@ _INTRODUCTION = """\
 Every type that `transformers` has a causal language model for, tried as a tiny random model; written by `make models`, not by hand.
 
 * **runs**: load_model takes it, and over the paged pool it gives what transformers' `generate` gives in eager attention, in
-  float32: the same greedy tokens, and log-probabilities equal to within {tolerance:.0e} of the logits' standard deviation.
+  float32: the same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation.
   Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill beside decode, and blocks come in
   random order.
-* **refused**: load_model says no before it reads any weights, for the reason given. Most reasons come from how a tiny model of
-  the same kind behaves; none from a list of names.
+* **refused**: load_model says no before it reads any weights, for the reason given: by the config, by the way in which layers reach
+  attention, or because a tiny model of the same kind computes something else; never by a list of names.
 * **not built here**: transformers itself cannot make or run the type in this environment.
 * **WRONG**: taken, and something else came out. There must be none; the script then fails.
 

@@ -70,16 +70,17 @@ def _try(kind: str, folder: Path) -> Outcome:
     refusal = _refusal(config, _longest(config))
     limit = None if refusal is None else _length_named(refusal)
     if refusal is not None and (limit is None or limit < 2):
-        return Outcome(kind, Result.REFUSED, refusal)
+        missing = re.search(r"ImportError: (.*)$", refusal)
+        return Outcome(kind, Result.NOT_BUILT, missing[1]) if missing else Outcome(kind, Result.REFUSED, refusal)
     if limit is not None and (again := _refusal(config, limit)) is not None:
         return Outcome(kind, Result.WRONG, f"it says that --max-model-len {limit} works, and then: {again}")
+    # So that everything begins within the prompts; not where texts that long would be refused.
+    length = limit or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
     try:
-        # With a limit, what begins behind it stays out of reach; without one, everything begins within the prompts.
-        small = twin_config(config, limit or _ENDLESS)
-        save(small, folder)
+        save(twin_config(config, length), folder)
     except Exception as error:
         return Outcome(kind, Result.NOT_BUILT, _shown(error))
-    return _compare(kind, folder, twin_length(config, limit or _ENDLESS), limit)
+    return _compare(kind, folder, twin_length(config, length), limit)
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
@@ -100,7 +101,7 @@ def _refusal(config: Any, max_model_len: int) -> str | None:
         check_config(config, max_model_len)
         check_twin(config, max_model_len)
     except ModelError as error:
-        return str(error)
+        return " ".join(str(error).split())
     return None
 
 

@@ -10,6 +10,7 @@ import structlog
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..attention.interface import ATTENTION_NAME
 from .errors import ModelError, UnsupportedModel
 from .invariant import replacing
 from .layers import AttentionLayer, find_attention_layers
@@ -98,6 +99,8 @@ def _check_twin(config: Any, max_model_len: int) -> None:
         small = twin_config(config, max_model_len)
         twin = build_twin(small)
     except Exception as error:  # a config class says in its own ways what it does not like
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedModel("it chooses its attention from a table of its own.") from error
         raise UnsupportedModel(f"it cannot even be built: {type(error).__name__}: {error}") from error
     guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len))
 
