@@ -64,7 +64,7 @@ def model() -> Any:
 
 
 def check(model: Any) -> None:
-    guarded_layers(model, model.config, torch.float32, torch.device("cpu"), MAX_MODEL_LEN)
+    guarded_layers(model, model.config, torch.float32, torch.device("cpu"), MAX_MODEL_LEN, is_thorough=True)
 
 
 def test_a_model_that_looks_at_its_own_text_alone_passes(model: Any) -> None:

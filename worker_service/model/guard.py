@@ -102,7 +102,7 @@ def _check_twin(config: Any, max_model_len: int) -> None:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise UnsupportedModel("it chooses its attention from a table of its own.") from error
         raise UnsupportedModel(f"it cannot even be built: {type(error).__name__}: {error}") from error
-    guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len))
+    guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len), is_thorough=True)
 
 
 def _length_that_works(config: Any, max_model_len: int) -> int | None:
@@ -118,15 +118,15 @@ def _length_that_works(config: Any, max_model_len: int) -> int | None:
 
 
 def guarded_layers(
-    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int
+    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
 ) -> list[AttentionLayer]:
-    """The attention layers of a model that may be served. Raises UnsupportedModel."""
+    """The attention layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
     started = time.monotonic()
     try:
         with replacing(model, dtype, device):
             layers = find_attention_layers(model, device)
         check_layers(config, layers, max_model_len)
-        probe(model, layers, dtype, device, max_model_len)
+        probe(model, layers, dtype, device, max_model_len, is_thorough)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # models fail in all ways on an input that they were not written for

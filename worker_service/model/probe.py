@@ -24,6 +24,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
 _LENGTHS = (24, 14, 9)
+_FEW_TOKENS = (12, 9, 5)
+"""Lengths for a large model, for which every forward pass costs; its twin has been through all."""
 # Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
 # prefill beside decode, and alone.
 _STEPS = (
@@ -47,15 +49,20 @@ class _Trial(NamedTuple):
 
 
 def probe(
-    model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, max_model_len: int
+    model: Any,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    is_thorough: bool = True,
 ) -> None:
     """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
     Then one of them again beside a neighbour at the last positions below max_model_len. Raises UnsupportedModel if
-    anything differs by more than rounding. The model is bound to nothing afterwards.
+    anything differs by more than rounding. The model is bound to nothing afterwards. is_thorough: with more tokens and steps.
     """
     trial = _Trial(model, layers, dtype, device, max_model_len)
-    lengths = [min(length, max_model_len) for length in _LENGTHS]
+    lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
     sequences = random_sequences(model.config, lengths)
     alone = [_eager_logits(trial, tokens) for tokens in sequences]
     for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
@@ -68,7 +75,7 @@ def probe(
         )
     far_start = max_model_len - lengths[_FAR]
     far = _eager_logits(trial, sequences[_FAR], far_start)
-    for far_first in (True, False):
+    for far_first in (True, False) if is_thorough else (True,):
         near_logits, far_logits = _beside_far(trial, sequences, far_start, far_first)
         _compare(
             trial, near_logits, alone[_NEAR], f"beside a neighbour at position {max_model_len - 1}",
