@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Final
 
 from bench.cluster import WAIT_POLICIES
-from bench.piped_engine import PipedEngine
+from bench.piped_engine import EngineFailed, PipedEngine
 from bench.report import facts, progress
 from bench.serve_cases import MIXED, PLANS, Measurements, ratios_as_json, show
 from bench.serve_sides import OURS, OVER_GRPC, SERVED, VLLM_CPU, Sides
@@ -28,6 +29,8 @@ from client.bench.engine import Engine
 from client.bench.kvpool_engine import KvpoolEngine
 from client.bench.load import Watch, run_load
 from client.bench.plan import Case, Plan
+from client.bench.sample import Run
+from client.errors import KvpoolError
 from worker_service.model.cache_dir import default_cache_dir
 from worker_service.model.resolve import resolve_model
 
@@ -37,18 +40,19 @@ DEFAULT_PEERS: Final = ("vllm-cpu", "transformers", "transformers-tuned")
 STALL_SECONDS: Final = 300.0
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All workloads on all sides, in turn."""
+async def measure(arguments: argparse.Namespace, measured: Measurements, told: dict[str, Any]) -> None:
+    """All workloads on all sides, in turn. Fills `measured` repetition by repetition, and `told` with what the figures rest on."""
     task = asyncio.current_task()
     assert task is not None
     # As on Ctrl-C: the sides are processes that must not be left behind.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     environment = {"OMP_NUM_THREADS": str(arguments.threads), **WAIT_POLICIES[arguments.wait_policy]}
-    measured = Measurements()
-    before = facts("kvpool", "torch", "transformers", "grpcio")
+    told["settings"] = {"environment": environment, "worker": arguments.worker_argument, "seed": arguments.seed}
+    told["facts"] = facts("kvpool", "torch", "transformers", "grpcio")
     async with AsyncExitStack() as stack:
         folder = str(resolve_model("smollm2", default_cache_dir(), progress).path)
         sides = Sides(stack, folder, environment)
+        told["sides"] = sides.facts
         cluster = await _start(sides, arguments)
         for name in arguments.workloads:
             # A seed for each workload: two of the same kind would begin with the same tokens.
@@ -57,13 +61,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 await _measure(name, replace(PLANS[name], seed=seed), sides.engines, arguments.runs, measured)
             elif cluster is not None:
                 await _measure_mixed(cluster, replace(MIXED, seed=seed), arguments.runs, measured)
-    return {
-        "measured": measured,
-        "sides": sides.facts,
-        "settings": {"environment": environment, "worker_arguments": arguments.worker_argument, "seed": arguments.seed},
-        "facts": before,
-        "facts_after": facts(),
-    }
+    told["load_1min_after"] = facts()["load_1min"]
 
 
 async def _start(sides: Sides, arguments: argparse.Namespace) -> KvpoolEngine | None:
@@ -85,9 +83,10 @@ async def _start(sides: Sides, arguments: argparse.Namespace) -> KvpoolEngine | 
 
 
 async def _measure(name: str, plan: Plan, engines: Mapping[str, Engine], num_runs: int, measured: Measurements) -> None:
-    """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up."""
+    """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up. Only whole repetitions count."""
     for repetition in range(num_runs + 1):
         conversations = plan.conversations(SERVED, repetition)
+        runs: list[tuple[Case, str, Run]] = []
         for side, engine in engines.items():
             for case in plan.cases:
                 with _awake(engine):
@@ -96,8 +95,9 @@ async def _measure(name: str, plan: Plan, engines: Mapping[str, Engine], num_run
                     raise run.error
                 what = f"run {repetition}" if repetition else "warm-up"
                 progress(f"{name}, {what}: {side} {case} {run.seconds:.2f} s")
-                if repetition:
-                    measured.add(name, case, side, run)
+                runs.append((case, side, run))
+        for case, side, run in runs if repetition else ():
+            measured.add(name, case, side, run)
 
 
 @contextlib.contextmanager
@@ -147,14 +147,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.runs < 1:
         parser.error("--runs must be at least 1")
-    found = asyncio.run(measure(arguments))
-    measurements: Measurements = found.pop("measured")
+    measured = Measurements()
+    told: dict[str, Any] = {"error": None}
+    try:
+        asyncio.run(measure(arguments, measured, told))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        told["error"] = "interrupted"
+    except (EngineFailed, KvpoolError) as error:
+        told["error"] = str(error)
     if arguments.json:
-        ratios = ratios_as_json(measurements, OURS)
-        print(json.dumps({"measured": measurements.as_json(), "ratios": ratios, **found}))
-        return
-    show(measurements, OURS)
-    print(f"\n{json.dumps(found)}")
+        print(json.dumps({"measured": measured.as_json(), "ratios": ratios_as_json(measured, OURS), **told}))
+    else:
+        show(measured, OURS)
+        print(f"\n{json.dumps(told)}")
+    if told["error"] is not None:
+        sys.exit(f"ended before its time, the figures are of whole repetitions until then: {told['error']}")
 
 
 if __name__ == "__main__":
