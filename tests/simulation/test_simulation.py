@@ -74,9 +74,9 @@ def test_broken_code_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Each of these mistakes breaks one of the laws that are about it, within some seeds."""
     breaks, laws = BREAKS[name]
     breaks(monkeypatch)
-    for seed in range(1, 41):
+    for seed in range(1, 101):
         violation = World(seed).run().violation
         if violation is not None:
             assert violation.law in laws, violation
             return
-    pytest.fail("40 seeds have found nothing")
+    pytest.fail("100 seeds have found nothing")
