@@ -39,6 +39,7 @@ RUN_ELSEWHERE = {
     "make test-compose": "needs a container engine, and is itself a test",
     "make live": "kills and freezes services for half an hour, and is itself a test",
     "make simulate": "runs thousands of seeds; 500 run with the tests",
+    "make models": "tries nearly two hundred models, and writes into the checkout",
     "make bench": "measures, for many minutes",
     "make bench-serve": "measures, for an hour",
     "make bench-peers": "installs the peers that bench measures against",

@@ -1,0 +1,82 @@
+"""docs/MODELS.md, and the script that writes it: a handful of its types tried anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from scripts.models import document, trial
+from scripts.models.outcome import Outcome, Result
+from scripts.models.subjects import all_types
+from worker_service.attention.layer import AttentionCall
+from worker_service.model.layers import PagedTarget
+
+# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+# Latent attention twice a layer, windows with sinks, learned positions, several calls of a module, code of its own, a state.
+HANDFUL = ("longcat_flash", "gpt_oss", "opt", "diffllama", "bloom", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def summary() -> document.Summary:
+    return document.read(document.PATH.read_text(encoding="utf-8"))
+
+
+def test_the_document_is_of_the_installed_transformers(summary: document.Summary) -> None:
+    """Each of its types is in the table, once; `make models` writes it anew."""
+    assert summary.transformers == transformers.__version__
+    assert sorted(summary.table) == all_types()
+
+
+def test_the_document_counts_its_own_table(summary: document.Summary) -> None:
+    results = list(summary.table.values())
+    assert summary.counts == {result.value: results.count(result.value) for result in Result}
+
+
+def test_none_is_silently_wrong_and_most_run(summary: document.Summary) -> None:
+    assert summary.counts[Result.WRONG.value] == 0
+    assert summary.counts[Result.RUNS.value] >= 110
+
+
+@pytest.mark.parametrize("kind", HANDFUL)
+def test_a_type_does_what_the_document_says(kind: str, summary: document.Summary, tmp_path: Path) -> None:
+    outcome = trial.try_type(kind, tmp_path)
+    assert outcome.result.value == summary.table[kind], outcome.reason
+    assert outcome.reason or outcome.result is Result.RUNS
+
+
+def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not the guard's: with the guard's own blinded, it still sees attention that is a little off."""
+    attend = PagedTarget.attend
+
+    def a_little_off(
+        self: PagedTarget,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        return attend(self, module, query, key, value, call._replace(scaling=call.scaling * 1.1))
+
+    monkeypatch.setattr(PagedTarget, "attend", a_little_off)
+    assert trial.try_type("llama", tmp_path).result is Result.REFUSED
+    monkeypatch.setattr("worker_service.model.probe._TOLERANCE", {torch.float32: 1e9})
+    assert trial.try_type("llama", tmp_path).result is Result.WRONG
+
+
+def test_what_is_written_can_be_read() -> None:
+    outcomes = [
+        Outcome("b", Result.REFUSED, "b has | in it"),
+        Outcome("a-1", Result.RUNS),
+        Outcome("c", Result.NOT_BUILT, "ImportError: of\nmany lines"),
+    ]
+    read = document.read(document.render(outcomes, 1e-3))
+    assert read.table == {"a-1": "runs", "b": "refused", "c": "not built here"}
+    assert read.counts == {"runs": 1, "refused": 1, "not built here": 1, "WRONG": 0}
+    with pytest.raises(ValueError, match="no line of versions"):
+        document.read("# Which models run")
