@@ -1,0 +1,123 @@
+"""Replacements of operations whose bits depend on where in a tensor a number stands, or on how many rows there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from worker_service.model import invariant
+from worker_service.model.invariant import replacing
+
+CPU = torch.device("cpu")
+Function = Callable[[torch.Tensor], torch.Tensor]
+FUNCTIONS: dict[str, tuple[Function, Function]] = {
+    "sigmoid": (torch.sigmoid, invariant.sigmoid),
+    "silu": (F.silu, invariant.silu),
+    "gelu": (F.gelu, invariant.gelu),
+    "gelu_tanh": (
+        lambda inputs: F.gelu(inputs, approximate="tanh"),
+        lambda inputs: invariant.gelu(inputs, approximate="tanh"),
+    ),
+    "softplus": (F.softplus, invariant.softplus),
+    "mish": (F.mish, invariant.mish),
+    "elu": (F.elu, invariant.elu),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_that_of_torch_wherever_a_number_stands(name: str) -> None:
+    theirs, ours = FUNCTIONS[name]
+    torch.manual_seed(0)
+    inputs = torch.cat([torch.randn(70_000) * 4, torch.tensor([-200.0, -90.0, -0.0, 0.0, 30.0, 200.0])])
+    whole = ours(inputs)
+    torch.testing.assert_close(whole, theirs(inputs), rtol=1e-5, atol=5e-6)
+    for length in (1, 7, 48):
+        pieces = torch.cat([ours(piece) for piece in torch.split(inputs[-3000:].clone(), length)])
+        assert torch.equal(pieces, whole[-3000:])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_has_the_same_rows_however_many_there_are(bias: bool) -> None:
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(300, 200), torch.randn(50, 200)
+    added = torch.randn(50) if bias else None
+    whole = invariant.linear(inputs, weight, added)
+    torch.testing.assert_close(whole, F.linear(inputs, weight, added), rtol=1e-4, atol=1e-4)
+    for first, end in [(0, 1), (5, 7), (33, 97), (299, 300)]:
+        assert torch.equal(invariant.linear(inputs[first:end], weight, added), whole[first:end])
+    assert invariant.matmul(inputs[:0], weight.t()).shape == (0, 50)
+
+
+def test_grouped_rows_go_to_the_weights_of_their_expert() -> None:
+    torch.manual_seed(0)
+    rows, weights = torch.randn(9, 6), torch.randn(4, 6, 5)
+    result = invariant.grouped_mm(rows, weights, offs=torch.tensor([2, 2, 8, 9], dtype=torch.int32))
+    expected = torch.cat([rows[:2] @ weights[0], rows[2:8] @ weights[2], rows[8:] @ weights[3]])
+    torch.testing.assert_close(result, expected)
+
+
+class Gate(torch.nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.sigmoid(inputs)
+
+
+class Router(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 8))
+        self.gate = Gate()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = self.gate(inputs)
+        return gated @ self.weight.t()
+
+
+class Norm(torch.nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Norm(), Router(), Norm()).requires_grad_(False)
+
+
+def replaced(module: torch.nn.Module) -> list[str]:
+    return [type(child).__name__ for child in module.modules() if "forward" in child.__dict__]
+
+
+def test_modules_are_found_by_what_they_call_themselves() -> None:
+    """And then compute the same, whatever is beside a row."""
+    tested, inputs = model(), torch.randn(70, 8)
+    before = tested(inputs)
+    with replacing(tested, torch.float32, CPU):
+        tested(inputs[:3])
+    assert replaced(tested) == ["Router", "Gate"]
+    after = tested(inputs)
+    torch.testing.assert_close(after, before)
+    assert torch.equal(torch.cat([tested(row) for row in torch.split(inputs, 1)]), after)
+    with replacing(tested, torch.float32, CPU):
+        tested(inputs[:3])
+    assert replaced(tested) == ["Router", "Gate"]
+    assert torch.equal(tested(inputs), after)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, CPU), (torch.float32, torch.device("meta"))], ids=["bfloat16", "meta"]
+)
+def test_elsewhere_models_stay_as_they_are(dtype: torch.dtype, device: torch.device) -> None:
+    tested = model().to(dtype).to(device)
+    with replacing(tested, dtype, device):
+        tested(torch.zeros(3, 8, dtype=dtype, device=device))
+    assert replaced(tested) == []
+
+
+def test_a_model_that_fails_stays_as_it_is() -> None:
+    tested = model()
+    with pytest.raises(RuntimeError), replacing(tested, torch.float32, CPU):
+        tested(torch.randn(3, 7))
+    assert replaced(tested) == []
+    tested(torch.randn(3, 8))
