@@ -267,10 +267,11 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     budget = loaded.plan(settings.memory_settings(), backend)
     for line in budget.lines():
         log.info(str(line))
-    log.info(budget.kv_cache.describe(loaded.facts.max_model_len))
-    blocks_per_sequence = -(-loaded.facts.max_model_len // budget.kv_cache.block_size)
+    plan = budget.kv_cache
+    log.info(plan.describe(loaded.facts.max_model_len))
+    blocks_per_sequence = min(plan.capacity, -(-loaded.facts.max_model_len // plan.block_size))
     sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
-    return loaded, loaded.runner(budget.kv_cache, backend, sizes)
+    return loaded, loaded.runner(plan, backend, sizes)
 
 
 def _build_engine(

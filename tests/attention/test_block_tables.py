@@ -139,7 +139,7 @@ class Histories(RuleBasedStateMachine):
             return
         tables = self.packer.block_tables
         copy = torch.from_numpy(tables._copy)
-        assert torch.equal(tables.tensor[copy >= 0].long(), copy[copy >= 0])
+        assert torch.equal(tables.tensor[copy > 0].long(), copy[copy > 0])
 
     def _let_go(self, sequence: Sequence) -> None:
         own = set(sequence.table[sequence.num_shared :])

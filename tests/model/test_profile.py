@@ -82,7 +82,7 @@ def written(part: SequencePart, block_size: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_seqs", "max_model_len", "block_size"),
-    [(2048, 64, 8192, 16), (100, 7, 30, 4), (5, 5, 1000, 256), (64, 1, 10, 1), (300, 3, 2, 16)],
+    [(2048, 64, 8192, 16), (100, 7, 30, 4), (5, 5, 1000, 256), (64, 1, 10, 1), (300, 3, 2, 16), (4096, 4096, 999, 256)],
 )
 def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
@@ -95,6 +95,7 @@ def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     told = batches.told_prompt()
     rows = told.parts[0].prompt_rows
     assert (0 if rows is None else len(rows.targets)) == min(num_tokens, max_model_len) - 1
+    assert (decodes.parts[0].start > 0) == (max_model_len > block_size)
     for step in (prompts, late, told, decodes):
         assert all(part.sampling is not None for part in step.parts)
         assert all(part.start + len(part.token_ids) <= max_model_len for part in step.parts)

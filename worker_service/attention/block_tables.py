@@ -11,9 +11,6 @@ import torch
 
 IntArray = npt.NDArray[np.int64]
 
-_UNKNOWN = -1
-"""In the copy on the host: nothing is known of what the device has there."""
-
 
 class Placement(NamedTuple):
     """Where the tables of a step are, and what the device must be told so that they are."""
@@ -50,7 +47,8 @@ class BlockTables:
     def forget(self) -> None:
         """Take nothing for granted of what the device has; every table is written anew."""
         num_rows, width = self.tensor.shape
-        self._copy = np.full((num_rows, width), _UNKNOWN, dtype=np.int64)
+        # 0 says that nothing is known: no table names the null block. Zeros take memory only where they are touched.
+        self._copy = np.zeros((num_rows, width), dtype=np.int64)
         self._seen: list[list[int]] = [[] for _ in range(num_rows)]
         """The table that each row was last told, as a list: comparing lists is faster than making arrays of them."""
         self._row_of: dict[int, int] = {}

@@ -137,7 +137,8 @@ class MaximumBatches:
         self._block_size = block_size
         self.num_blocks = 3 + num_tokens // block_size + num_seqs
         """Of the cache they run in: the null block, the one that is read, and those that are written."""
-        self.decode_context = min(max_model_len - 1, _CONTEXT_TOKENS // num_seqs) // block_size * block_size
+        each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
+        self.decode_context = each // block_size * block_size
         """Tokens that each of the measured decodes reads."""
 
     def prompts(self) -> Step:
