@@ -64,13 +64,12 @@ class PipedEngine:
         try:
             async with asyncio.timeout(seconds):
                 engine.facts = (await engine._read())["ready"]
-        except TimeoutError:
-            error = EngineFailed(f"{name} was not ready after {seconds:.0f} s{engine._end_of_log()}")
+        except BaseException as error:  # also a cancellation: nobody else knows of the process yet
+            log = engine._end_of_log()
             engine._signal_all(signal.SIGKILL)
             await engine.close()
-            raise error from None
-        except EngineFailed:
-            await engine.close()
+            if isinstance(error, TimeoutError):
+                raise EngineFailed(f"{name} was not ready after {seconds:.0f} s{log}") from None
             raise
         engine._reading = asyncio.create_task(engine._read_all())
         return engine

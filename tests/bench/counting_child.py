@@ -1,7 +1,8 @@
 """An engine for tests at the other end of a pipe: its tokens count on from the prompt's last one.
 
-A prompt that begins with 1 fails, with 2 ends the process, with 3 never answers; `unready` ends at once with a complaint, `slow` is
-never ready, `parent FILE` starts a process of its own and writes down its number.
+A prompt that begins with 1 fails, with 2 ends the process, with 3 never answers. Started with `unready` it ends at once with a
+complaint, with `slow` or `never FILE` (which writes down its own number) it is never ready, and with `parent FILE` it starts a
+process of its own and writes down its number.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["parent"]:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(sys.argv[2]).write_text(str(child.pid))
-    if sys.argv[1:] == ["slow"]:
+    if sys.argv[1:2] == ["never"]:
+        Path(sys.argv[2]).write_text(str(os.getpid()))
+    if sys.argv[1:2] in (["slow"], ["never"]):
         asyncio.run(asyncio.sleep(600))
     asyncio.run(Child(_pipe, generate).serve({"engine": "counting"}))

@@ -99,6 +99,23 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         await start("slow", seconds=2.0)
 
 
+async def test_nothing_is_left_of_a_start_that_was_cancelled(tmp_path: Path) -> None:
+    starting = asyncio.create_task(start("never", str(tmp_path / "pid")))
+
+    async def is_there() -> bool:
+        return (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != ""
+
+    await eventually(is_there, "the child runs")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+    async def is_gone() -> bool:
+        return not is_alive(int((tmp_path / "pid").read_text()))
+
+    await eventually(is_gone, "the child is gone")
+
+
 async def test_a_suspended_engine_does_nothing_until_it_is_resumed() -> None:
     async with counting() as engine:
         engine.suspend()
