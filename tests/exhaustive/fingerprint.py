@@ -9,16 +9,19 @@ from the rest and compared with it by the audit (the tree's nodes, the index of 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
+from itertools import chain
 from typing import Any
 
 import xxhash
 
 from cache_service.core.block_pool import BlockPool
+from cache_service.core.manager import CacheManager
 from cache_service.core.messages import Grant, Stop
 from cache_service.core.prefix_tree import Node
 from cache_service.core.session import Session
 from tests.exhaustive.engine import TinyEngine
+from tests.exhaustive.parts import Form
 from tests.exhaustive.wire import form_of
 from tests.exhaustive.world import Peer, World
 from worker_service.cache.events import Granted, Refused, Stopped
@@ -36,42 +39,64 @@ class _Numbers:
         self.entries: list[tuple[int, int]] = []
         self.registers: list[tuple[int, int, int]] = []
 
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Each replaced by its rank. No generation stays 0."""
-        return (
-            _ranks([0, *self.stamps]),
-            _ranks(self.sessions),
-            _ranks(self.calls),
-            _ranks(self.entries),
-            _ranks(self.registers),
+    def of(self, skeleton: Any) -> Form:
+        """The form of what was walked through."""
+        return Form(
+            marshal.dumps(skeleton, 2),
+            tuple(self.stamps),
+            tuple(self.sessions),
+            tuple(self.calls),
+            tuple(self.entries),
+            tuple(self.registers),
         )
 
 
-def _ranks(values: Iterable[Any]) -> tuple[int, ...]:
-    values = list(values)
+def _ranks(values: list[Any]) -> tuple[int, ...]:
     rank = {value: index for index, value in enumerate(sorted(set(values)))}
     return tuple([rank[value] for value in values])
 
 
 def fingerprint(world: World) -> bytes:
     """128 bits that stand for the world without its budget."""
-    numbers = _Numbers()
-    letters = _letters(world, numbers)
-    known = sorted(world.manager._incarnations.items())
-    numbers.registers += [(int(worker[1:]), *newest) for worker, newest in known]
-    skeleton = (
-        [_peer(index, peer, numbers) for index, peer in enumerate(world.peers)],
-        [_session(session, numbers) for session in world.manager.sessions],
-        [_session(session, numbers) for session in world.manager._retired],
-        [worker for worker, _ in known],
-        [(asked.attempt, asked.worker, tuple(asked.delivered), asked.is_over) for asked in world.asked],
-        letters,
+    return fingerprint_of(world, forms_of(world))
+
+
+def forms_of(world: World) -> list[Form]:
+    """Of the manager and of each worker. A part that has not been changed has its form with it."""
+    return [
+        part.form
+        if part is not None
+        else _peer(index - 1, world.peers[index - 1])
+        if index
+        else _manager(world.manager)
+        for index, part in enumerate(world.parts)
+    ]
+
+
+def fingerprint_of(world: World, forms: list[Form]) -> bytes:
+    """The fingerprint, if the forms of the parts are known. Each absolute number is replaced by its rank; no generation stays 0."""
+    letters = _letters(world)
+    skeletons, stamps, sessions, calls, entries, registers = zip(letters, *forms, strict=True)
+    whole = (
+        skeletons,
+        [asked.state() for asked in world.asked],
+        _ranks([0, *chain.from_iterable(stamps)]),
+        _ranks([*chain.from_iterable(sessions)]),
+        _ranks([*chain.from_iterable(calls)]),
+        _ranks([*chain.from_iterable(entries)]),
+        _ranks([*chain.from_iterable(registers)]),
     )
-    return xxhash.xxh3_128_digest(marshal.dumps((skeleton, numbers.ranks()), 2))
+    return xxhash.xxh3_128_digest(marshal.dumps(whole, 2))
 
 
-def _letters(world: World, numbers: _Numbers) -> list[Hashable]:
+_NO_LETTERS = _Numbers().of([])
+
+
+def _letters(world: World) -> Form:
     """What is under way, in an order that does not depend on when it was sent."""
+    if not world.wire:
+        return _NO_LETTERS
+    numbers = _Numbers()
     found = []
     for letter in world.wire:
         peer = world.peers[letter.worker]
@@ -92,13 +117,14 @@ def _letters(world: World, numbers: _Numbers) -> list[Hashable]:
                 (worker, incarnation, number)
                 for incarnation, number in zip(form.incarnations, form.registers, strict=True)
             ]
-    return letters
+    return numbers.of(letters)
 
 
 # -- workers
 
 
-def _peer(index: int, peer: Peer, numbers: _Numbers) -> Hashable:
+def _peer(index: int, peer: Peer) -> Form:
+    numbers = _Numbers()
     engine = peer.engine
     state = engine.cache._state
     link = state.link
@@ -122,31 +148,33 @@ def _peer(index: int, peer: Peer, numbers: _Numbers) -> Hashable:
             for form in forms:
                 numbers.stamps += form.stamps
             told = tuple(form.template for form in forms), link.report._num_told
-        linked = in_flight, told
+        linked = in_flight, told, link.is_unanswered
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
     for reserved in (*state.reserve.spare(), *state.reserve.returning):
         numbers.stamps.append(reserved.generation)
-    return (
-        bool(peer.registering),
-        bool(peer.mutating),
-        bool(peer.beating),
-        linked,
-        sequences,
-        [numbered[id(sequence)] for sequence in state.sequences.values()],
-        [numbered[id(sequence)] for sequence in state.ending],
-        [numbered[id(sequence)] for sequence in state.parked],
-        [numbered[id(sequence)] for sequence in engine.waiting],
-        [numbered[id(sequence)] for sequence in engine.running],
-        [(numbered[id(part.sequence)], part.start, part.end, part.table, part.tokens) for part in engine.step],
-        [reserved.block for reserved in state.reserve.spare()],
-        [reserved.block for reserved in state.reserve.returning],
-        state.report_due_at is None,
-        state.is_urgent,
-        state.pool_is_empty,
-        state.ask_again_at,
-        [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
-        _ledger(state.ledger, numbers),
-        engine.slots,
+    return numbers.of(
+        (
+            bool(peer.registering),
+            bool(peer.mutating),
+            bool(peer.beating),
+            linked,
+            sequences,
+            [numbered[id(sequence)] for sequence in state.sequences.values()],
+            [numbered[id(sequence)] for sequence in state.ending],
+            [numbered[id(sequence)] for sequence in state.parked],
+            [numbered[id(sequence)] for sequence in engine.waiting],
+            [numbered[id(sequence)] for sequence in engine.running],
+            [(numbered[id(part.sequence)], part.start, part.end, part.table, part.tokens) for part in engine.step],
+            [reserved.block for reserved in state.reserve.spare()],
+            [reserved.block for reserved in state.reserve.returning],
+            state.report_due_at is None,
+            state.is_urgent,
+            state.pool_is_empty,
+            state.ask_again_at,
+            [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
+            _ledger(state.ledger, numbers),
+            engine.slots,
+        )
     )
 
 
@@ -197,21 +225,34 @@ def _ledger(ledger: BlockLedger, numbers: _Numbers) -> Hashable:
     held = {id(content): block for block, content in enumerate(ledger._contents) if content is not None}
     return (
         list(ledger._num_users),
-        [_chain(content, held) for content in ledger._contents],
+        [_chain_of(content, held) for content in ledger._contents],
         list(ledger._idle),
     )
 
 
-def _chain(content: Content | None, held: dict[int, int]) -> Hashable:
+def _chain_of(content: Content | None, held: dict[int, int]) -> Hashable:
     """What a block holds, from its root on, and which block still holds each piece."""
-    chain: list[Hashable] = []
+    pieces: list[Hashable] = []
     while content is not None:
-        chain.append((content.tokens, held.get(id(content), 0), content.root.tenant_salt))
+        pieces.append((content.tokens, held.get(id(content), 0), content.root.tenant_salt))
         content = content.parent
-    return tuple(chain)
+    return tuple(pieces)
 
 
 # -- the manager
+
+
+def _manager(manager: CacheManager) -> Form:
+    numbers = _Numbers()
+    known = sorted(manager._incarnations.items())
+    numbers.registers += [(int(worker[1:]), *newest) for worker, newest in known]
+    return numbers.of(
+        (
+            [_session(session, numbers) for session in manager.sessions],
+            [_session(session, numbers) for session in manager._retired],
+            [worker for worker, _ in known],
+        )
+    )
 
 
 def _session(session: Session, numbers: _Numbers) -> Hashable:

@@ -1,81 +1,34 @@
-"""Breadth first through all that can happen, each state once, with every law checked in each.
+"""Breadth first through all that can happen, level by level, each state once, with every law checked in each.
 
 A state that was reached before with a budget that covers the present one is not gone through again: whatever can happen from here
 could happen from there. So `num_states` counts states, and `num_visits` the times that one was gone through because it was reached
-with a budget that none before covered.
+with a budget that none before covered. A level is gone through when all of it is known, so the counts do not depend on which of
+several ways into a state comes first, nor on how many processes share the work (`share.py`, `crew.py`).
 """
 
 from __future__ import annotations
 
-import copyreg
-import gc
-import io
-import pickle
 import time
-from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from kvpool.v1 import cache_pb2, common_pb2
 
-from cache_service.core.messages import Limits
-from tests.exhaustive.engine import BrokenLaw
-from tests.exhaustive.fingerprint import fingerprint
-from tests.exhaustive.world import Budget, Event, World
-from worker_service.cache.settings import CacheSettings
-
-_OF_FATE = frozenset({"lose", "double", "give up", "restart the manager", "expire", "crash", "cancel", "move", "beat"})
-"""Events that need not happen for a run to end."""
-
-_constants: list[Any] = [Limits()]
+from tests.exhaustive.crew import Crew
+from tests.exhaustive.fingerprint import forms_of
+from tests.exhaustive.share import Graph, Level, Reached, begin_share, name_of, pack
+from tests.exhaustive.world import Event, State, World
 
 
-def _constant(index: int) -> Any:
-    return _constants[index]
+def freeze(world: World) -> State:
+    """The world as it is, from which `thaw` makes copies."""
+    return world.freeze(forms_of(world))
 
 
-def _as_constant(value: Any) -> tuple[Any, tuple[int]]:
-    """Copies of a world share what never changes."""
-    try:
-        index = _constants.index(value)
-    except ValueError:
-        _constants.append(value)
-        index = len(_constants) - 1
-    return _constant, (index,)
-
-
-def _parse(kind: Any, data: bytes) -> Any:
-    return kind.FromString(data)
-
-
-def _as_bytes(message: Any) -> tuple[Any, tuple[Any, bytes]]:
-    return _parse, (type(message), message.SerializeToString())
-
-
-class _Pickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table.copy()
-
-
-for _kind in (Limits, CacheSettings, common_pb2.Root, Budget):
-    _Pickler.dispatch_table[_kind] = _as_constant
-for _message in (cache_pb2.AllocateRequest, cache_pb2.AppendRequest, cache_pb2.FreeRequest, cache_pb2.ReportRequest):
-    _Pickler.dispatch_table[_message] = _as_bytes
-
-
-def freeze(world: World) -> bytes:
-    """The world as bytes, from which `thaw` makes copies."""
-    into = io.BytesIO()
-    _Pickler(into, 5).dump(world)
-    return into.getvalue()
-
-
-def thaw(data: bytes) -> World:
+def thaw(state: State) -> World:
     """A copy of a frozen world."""
-    world: World = pickle.loads(data)
-    return world
+    return World.thaw(state)
 
 
 @dataclass
@@ -88,8 +41,12 @@ class Found:
     num_ends: int = 0
     """States in which all is over and nothing is held."""
     depth: int = 0
+    num_waiting: int = 0
+    """Visits of the level that comes next."""
     seconds: float = 0.0
-    """On the processor."""
+    """On the processors, of all processes together."""
+    elapsed_seconds: float = 0.0
+    """By the clock."""
     is_complete: bool = False
     kinds: Counter[str] = field(default_factory=Counter)
     """How often what has happened."""
@@ -100,133 +57,83 @@ class Found:
 
 
 class Search:
-    """One world and all that can become of it. `max_states`: give up beyond."""
+    """One world and all that can become of it. `max_states`: give up at the end of the level that goes beyond."""
 
-    def __init__(self, start: World, *, max_states: int = 10_000_000) -> None:
+    def __init__(self, start: World, *, max_states: int = 10_000_000, num_processes: int = 1) -> None:
         self._start = start
         self._max_states = max_states
-        self._visits: list[tuple[int, Event | None]] = []
-        """How each visit was come to: the visit before, and what happened then."""
-        self._known: dict[bytes, list[tuple[Budget, int]]] = {}
-        """Visits by fingerprint."""
-        self._edges = array("I")
-        """Pairs of visits, of which the second follows the first by what may be expected to happen."""
-        self._ends: list[int] = []
+        self._num_processes = num_processes
 
     def run(self, on_progress: Callable[[Found], None] | None = None) -> Found:
-        """Go through all of it, or up to the first broken law."""
+        """Go through all of it, or up to the first broken law. `on_progress` is told of every level."""
         found = Found()
-        began = time.process_time()
-        was_enabled = gc.isenabled()
-        gc.disable()  # worlds are cycles by the thousand; they are dropped whole, generation by generation, below
-        try:
-            self._run(found, began, on_progress)
-        finally:
-            if was_enabled:
-                gc.enable()
-        found.seconds = time.process_time() - began
+        began = time.perf_counter()
+        with Crew(begin_share, self._num_processes) as crew:
+            self._run(crew, found, began, on_progress)
+        found.elapsed_seconds = time.perf_counter() - began
         return found
 
-    def _run(self, found: Found, began: float, on_progress: Callable[[Found], None] | None) -> None:
-        queue: deque[tuple[int, int, bytes]] = deque()
-        self._enter(self._start, -1, None, 0, queue, found)
-        while queue and not found.broken:
-            visit, depth, data = queue.popleft()
-            found.depth = depth
-            world = thaw(data)
-            events = world.events()
-            for event in events:
-                after = world if event is events[-1] else thaw(data)
-                name = _name(after, event)
-                try:
-                    after.apply(event)
-                except BrokenLaw as broken:
-                    found.broken, found.trace = str(broken), [*self._way_to(visit), event]
-                    return
-                except Exception as error:
-                    found.broken, found.trace = f"{type(error).__name__}: {error}", [*self._way_to(visit), event]
-                    return
-                found.num_transitions += 1
-                found.kinds[name] += 1
-                reached = self._enter(after, visit, event, depth + 1, queue, found)
-                if found.broken:
-                    return
-                if event.what not in _OF_FATE and not event.how and reached != visit:
-                    self._edges.append(visit)
-                    self._edges.append(reached)
-            if visit % 1000 == 0:
-                gc.collect(1)
-                if on_progress is not None:
-                    found.seconds = time.process_time() - began
-                    on_progress(found)
-            if found.num_states > self._max_states:
+    def _run(self, crew: Crew, found: Found, began: float, on_progress: Callable[[Found], None] | None) -> None:
+        boxes = [[pack([Reached.at_start(freeze(self._start))])]] * self._num_processes
+        found.num_waiting = sum(crew.ask_each("take", [(some,) for some in boxes]))
+        while found.num_waiting and found.num_states <= self._max_states:
+            levels: list[Level] = crew.ask_each("go_on", [(found.depth,)] * self._num_processes)
+            _add_up(found, levels)
+            broken = [level.broken for level in levels if level.broken is not None]
+            if broken:
+                first = min(broken, key=lambda one: (one.num_events, one.says))
+                found.broken, found.trace = first.says, _way_to(crew, first.visit)
+                found.trace += [] if first.event is None else [first.event]
                 return
-        self._require_ends(found)
-        found.is_complete = not found.broken
-
-    def _enter(
-        self,
-        world: World,
-        before: int,
-        event: Event | None,
-        depth: int,
-        queue: deque[tuple[int, int, bytes]],
-        found: Found,
-    ) -> int:
-        """Look whether this is new, and check it if it is; returns the visit that stands for it."""
-        known = self._known.setdefault(fingerprint(world), [])
-        for budget, visit in known:
-            if budget.covers(world.left):
-                return visit
-        visit = len(self._visits)
-        self._visits.append((before, event))
-        found.num_visits += 1
-        if not known:
-            found.num_states += 1
-            try:
-                world.require_laws()
-            except BrokenLaw as broken:
-                found.broken, found.trace = str(broken), self._way_to(visit)
-                return visit
-        if world.is_over:
-            found.num_ends += not known
-            self._ends.append(visit)
-        known.append((world.left, visit))
-        queue.append((visit, depth, freeze(world)))
-        return visit
-
-    def _way_to(self, visit: int) -> list[Event]:
-        way: list[Event] = []
-        while visit >= 0:
-            visit, event = self._visits[visit]
-            if event is not None:
-                way.append(event)
-        return way[::-1]
-
-    def _require_ends(self, found: Found) -> None:
-        """From every state the run can end, with nothing held, although nothing further goes wrong and nobody helps."""
-        edges = (
-            np.frombuffer(self._edges, dtype=np.uint32).reshape(-1, 2) if self._edges else np.zeros((0, 2), np.uint32)
-        )
-        can_end = np.zeros(len(self._visits), dtype=bool)
-        can_end[self._ends] = True
-        while True:
-            more = can_end[edges[:, 1]] & ~can_end[edges[:, 0]]
-            if not more.any():
-                break
-            can_end[edges[more, 0]] = True
-        stuck = np.flatnonzero(~can_end)
-        if len(stuck):
-            found.broken = f"everything can end: from {len(stuck)} states it cannot"
-            found.trace = self._way_to(int(stuck[0]))
+            boxes = [[level.outboxes[to] for level in levels] for to in range(self._num_processes)]
+            found.num_waiting = sum(crew.ask_each("take", [(some,) for some in boxes]))
+            found.depth += found.num_waiting > 0
+            found.elapsed_seconds = time.perf_counter() - began
+            if on_progress is not None:
+                on_progress(found)
+        graphs: list[Graph] = crew.ask_each("graph", [()] * self._num_processes)
+        for graph in graphs:
+            found.kinds += graph.kinds
+        if not found.num_waiting:
+            stuck = _stuck(graphs)
+            if stuck:
+                found.broken = f"everything can end: from {len(stuck)} states it cannot"
+                found.trace = _way_to(crew, stuck[0])
+            found.is_complete = not found.broken
 
 
-def _name(world: World, event: Event) -> str:
-    """What happens, for the statistics."""
-    if event.what in ("deliver", "lose", "double", "give up"):
-        letter = world.wire[event.at]
-        return f"{event.what} {letter.method}{' answer' if letter.is_reply else ''}"
-    return f"{event.what}, {event.how}" if event.how else event.what
+def _add_up(found: Found, levels: list[Level]) -> None:
+    found.num_states = sum(level.num_states for level in levels)
+    found.num_visits = sum(level.num_visits for level in levels)
+    found.num_transitions = sum(level.num_transitions for level in levels)
+    found.num_ends = sum(level.num_ends for level in levels)
+    found.seconds = sum(level.seconds for level in levels)
+
+
+def _way_to(crew: Crew, visit: int) -> list[Event]:
+    way: list[Event] = []
+    while visit >= 0:
+        visit, event = crew.ask(visit % crew.size, "way_to", visit)
+        if event is not None:
+            way.append(event)
+    return way[::-1]
+
+
+def _stuck(graphs: list[Graph]) -> list[int]:
+    """Visits of states from which the run cannot end, with nothing held, although nothing further goes wrong and nobody helps.
+    Those that were come to first, first. There should be none."""
+    states = np.concatenate([graph.states for graph in graphs])
+    order = np.argsort(states)
+    states, visits = states[order], np.concatenate([graph.visits for graph in graphs])[order]
+    edges = np.searchsorted(states, np.concatenate([graph.edges for graph in graphs]))
+    can_end = np.zeros(len(states), dtype=bool)
+    can_end[np.searchsorted(states, np.concatenate([graph.ends for graph in graphs]))] = True
+    while True:
+        more = can_end[edges[:, 1]] & ~can_end[edges[:, 0]]
+        if not more.any():
+            break
+        can_end[edges[more, 0]] = True
+    return [int(visit) for visit in np.sort(visits[~can_end])]
 
 
 def tell(start: World, trace: list[Event]) -> list[str]:
@@ -234,7 +141,7 @@ def tell(start: World, trace: list[Event]) -> list[str]:
     world = thaw(freeze(start))
     lines: list[str] = []
     for event in trace:
-        name = _name(world, event)
+        name = name_of(world, event)
         where = event.at
         if event.what in ("deliver", "lose", "double", "give up"):
             letter = world.wire[event.at]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -17,7 +18,8 @@ from cache_service.core.sequence import Sequence
 from cache_service.core.session import Session
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
-from tests.exhaustive.world import Budget, Event, Wanted, World, begin
+from tests.exhaustive.share import Reached, Share, pack
+from tests.exhaustive.world import MISHAPS, Budget, Event, Wanted, World, begin
 from worker_service.cache import parking
 from worker_service.cache.engine_cache import EngineCache
 from worker_service.cache.link import Link
@@ -48,6 +50,84 @@ def test_every_state_around_a_restart_is_right() -> None:
     assert found.is_complete
     assert found.kinds["deliver Report"]
     assert {"restart the manager", "crash", "expire", "sweep", "go on elsewhere"} <= set(found.kinds)
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    """States are divided by fingerprints: no count depends on it, and none on which way to a state was found first."""
+    start = begin(SHORT, Budget(restarts=1, faults=1), at_once=True)
+    alone, together = (Search(start, num_processes=count).run() for count in (1, 2))
+    assert alone.is_complete
+    assert together.is_complete
+    assert alone.num_states > 300
+    for name in ("num_states", "num_visits", "num_transitions", "num_ends", "depth", "kinds"):
+        assert getattr(alone, name) == getattr(together, name)
+
+
+def test_a_state_that_is_reached_with_more_left_is_gone_through_again() -> None:
+    """Only then; and of what is planned for a level only what nothing else covers."""
+
+    def reached(budget: Budget) -> list[bytes]:
+        return [pack([Reached.at_start(freeze(begin(SHORT, budget)))])]
+
+    share = Share(0, 1)
+    assert share.take(reached(Budget(faults=1))) == 1
+    assert share.take(reached(Budget())) == 1
+    assert share.take(reached(Budget(restarts=1))) == 2
+    assert share.take(reached(Budget(faults=2))) == 2
+    level = share.go_on(0)
+    assert (level.num_states, level.num_visits) == (1, 2)
+    num_next = share.take([])
+    assert share.take(reached(Budget(faults=2))) == num_next
+    assert share.take(reached(Budget(faults=2, restarts=1))) == num_next + 1
+    level = share.go_on(1)
+    assert level.num_visits > level.num_states
+
+
+def test_parts_that_are_shared_do_not_change() -> None:
+    """A copy that shares the manager and the workers with others until it changes them comes to what one comes to that shares
+    nothing, and leaves the others as they were."""
+    state = freeze(begin(PAIR, Budget(restarts=1, faults=1), at_once=True))
+    seen: set[bytes] = set()
+    for _ in range(12):
+        events = thaw(state).events()
+        for event in events:
+            shared, alone = thaw(state), thaw(state)
+            alone._manager_to_change()
+            for worker in range(2):
+                alone._peer_to_change(worker)
+            shared.apply(event)
+            alone.apply(event)
+            assert fingerprint(shared) == fingerprint(alone)
+        assert all(fingerprint(thaw(pickle.loads(pickle.dumps(state)))) == fingerprint(thaw(state)) for _ in range(2))
+        untouched = thaw(state)
+        untouched.parts = [None, None, None]  # look at the parts themselves, not at what is known of them
+        assert fingerprint(untouched) == fingerprint(thaw(state))
+        seen.add(fingerprint(untouched))
+        for event in events:
+            after = thaw(state)
+            after.apply(event)
+            if fingerprint(after) not in seen:
+                state = freeze(after)
+                break
+    assert len(seen) == 12
+
+
+def test_a_mishap_needs_a_call() -> None:
+    """Nothing goes wrong with the call of a worker that has nothing to say, and each fault takes from the budget."""
+    found = Search(begin(SHORT, Budget(faults=1), at_once=True)).run()
+    assert found.is_complete
+    mishaps = {kind: count for kind, count in found.kinds.items() if kind.startswith("say, ")}
+    assert set(mishaps) == {f"say, {how}" for how in MISHAPS}
+    assert len(set(mishaps.values())) == 1
+    assert found.kinds["say"] > mishaps["say, slow"]
+
+
+def test_what_decides_tells_states_apart() -> None:
+    """Each of these was forgotten once: the manager may be away, so that nothing is given back to it."""
+    world = begin(SINGLE, Budget())
+    before = fingerprint(world)
+    world.peers[0].engine.cache._state.link.failed(0.0)  # type: ignore[union-attr]
+    assert fingerprint(world) != before
 
 
 def test_copies_are_equal_and_independent() -> None:

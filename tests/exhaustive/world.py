@@ -14,6 +14,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from cache_service.core.manager import CacheManager
 from cache_service.core.sequence import Sequence
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
+from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
 from worker_service.cache.link import Call
 from worker_service.cache.sequence import CacheSequence
@@ -97,16 +98,37 @@ class Peer:
 class Asked:
     """Where the client is with one of its requests."""
 
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.worker = 0
-        self.delivered: list[int] = []
-        self.is_over = False
+    def __init__(
+        self, attempt: int = 0, worker: int = 0, delivered: tuple[int, ...] = (), is_over: bool = False
+    ) -> None:
+        self.attempt = attempt
+        self.worker = worker
+        self.delivered = list(delivered)
+        self.is_over = is_over
         """All its tokens are delivered, or the client has gone away."""
+
+    def state(self) -> tuple[int, int, tuple[int, ...], bool]:
+        """From which an equal one is made."""
+        return self.attempt, self.worker, tuple(self.delivered), self.is_over
+
+
+class State(NamedTuple):
+    """A world that is frozen: `World.freeze`, `World.thaw`."""
+
+    wanted: tuple[Wanted, ...]
+    at_once: bool
+    left: Budget
+    wire: tuple[Letter, ...]
+    asked: tuple[tuple[int, int, tuple[int, ...], bool], ...]
+    parts: tuple[Part, ...]
 
 
 class World:
-    """A state. `at_once`: a call and its answer are one event, unless a fault is spent on it."""
+    """A state. `at_once`: a call and its answer are one event, unless a fault is spent on it.
+
+    Copies share the manager and the workers with each other until they change them: whatever is changed passes
+    `_manager_to_change` or `_peer_to_change`.
+    """
 
     def __init__(
         self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int, *, at_once: bool = False
@@ -121,6 +143,45 @@ class World:
         self.peers = [Peer(settings) for _ in range(2)]
         self.wire: list[Letter] = []
         self.asked = [Asked() for _ in wanted]
+        self.parts: list[Part | None] = [None, None, None]
+        """The manager, and each worker, as long as it is what it was frozen as."""
+        self.has_called = False
+        """The last event has made a worker call the manager."""
+
+    # -- copies
+
+    @staticmethod
+    def thaw(state: State) -> World:
+        """A copy of what was frozen."""
+        world = World.__new__(World)
+        world.wanted, world.at_once, world.left = state.wanted, state.at_once, state.left
+        world.manager, *world.peers = map(for_reading, state.parts)
+        world.wire = list(state.wire)
+        world.asked = [Asked(*asked) for asked in state.asked]
+        world.parts = list(state.parts)
+        world.has_called = False
+        return world
+
+    def freeze(self, forms: list[Form]) -> State:
+        """What copies are made from; `forms` are those of its parts."""
+        parts = [
+            Part(freeze_object(whole), form) if part is None else part
+            for part, whole, form in zip(self.parts, (self.manager, *self.peers), forms, strict=True)
+        ]
+        asked = tuple([asked.state() for asked in self.asked])
+        return State(self.wanted, self.at_once, self.left, tuple(self.wire), asked, tuple(parts))
+
+    def _manager_to_change(self) -> CacheManager:
+        part, self.parts[0] = self.parts[0], None
+        if part is not None:
+            self.manager = part.copy()
+        return self.manager
+
+    def _peer_to_change(self, index: int) -> Peer:
+        part, self.parts[1 + index] = self.parts[1 + index], None
+        if part is not None:
+            self.peers[index] = part.copy()
+        return self.peers[index]
 
     # -- what can happen
 
@@ -207,6 +268,7 @@ class World:
     def apply(self, event: Event) -> None:
         """Let it happen. Raises BrokenLaw."""
         what, index = event.what, event.at
+        self.has_called = False
         if what == "deliver":
             self._deliver(self.wire.pop(index))
         elif what in ("lose", "double", "give up"):
@@ -218,7 +280,8 @@ class World:
         else:
             num_letters = len(self.wire)
             self._of_worker(what, index)
-            if self.at_once and len(self.wire) > num_letters:
+            self.has_called = len(self.wire) > num_letters
+            if self.at_once and self.has_called:
                 self._take_place(event.how)
         self._settle()
 
@@ -240,7 +303,7 @@ class World:
                     self._deliver(self.wire.pop())
 
     def _of_worker(self, what: str, index: int) -> None:
-        peer = self.peers[index]
+        peer = self._peer_to_change(index)
         engine = peer.engine
         if what == "begin a step":
             engine.begin_step()
@@ -316,7 +379,7 @@ class World:
             if self._is_waited_for(letter):
                 self._hear(letter)
             return
-        reply = execute(self.manager, letter, 0.0)
+        reply = execute(self._manager_to_change(), letter, 0.0)
         if reply.refusal and reply.refusal not in (
             "STALE_CALL",
             "STALE_SESSION",
@@ -330,7 +393,7 @@ class World:
 
     def _hear(self, letter: Letter) -> None:
         """The answer that a worker waits for."""
-        peer = self.peers[letter.worker]
+        peer = self._peer_to_change(letter.worker)
         cache = peer.engine.cache
         if letter.call == peer.registering:
             peer.registering = 0
@@ -378,7 +441,7 @@ class World:
             return
         if what == "lose":
             del self.wire[index]
-        peer = self.peers[letter.worker]
+        peer = self._peer_to_change(letter.worker)
         if letter.call == peer.registering:
             peer.registering = 0
         elif letter.call == peer.beating:
@@ -394,16 +457,19 @@ class World:
     def _of_client(self, what: str, index: int) -> None:
         wanted, asked = self.wanted[index], self.asked[index]
         if what == "close the old stream":
+            for worker in range(len(self.peers)):
+                self._peer_to_change(worker)
             for attempt, engine, sequence in self._streams(index):
                 if attempt < asked.attempt:
                     engine.remove(sequence)
             return
-        current = self.peers[asked.worker].engine.find(wanted.name, asked.attempt)
         if what == "cancel":
-            assert current is not None
             self.left = replace(self.left, cancels=self.left.cancels - 1)
             asked.is_over = True
-            self.peers[asked.worker].engine.remove(current)
+            engine = self._peer_to_change(asked.worker).engine
+            current = engine.find(wanted.name, asked.attempt)
+            assert current is not None
+            engine.remove(current)
             return
         if what == "ask":
             asked.worker = wanted.worker
@@ -414,23 +480,27 @@ class World:
         asked.attempt += 1
         tokens = [*wanted.prompt, *asked.delivered]
         rest = wanted.max_new_tokens - len(asked.delivered)
-        self.peers[asked.worker].engine.submit(wanted.name, asked.attempt, wanted.salt, tokens, rest)
+        engine = self._peer_to_change(asked.worker).engine
+        engine.submit(wanted.name, asked.attempt, wanted.salt, tokens, rest)
 
     # -- what nobody decides
 
     def _of_fate(self, what: str, index: int) -> None:
         if what == "sweep":
-            self.manager.sweep()
+            manager = self._manager_to_change()
+            while manager._told:  # what reports were made of, which nothing else asks for
+                manager.sweep()
+            manager.sweep()
             return
         self.left = replace(self.left, restarts=self.left.restarts - 1)
         if what == "restart the manager":
-            self.manager = CacheManager(self.manager.epoch + 1)
+            self.manager = CacheManager(self._manager_to_change().epoch + 1)
         elif what == "expire":
-            session = self.manager.worker(f"w{index}")
-            session.lease_end = 0.0
-            self.manager.tick(0.0)
+            manager = self._manager_to_change()
+            manager.worker(f"w{index}").lease_end = 0.0
+            manager.tick(0.0)
         else:
-            peer = self.peers[index]
+            peer = self._peer_to_change(index)
             peer.incarnation += 1
             peer.register_no = peer.registering = peer.mutating = peer.beating = peer.beating_session = 0
             peer.engine = TinyEngine(peer.settings)
@@ -439,6 +509,8 @@ class World:
 
     def _settle(self) -> None:
         for index, peer in enumerate(self.peers):
+            if self.parts[1 + index] is not None:
+                continue
             peer.engine.settle()
             self._forget_calls_of_lost_session(peer)
             failed, peer.engine.failed = peer.engine.failed, []
