@@ -74,3 +74,22 @@ def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
     assert call is not None
     assert isinstance(call.request, cache_pb2.AllocateRequest)
     assert call.request.items[0].key.round == sequence.round + 1
+
+
+def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
+    """The Allocate was executed and its answer lost; then the request ends. The manager holds blocks that only a Free lets go."""
+    cache = EngineCache(CacheSettings(block_size=1, num_blocks=8))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    sequence = CacheSequence("s", 1, common_pb2.Root(model_fingerprint="m"), [1], max_new_tokens=2)
+    call = cache.next_call(lambda: [sequence], 0.0)
+    assert call is not None
+    cache.on_failure(call, "", 0.0)
+    assert sequence.state is SequenceState.WAITING
+    cache.free(sequence)
+    free = cache.next_call(list, 10.0)
+    assert free is not None
+    assert isinstance(free.request, cache_pb2.FreeRequest)
+    assert free.request.items[0].update.key.sequence_id == "s"
+    cache.on_reply(free, cache_pb2.FreeResponse(), 10.0)
+    assert sequence.state is SequenceState.ENDED
+    assert cache.is_idle
