@@ -81,7 +81,8 @@ def read(text: str) -> Summary:
     if versions is None:
         raise ValueError("no line of versions")
     counts = {name: int(count) for name, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", text, re.MULTILINE)}
-    table = dict(re.findall(r"^\| (\S+) \| ([\w ]+) \| .*\|$", text.partition("## All types")[2], re.MULTILINE))
+    results = "|".join(result.value for result in Result)
+    table = dict(re.findall(rf"^\| (\S+) \| ({results}) \| .*\|$", text.partition("## All types")[2], re.MULTILINE))
     return Summary(versions[1], versions[2], counts, table)
 
 
