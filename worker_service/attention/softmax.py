@@ -38,7 +38,8 @@ def attend(
         return attend_plainly(query, keys, scaling, softcap)
     if query.device.type == "cpu" and fused_cpu_attention_works():
         return _fused_cpu(query, keys, scaling)
-    if need_lse or query.device.type == "cpu":  # torch's function makes its rows in ways that depend on how many there are
+    # On a CPU torch's function makes its rows in ways that depend on how many there are.
+    if need_lse or query.device.type == "cpu":
         return attend_plainly(query, keys, scaling)
     return attend_publicly(query, keys, scaling)
 
