@@ -93,3 +93,36 @@ def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
     cache.on_reply(free, cache_pb2.FreeResponse(), 10.0)
     assert sequence.state is SequenceState.ENDED
     assert cache.is_idle
+
+
+def test_one_call_speaks_for_all_sequences() -> None:
+    """Allocate, Append and Free each name all that there is to say: calls must not grow with the batch."""
+    cache = EngineCache(CacheSettings(block_size=1, num_blocks=32, report_seconds=0.0))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    root = common_pb2.Root(model_fingerprint="m")
+    sequences = [CacheSequence(name, 1, root, [1], max_new_tokens=3) for name in "abc"]
+    call = cache.next_call(lambda: sequences, 0.0)
+    assert call is not None
+    assert isinstance(call.request, cache_pb2.AllocateRequest)
+    assert [item.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
+    answer = cache_pb2.AllocateResponse()
+    for block in (1, 2, 3):
+        answer.results.add().granted.tables.add(block_ids=[block], generations=[1])
+    grant = answer.downlink.entries.add(number=1).grant
+    grant.block_ids.extend(range(4, 10))
+    grant.generations.extend([1] * 6)
+    cache.on_reply(call, answer, 0.0)
+    assert all(cache.extend(sequence, 1) for sequence in sequences)
+    cache.begin_step(sequences)
+    cache.end_step([Computed(sequence, 1, 7) for sequence in sequences], 0.0)
+    call = cache.next_call(list, 0.0)
+    assert call is not None
+    assert isinstance(call.request, cache_pb2.AppendRequest)
+    assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
+    cache.on_reply(call, cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()] * 3), 0.0)
+    for sequence in sequences:
+        cache.free(sequence)
+    call = cache.next_call(list, 0.0)
+    assert call is not None
+    assert isinstance(call.request, cache_pb2.FreeRequest)
+    assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
