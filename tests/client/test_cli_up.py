@@ -104,7 +104,7 @@ async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Pa
         urls = [f"http://127.0.0.1:{metrics_port + index}/metrics" for index in range(3)]
         for name, url in zip(names, urls, strict=True):
             assert url in await cluster.read_until(f"metrics of {name}")
-        assert "kvpool chat" in await cluster.read_until("ready: ")
+        assert "kvpool chat" in await cluster.read_until("ready: in")
         pids = descendants(cluster.process.pid)
         assert len(pids) == 3
         text = await cluster.run("generate", "Hello world", "--max-tokens", "8")
@@ -135,7 +135,7 @@ async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Pa
 async def test_what_dies_is_started_again_and_serves(tiny_model: Path, tmp_path: Path) -> None:
     """kill -9 of a worker, then of the manager: each death is told with what ended it, and the cluster answers again."""
     async with up(tmp_path, "--model", str(tiny_model), "--num-blocks", "64") as cluster:
-        await cluster.read_until("ready: ")
+        await cluster.read_until("ready: in")
         manager, worker = descendants(cluster.process.pid)
         os.kill(worker, signal.SIGKILL)
         await cluster.read_until("worker-0 was ended by SIGKILL; starting it again")
@@ -154,7 +154,7 @@ async def test_what_dies_is_started_again_and_serves(tiny_model: Path, tmp_path:
 async def test_the_cluster_ends_when_its_last_worker_has_left(tiny_model: Path, tmp_path: Path) -> None:
     """A drained worker is not started again."""
     async with up(tmp_path, "--workers", "2", "--model", str(tiny_model), "--num-blocks", "64") as cluster:
-        await cluster.read_until("ready: ")
+        await cluster.read_until("ready: in")
         assert await cluster.run("drain", "worker-0") == "worker-0 has left\n"
         await cluster.read_until("worker-0 has left")
         assert (
@@ -173,10 +173,10 @@ async def test_workers_join_the_manager_of_another_up_and_settings_come_from_fil
     config = tmp_path / "kvpool.toml"
     config.write_text(f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 33\nblock_size = 4\n[up]\nworkers = 1\n')
     async with up(tmp_path, "--config", str(config)) as first:
-        await first.read_until("ready: ")
+        await first.read_until("ready: in")
         async with up(None, "--config", str(config), "--join", first.manager, "--name", "far") as second:
             assert "32 blocks of 4 tokens" in await second.read_until("far-0 serves")
-            await second.read_until("ready: ")
+            await second.read_until("ready: in")
             assert len(descendants(second.process.pid)) == 1
             workers = json.loads(await first.run("status", "--json"))["workers"]
             assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0"]

@@ -94,7 +94,7 @@ class Shell:
             )  # fmt: skip
         self._clusters.append(process)
         end = time.monotonic() + 240
-        while "ready: " not in log.read_text():
+        while "ready: in" not in log.read_text():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
