@@ -22,10 +22,10 @@ from worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
 from worker_service.attention.packing import Packing
 from worker_service.attention.paged import PagedAttention, PagedStep
 from worker_service.attention.selection import CANDIDATES, Candidate, UnsuitableBackend, choose_backend
-from worker_service.attention.self_test import SelfTestFailed, run_self_test
 from worker_service.attention.setting import Setting
 from worker_service.attention.torch_backend import TorchAttention
 from worker_service.attention.varlen import VarlenKernel, varlen_problem
+from worker_service.attention.verification import SelfTestFailed, run_self_test
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

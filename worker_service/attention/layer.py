@@ -65,3 +65,13 @@ class KVLayer:
     @property
     def block_size(self) -> int:
         return int(self.k_cache.shape[1])
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V by slot: views [num_blocks · block_size, num_kv_heads, head_dim]."""
+        return self.k_cache.view(-1, *self.k_cache.shape[2:]), self.v_cache.view(-1, *self.v_cache.shape[2:])
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put key and value [1, Hkv, ΣT, D] into their slots [ΣT]."""
+        k_rows, v_rows = self.rows()
+        k_rows.index_copy_(0, slots, key[0].transpose(0, 1))
+        v_rows.index_copy_(0, slots, value[0].transpose(0, 1))

@@ -65,8 +65,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         assert self._step is not None, "attend before begin"
         assert self._slot_mapping is not None, "attend before begin"
-        layer.k_cache.view(-1, *layer.k_cache.shape[2:]).index_copy_(0, self._slot_mapping, key[0].transpose(0, 1))
-        layer.v_cache.view(-1, *layer.v_cache.shape[2:]).index_copy_(0, self._slot_mapping, value[0].transpose(0, 1))
+        layer.write(self._slot_mapping, key, value)
         return self._kernel(query[0].transpose(0, 1).contiguous(), layer, self._step, call)[None].contiguous()
 
 

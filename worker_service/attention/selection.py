@@ -11,10 +11,10 @@ import torch
 
 from .backend import AttentionBackend
 from .flash import flash_problem, flash_version, make_flash
-from .self_test import SelfTestFailed, run_self_test
 from .setting import Setting
 from .torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
+from .verification import SelfTestFailed, run_self_test
 
 BackendName = Literal["auto", "torch", "varlen", "flash"]
 

@@ -56,15 +56,12 @@ class TorchAttention:
     ) -> torch.Tensor:
         packing = self._packing
         assert packing is not None, "attend before begin"
-        k_rows = layer.k_cache.view(-1, *layer.k_cache.shape[2:])
-        v_rows = layer.v_cache.view(-1, *layer.v_cache.shape[2:])
-        k_rows.index_copy_(0, packing.slot_mapping, key[0].transpose(0, 1))
-        v_rows.index_copy_(0, packing.slot_mapping, value[0].transpose(0, 1))
+        layer.write(packing.slot_mapping, key, value)
         # Layers come with very few different windows; the view of each is made by the first layer that has it.
         view = self._views.get(layer.window)
         if view is None:
             view = self._views[layer.window] = self._build_view(packing, layer.window)
-        out = _attend_view(view, query[0].transpose(0, 1), k_rows, v_rows, call)
+        out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call)
         # Contiguous, because some models take a view of it; the fused kernel's output mostly is.
         return out.to(query.dtype)[None].contiguous()
 
