@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ..attention.layer import KVLayer
 from .errors import KVCacheTooLarge
 from .layers import AttentionLayer
 from .memory import KVCachePlan, show_bytes
-
-_ALIGNMENT = 64
-"""Of tensors, in bytes, as torch's own allocator has it."""
-
 
 class KVCache:
     """The KV tensors of all layers, allocated once and zero."""
@@ -36,7 +32,7 @@ class KVCache:
                 )
                 for layer in layers
             ]
-        except (RuntimeError, MemoryError) as error:  # torch's out-of-memory error on every device, and numpy's
+        except (RuntimeError, OSError) as error:  # torch's out-of-memory error on every device, and the kernel's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {show_bytes(plan.total_bytes)} for the KV cache: {error}. "
                 "Give a smaller --kv-cache-memory or --num-blocks."
@@ -51,8 +47,9 @@ class KVCache:
 
 def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros that take memory only where they are touched. torch.zeros writes them all, which takes seconds for a few GiB, and a
-    laptop's memory for blocks that nobody uses yet."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)  # calloc: pages of the kernel's own zeros
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
+    laptop's memory for blocks that nobody uses yet. Pages of the kernel's own, not calloc's, which may hand out (and must clear)
+    what the heap has left over; they begin at a page, and go back when the tensor does."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: a gather of blocks then misses the TLB less
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
