@@ -70,7 +70,7 @@ class Faults:
 
     async def kill_manager(self, load: Load, request: Request) -> str:
         """kill -9 at a random moment, and start it again at once; `request` is what a new stream asks meanwhile."""
-        await self._random_moment()
+        await self._random_moment(load)
         self.num_hit += load.num_in_the_middle()
         killed_at = time.monotonic()
         self.cluster.kill(MANAGER)
@@ -110,8 +110,8 @@ class Faults:
 
     async def harm_worker(self, load: Load, fault: Fault) -> str:
         """One fault at a random moment; returns when the worker is back."""
-        await self._random_moment()
         name = self.draw.choice(self.workers)
+        await self._random_moment(load, name)
         process = self.cluster.processes[name]
         told = len(process.log)
         self.num_hit += load.num_in_the_middle(name)
@@ -166,8 +166,14 @@ class Faults:
             self.violations.append(f"check, behind {behind}: {violation}")
         return behind
 
-    async def _random_moment(self) -> None:
+    async def _random_moment(self, load: Load, worker: str | None = None) -> None:
+        """At which a stream is in the middle, of that worker or of any: a fault that meets nobody proves nothing."""
         await asyncio.sleep(self.draw.uniform(0.0, self.pause_seconds))
+
+        async def meets_someone() -> bool:
+            return load.num_in_the_middle(worker) > 0
+
+        await eventually(meets_someone, f"a stream of {worker or 'any worker'} is in the middle", RECOVERED_SECONDS)
 
 
 def complaints(cluster: Cluster) -> list[str]:
