@@ -112,7 +112,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.RegisterRequest, context: Context[Any, Any]
     ) -> cache_pb2.RegisterResponse:
         registration = codec.decode_registration(request)
-        await self._outgrow(request.highest_epoch_seen, registration)
+        await self._outgrow(request.highest_epoch_seen, request.last_session, registration.worker_id)
         earlier = self._live(registration.worker_id)
         epoch, number = self._manager.register(registration, self.clock())
         if earlier is not None:
@@ -128,14 +128,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             report_wanted=registration.holds_state,
         )
 
-    async def _outgrow(self, seen: int, registration: Registration) -> None:
+    async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
         """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us.
 
         That means our state directory is older than the worker. The disk is written off the event loop; the core changes when
         the new epoch is durable.
         """
         async with self._epoch_lock:
-            if not self._is_foreign(seen, registration):
+            if not self._is_foreign(seen, last_session):
                 return
             if seen > MAX_FOREIGN_EPOCH:
                 raise bad_field("highest_epoch_seen", f"at most {MAX_FOREIGN_EPOCH}, got {seen}")
@@ -144,19 +144,20 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             except (OSError, StateError) as error:
                 log.error("epoch cannot be raised", error=str(error))
                 raise status.Unavailable("the manager's state directory cannot be written; see its log") from error
-            log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=registration.worker_id)
+            log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._manager.raise_epoch(epoch)
             # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
             # tell the next life of the manager what to outgrow. So all register again.
             for session in self._manager.sessions:
                 self._manager.deregister(session.number, SessionEnd.EPOCH_RAISED)
 
-    def _is_foreign(self, seen: int, registration: Registration) -> bool:
+    def _is_foreign(self, seen: int, last_session: int) -> bool:
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
         if seen != self._manager.epoch:
             return seen > self._manager.epoch
-        # A process that has registered with us was outgrown then, so it has our epoch from us.
-        return not self._manager.has_met(registration.worker_id, registration.incarnation)
+        # Whoever was in a session of ours has our epoch from us. That a Register of it has come is no sign: it may be one of long
+        # ago, from before it saw our epoch in another life.
+        return not self._manager.has_numbered(last_session)
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:

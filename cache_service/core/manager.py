@@ -89,7 +89,7 @@ class CacheManager:
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
-        self._last_session = (epoch << EPOCH_SHIFT) + session_start
+        self._last_session = self._sessions_from = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
 
     # -- sessions
@@ -118,6 +118,7 @@ class CacheManager:
         """Go on under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
         assert epoch > self.epoch
         self._last_session += (epoch - self.epoch) << EPOCH_SHIFT
+        self._sessions_from = self._last_session
         self.epoch = epoch
         self._last_stamp = epoch << EPOCH_SHIFT
 
@@ -197,9 +198,10 @@ class CacheManager:
             oldest = next(worker_id for worker_id in known if worker_id not in self._workers)
             del known[oldest]
 
-    def has_met(self, worker_id: str, incarnation: int) -> bool:
-        """Whether this process of the worker, or a newer one, has registered in this life of the manager, if it remembers."""
-        return incarnation <= self._incarnations.get(worker_id, (0, 0))[0]
+    def has_numbered(self, session: int) -> bool:
+        """Whether this life of the manager has given a session that number, under its present epoch. Another life that had the same
+        epoch has begun to count elsewhere."""
+        return self._sessions_from < session <= self._last_session
 
     def keep_alive(
         self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float, *, draining: bool = False
@@ -465,8 +467,7 @@ class CacheManager:
             and not session.draining
             and session.recovery is None
         ]
-        ranked = route(self._tree, candidates, root, tokens, self._hash_function)
-        return ranked[:max_workers] if max_workers else ranked
+        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
 
     def worker(self, worker_id: str) -> Session:
         """The live session of a worker. Raises Refusal: UNKNOWN_WORKER."""

@@ -69,6 +69,8 @@ class Session:
     ) -> None:
         self.number = number
         self.registration = registration
+        self.name = registration.worker_id.encode()
+        """The worker's id as bytes, for hashes."""
         self.pool = pool
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""

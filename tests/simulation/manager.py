@@ -23,7 +23,7 @@ ADDRESS = "manager:50051"
 MACHINE = "manager"
 LEASE_SECONDS = 3.0
 TICK_SECONDS = 0.5
-KEEP_ALIVE_SECONDS = 0.75
+KEEP_ALIVE_SECONDS = 1.0
 
 
 class ManagerProcess(Process):

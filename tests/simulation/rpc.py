@@ -367,7 +367,8 @@ class _Method:
         self._serialize = options["request_serializer"]
         self._deserialize = options["response_deserializer"]
 
-    def __call__(self, request: Any, timeout: float | None = None) -> Any:
+    def __call__(self, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+        # A connection is there at once or not at all; whoever would wait for one asks again.
         self._process.on_call(self._name)
         call = self._kind(
             self._bus, self._process, self._address, self._name, self._serialize(request), self._deserialize

@@ -21,10 +21,10 @@ class _Life:
         self.manager = CacheManager(self.epochs.epoch, session_start=session_start)
         self.servicer = CacheServicer(self.manager, self.epochs, keep_alive_seconds=1.0, clock=lambda: 0.0)
 
-    async def register(self, worker_id: str, register_no: int = 1, *, seen: int = 0) -> int:
-        """The number of the session."""
+    async def register(self, worker_id: str, register_no: int = 1, *, seen: int = 0, last: int = 0) -> int:
+        """The number of the session. `last`: of that in which the worker was before."""
         request = registration(worker_id, register_no=register_no)
-        request.highest_epoch_seen = seen
+        request.highest_epoch_seen, request.last_session = seen, last
         context = Context()
         response = await self.servicer.Register(request, context)  # type: ignore[arg-type]
         assert context.failure is None
@@ -60,7 +60,7 @@ async def test_a_worker_that_registers_again_raises_no_epoch(tmp_path: Path) -> 
     life = _Life(tmp_path)
     other, number = await life.register("other"), await life.register("w")
     life.manager.deregister(number)
-    again = await life.register("w", 2, seen=1)
+    again = await life.register("w", 2, seen=1, last=number)
     assert again >> 40 == life.manager.epoch == 1
     assert {session.number for session in life.manager.sessions} == {other, again}
     life.epochs.close()
@@ -71,3 +71,21 @@ async def test_a_worker_of_another_life_with_our_epoch_raises_it(tmp_path: Path)
     life = _Life(tmp_path)
     assert await life.register("w", seen=1) >> 40 == life.manager.epoch == 2
     life.epochs.close()
+
+
+async def test_a_register_that_comes_late_does_not_vouch_for_a_worker_of_another_life_with_our_epoch(
+    tmp_path: Path,
+) -> None:
+    """The worker registered with a life under epoch 3, whose disk lost it. The next life has epoch 3 as well, and is reached first
+    by a double of that Register, from when the worker had seen epoch 1. Then the worker itself comes: what it holds is of epoch 3,
+    and not from us."""
+    (tmp_path / "lost").mkdir()
+    sessions: list[int] = []
+    for name in ("lost", "next"):
+        for _ in range(2):
+            _Life(tmp_path / name).epochs.close()
+        life = _Life(tmp_path / name, session_start=len(sessions) * 1_000)
+        sessions.append(await life.register("w", 2, seen=1))
+        assert life.manager.epoch == 3
+        life.epochs.close()
+    assert await life.register("w", 3, seen=3, last=sessions[0]) >> 40 == life.manager.epoch == 4

@@ -130,7 +130,7 @@ class World:
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
-        for number in range(draw.randint(46, 52)):
+        for number in range(draw.randint(35, 39)):
             if self.requests and draw.random() < 0.15:
                 prompt, salt = list(self.requests[-1].prompt), self.requests[-1].tenant_salt
             else:
@@ -300,11 +300,11 @@ class World:
             if draw.random() < 0.4:
                 at = draw.uniform(0.5, ACTIVE_SECONDS)
             kernel.at(at, self._ask, request)
-        for _ in range(12):
+        for _ in range(22):
             self._plan_look("describe", draw.choice(["", "w0", "w1"]))
         for _ in range(6):
             self._plan_look("check", None)
-        for _ in range(12):
+        for _ in range(22):
             request = draw.choice(self.requests)
             self._plan_look("route", (request.tenant_salt, request.prompt))
         for _ in range(draw.choice([0, 1, 2])):

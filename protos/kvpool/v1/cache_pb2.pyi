@@ -257,6 +257,7 @@ class RegisterRequest(_message.Message):
     HOLDS_STATE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    LAST_SESSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, unique in the cluster, the same over restarts. 1 to 128 bytes."""
     incarnation: _builtins.int
@@ -277,6 +278,10 @@ class RegisterRequest(_message.Message):
     """Largest sequence, prompt and generated tokens together, that the worker takes."""
     engine: _builtins.str
     """Name and version of the engine; for displays."""
+    last_session: _builtins.int
+    """Session that this process was answered last, 0 at first. An epoch as large as the manager's own that is not from a session of
+    its own is from another life, whose disk was lost: it is outgrown like a larger one.
+    """
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     def __init__(
@@ -293,10 +298,11 @@ class RegisterRequest(_message.Message):
         holds_state: _builtins.bool = ...,
         max_model_len: _builtins.int = ...,
         engine: _builtins.str = ...,
+        last_session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "last_session", b"last_session", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

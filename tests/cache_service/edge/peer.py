@@ -93,6 +93,7 @@ class Worker:
         self.registered = await self.stub.Register(self.request)
         self.request.register_no += 1
         self.request.highest_epoch_seen = self.registered.epoch
+        self.request.last_session = self.registered.session
         self.call_no = self.downlink_ack = 0
         return self.registered
 
