@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from .block_pool import BlockPool
@@ -69,32 +70,59 @@ def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]
     return cached, in_flight
 
 
+_ORDER = itemgetter(0, 1)
+"""Of (cost, tie, session): sessions have none."""
+
+
+class _Prompt(NamedTuple):
+    """What a prompt means to pools of one block size."""
+
+    cached: dict[BlockPool, int]
+    in_flight: dict[BlockPool, int]
+    first_block: bytes
+
+
+def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _Prompt:
+    node = tree.find_root(root, block_size)
+    max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
+    path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
+    return _Prompt(*_reach(path), b"\0" + tokens[: block_size * TOKEN_BYTES])
+
+
 def route(
-    tree: PrefixTree, sessions: Iterable[Session], root: Root, tokens: bytes, hash_function: HashFunction
+    tree: PrefixTree,
+    sessions: Iterable[Session],
+    root: Root,
+    tokens: bytes,
+    hash_function: HashFunction,
+    max_workers: int = 0,
 ) -> list[RoutedWorker]:
-    """The sessions, best first: least expected work (tokens to compute + work queued), cold ties by hash of the first block.
+    """The sessions, best first: least expected work (tokens to compute + work queued), cold ties by hash of the first block. At
+    most `max_workers`, if that is not 0.
 
     The hash is combined with the worker's id (rendezvous hashing), so that equal cold prompts meet on one worker and different
     ones spread.
     """
     num_tokens = len(tokens) // TOKEN_BYTES
-    reach: dict[int, tuple[dict[BlockPool, int], dict[BlockPool, int]]] = {}
-    ranked: list[tuple[int, int, RoutedWorker]] = []
+    prompts: dict[int, _Prompt] = {}
+    ranked: list[tuple[int, int, Session]] = []
     for session in sessions:
-        block_size = session.pool.block_size
-        if block_size not in reach:
-            node = tree.find_root(root, block_size)
-            max_blocks = (num_tokens - 1) // block_size
-            path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-            reach[block_size] = _reach(path)
-        cached, in_flight = reach[block_size]
-        num_cached = cached.get(session.pool, 0) * block_size
-        num_in_flight = max(num_cached, in_flight.get(session.pool, 0) * block_size)
-        load = session.load
-        num_sequences = max(load.num_running, len(session.sequences)) + load.num_waiting
-        cost = num_tokens - num_in_flight + load.num_uncomputed_tokens + SEQUENCE_COST_TOKENS * num_sequences
-        first_block = tokens[: block_size * TOKEN_BYTES]
-        tie = hash_function(session.worker_id.encode() + b"\0" + first_block)
-        ranked.append((cost, tie, RoutedWorker(session, num_cached, num_in_flight, load)))
-    ranked.sort(key=lambda entry: entry[:2])
-    return [worker for _, _, worker in ranked]
+        pool, load = session.pool, session.load
+        prompt = prompts.get(pool.block_size)
+        if prompt is None:
+            prompt = prompts[pool.block_size] = _look_up(tree, root, tokens, pool.block_size)
+        num_computed = prompt.in_flight.get(pool, 0) * pool.block_size
+        num_running = len(session.sequences)
+        if load.num_running > num_running:
+            num_running = load.num_running
+        cost = num_tokens - num_computed + load.num_uncomputed_tokens
+        cost += SEQUENCE_COST_TOKENS * (num_running + load.num_waiting)
+        ranked.append((cost, hash_function(session.name + prompt.first_block), session))
+    ranked.sort(key=_ORDER)
+    routed = []
+    for _, _, session in ranked[:max_workers] if max_workers else ranked:
+        prompt, block_size = prompts[session.pool.block_size], session.pool.block_size
+        num_cached = prompt.cached.get(session.pool, 0) * block_size
+        num_in_flight = prompt.in_flight.get(session.pool, 0) * block_size
+        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load))
+    return routed
