@@ -33,7 +33,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also the time-out of one attempt to connect, whatever its name says.
     ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 100),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     # Never by way of a proxy that the environment names for the web: it knows no local addresses.
@@ -75,6 +75,8 @@ class ManagerLink:
         self._keep_alive_seconds = 1.0
         self._keep_alive_deadline = CALL_SECONDS
         self._complained = False
+        self._is_away = False
+        """Nobody answered the last call: the next one waits for a connection, and is on its way as soon as somebody listens."""
         self._heartbeat_due = asyncio.Event()
         self._is_announced = False
 
@@ -121,14 +123,15 @@ class ManagerLink:
             request.CopyFrom(self._introduction)
             request.register_no = self._register_no
             request.highest_epoch_seen = self.highest_epoch
+            request.last_session = self._session
             request.holds_state = self._cache.holds_state
             try:
-                response = await stub.Register(request, timeout=CALL_SECONDS)
+                response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
                 self._on_register_failed(error)
                 await asyncio.sleep(REGISTER_RETRY_SECONDS)
                 continue
-            self._complained = False
+            self._complained = self._is_away = False
             self.highest_epoch = max(self.highest_epoch, response.epoch)
             self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
@@ -150,6 +153,7 @@ class ManagerLink:
             return
 
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
+        self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
         code = error.code()
         if code not in _FINAL and reason != "STALE_INCARNATION":
@@ -229,21 +233,23 @@ class ManagerLink:
                 | cache_pb2.ReportResponse
             )
             if isinstance(request, cache_pb2.ReportRequest):
-                response = await stub.Report(request, timeout=CALL_SECONDS)
+                response = await stub.Report(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             elif isinstance(request, cache_pb2.AllocateRequest):
-                response = await stub.Allocate(request, timeout=CALL_SECONDS)
+                response = await stub.Allocate(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             elif isinstance(request, cache_pb2.AppendRequest):
-                response = await stub.Append(request, timeout=CALL_SECONDS)
+                response = await stub.Append(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             else:
-                response = await stub.Free(request, timeout=CALL_SECONDS)
+                response = await stub.Free(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
         except grpc.aio.AioRpcError as error:
             self._on_call_failed(call, error)
         else:
+            self._is_away = False
             self._cache.on_reply(call, response, self._clock())
             self._announce_if_ready()
 
     def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
         self.num_failed_calls += 1
+        self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
         retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
             grpc.StatusCode.UNAVAILABLE,
@@ -256,6 +262,12 @@ class ManagerLink:
         else:
             # The same call would be refused again.
             self._cache.on_refused(call, error.details() or error.code().name)
+
+
+def _is_of_nobody(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call may have failed because no manager was there; one that starts or stops answers so too."""
+    code = error.code()
+    return code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def _wait_at_most(event: asyncio.Event, seconds: float | None) -> None:

@@ -6,6 +6,7 @@ import pytest
 from kvpool.v1 import cache_pb2, common_pb2
 
 from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.ledger import Content
 from worker_service.cache.link import Call
 from worker_service.cache.sequence import CacheSequence, SequenceState
 from worker_service.cache.settings import CacheSettings
@@ -125,3 +126,46 @@ def test_one_call_speaks_for_all_sequences() -> None:
     assert call is not None
     assert isinstance(call.request, cache_pb2.FreeRequest)
     assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "wish"),
+    [
+        pytest.param(8, 2, id="a block for each, of five that are left"),
+        pytest.param(4, 1, id="one that is left"),
+        pytest.param(3, 0, id="none beside the tables"),
+        pytest.param(2, 0, id="fewer than the tables want"),
+    ],
+)
+def test_a_head_start_comes_with_the_tables_unless_it_would_take_their_blocks(num_blocks: int, wish: int) -> None:
+    """Whose prompt fills its blocks needs another one for the token after its first, before any other call is answered. The
+    manager fills the reserve first: it must not be asked for what the tables need."""
+    cache = EngineCache(CacheSettings(block_size=2, num_blocks=num_blocks))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    root = common_pb2.Root(model_fingerprint="m")
+    asked = [CacheSequence(name, 1, root, [1, 2], max_new_tokens=5) for name in "ab"]
+    ends_with_its_first = CacheSequence("c", 1, root, [1, 2], max_new_tokens=1)
+    call = cache.next_call(lambda: asked, 0.0)
+    assert call is not None
+    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [wish]
+    other = EngineCache(CacheSettings(block_size=2, num_blocks=num_blocks))
+    other.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    call = other.next_call(lambda: [ends_with_its_first], 0.0)
+    assert call is not None
+    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]
+
+
+def test_a_head_start_takes_no_block_that_may_be_a_hit() -> None:
+    """The manager fills the reserve before it looks prompts up, and would evict what the very same Allocate comes back for."""
+    cache = EngineCache(CacheSettings(block_size=2, num_blocks=8))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    root = common_pb2.Root(model_fingerprint="m")
+    ledger = cache._state.ledger
+    for block in range(1, 6):
+        ledger.accept_grant(block, 1)
+        ledger.use(block)
+        ledger.complete(block, Content(None, root, bytes(8)))
+        ledger.drop(block)
+    call = cache.next_call(lambda: [CacheSequence("a", 1, root, [1, 2, 3], max_new_tokens=5)], 0.0)
+    assert call is not None
+    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]

@@ -9,7 +9,7 @@ import pytest
 from tests.worker_service.test_engine_recovery import until
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
-from worker_service.cache.reserve import DecodingRate
+from worker_service.cache.reserve import DecodingRate, spare_target
 
 
 def rate_behind(*steps: tuple[int, float]) -> float:
@@ -35,6 +35,14 @@ def test_a_second_of_slow_steps_does_not_halve_the_rate() -> None:
 
 def test_a_lasting_change_is_followed_within_half_a_minute() -> None:
     assert rate_behind((100, 0.01), (300, 0.1)) == pytest.approx(40, rel=0.1)
+
+
+def test_the_reserve_lasts_the_seconds_that_it_should() -> None:
+    """At least a block for each sequence, enough for the seconds at the present rate, and never more than can be needed."""
+    assert spare_target(8, 100, 0.0, 2.0, 16) == 8
+    assert spare_target(8, 100, 400.0, 2.0, 16) == 50
+    assert spare_target(8, 30, 400.0, 2.0, 16) == 30
+    assert spare_target(0, 0, 400.0, 2.0, 16) == 0
 
 
 async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None:

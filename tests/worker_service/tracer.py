@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence as List
 
-from worker_service.engine.step import PartResult, SampledToken, Step, TokenLogprobs
+from worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1
@@ -41,6 +41,8 @@ class TracerModel:
         self.num_forwarded = 0
         self.num_steps = 0
         self.fail_next = False
+        self.bad_behind: dict[int, BadLogits] = {}
+        """Tokens whose logits are bad, and how; the position is filled in."""
         self.gate: threading.Event | None = None
         """If set, a step waits for it: a slow device."""
         self.step_seconds = 0.0
@@ -70,8 +72,23 @@ class TracerModel:
             self.num_forwarded += len(tokens)
             targets = [] if part.prompt_rows is None else part.prompt_rows.targets
             told = [TokenLogprobs(-float(target), []) for target in targets]
-            results.append(PartResult(None if part.sampling is None else SampledToken(digest % VOCAB_SIZE), told))
+            result = PartResult(None if part.sampling is None else SampledToken(digest % VOCAB_SIZE), told)
+            bad = self._bad_logits(part)
+            results.append(result if bad is None else PartResult(bad_logits=bad))
         return results
+
+    def _bad_logits(self, part: SequencePart) -> BadLogits | None:
+        """The first bad ones that are looked at."""
+        rows = (
+            []
+            if part.prompt_rows is None
+            else [part.prompt_rows.first + i for i in range(len(part.prompt_rows.targets))]
+        )
+        rows += [len(part.token_ids) - 1] * (part.sampling is not None)
+        for row in rows:
+            if part.token_ids[row] in self.bad_behind:
+                return self.bad_behind[part.token_ids[row]]._replace(position=part.start + row + 1)
+        return None
 
     def _slot(self, table: List[int], position: int) -> int:
         block = table[position // self.block_size]

@@ -122,7 +122,7 @@ class Wire:
         if not name[0].isupper():
             raise AttributeError(name)
 
-        async def method(request: Any, timeout: float | None = None) -> Any:
+        async def method(request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
             return await self._call(name, request)
 
         return method

@@ -96,6 +96,11 @@ class BlockLedger:
         return self._contents[block]
 
     @property
+    def num_idle(self) -> int:
+        """Complete blocks that no table names: what could serve another prompt."""
+        return len(self._idle)
+
+    @property
     def holds_anything(self) -> bool:
         """Whether a table names a block, or a complete block could serve another."""
         return bool(self.num_used or self._idle)

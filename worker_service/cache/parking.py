@@ -9,13 +9,20 @@ from .state import CacheState
 
 
 def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
-    """Let the sequence wait for the manager's acknowledgement that the leader has reached the position."""
+    """Let the sequence wait for the manager's acknowledgement that the leader has reached the position.
+
+    Not for a leader of a worse level, which gets nowhere while others like this one are computed: it asks again, not to wait.
+    """
+    leader_id = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
+    leader = state.sequences.get(leader_id)
+    if leader is not None and leader.level > sequence.level:
+        sequence.state, sequence.no_wait = SequenceState.WAITING, True
+        return
     sequence.state = SequenceState.PARKED
-    sequence.parked_on = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
+    sequence.parked_on = leader_id
     sequence.parked_position = wait.position
     sequence.parked_at = now
     state.parked.append(sequence)
-    leader = state.sequences.get(sequence.parked_on)
     if leader is not None and leader.num_computed_tokens >= wait.position:
         state.is_urgent = True  # computed already, only the report is missing
 

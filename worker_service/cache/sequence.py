@@ -58,6 +58,8 @@ class CacheSequence:
         """Length at which the engine stops; the KV of the last token is never computed."""
         self.max_cached_tokens = max_cached_tokens
         self.no_wait = no_wait
+        self.level = 0
+        """Of its priority; a smaller one comes first."""
         self.state = SequenceState.WAITING
         self.table: list[int] = []
         """Block ids, from position 0."""
@@ -96,6 +98,10 @@ class CacheSequence:
         """The key of the current round."""
         return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
 
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that its tokens fill, the last one perhaps in part."""
+        return -(-len(self.tokens) // block_size)
+
     def num_blocks_to_come(self, block_size: int) -> int:
         """Blocks that the sequence can still need beyond its table."""
         return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
@@ -112,6 +118,7 @@ class CacheSequence:
             no_wait=self.no_wait,
         )
         again.round = self.round + 1
+        again.level = self.level
         return again
 
     def forget(self) -> None:

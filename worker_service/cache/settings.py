@@ -13,7 +13,7 @@ class CacheSettings:
     """Token slots of one block."""
     num_blocks: int = 1024
     """Blocks of the pool, the null block included."""
-    report_seconds: float = 0.05
+    report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
     """How many seconds of decoding the reserve should last without the manager."""

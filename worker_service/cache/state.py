@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
+
 from . import events
 from .ledger import BlockLedger
 from .link import Link
@@ -92,13 +94,20 @@ class CacheState:
         """The link of the open session, if its report is in."""
         return None if self.link is None or self.link.report is not None else self.link
 
-    def spare_target(self) -> int:
-        """Blocks that the reserve should hold for the sequences that are live now."""
+    def spare_target(self, joining: List[CacheSequence] = ()) -> int:
+        """Blocks that the reserve should hold for the sequences that are live now, and for those that join them with a table for
+        the tokens that they have."""
         live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
         size = self.settings.block_size
         to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
+        to_come += sum(max(0, sequence.num_blocks_to_come(size) - sequence.num_blocks(size)) for sequence in joining)
         rate = self.rate.tokens_per_second
-        return spare_target(len(live), to_come, rate, self.settings.reserve_seconds, size)
+        return spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
+
+    def num_blank(self) -> int:
+        """Blocks that neither a table nor the reserve has, and that hold nothing for others."""
+        num_reserved = len(self.reserve) + len(self.reserve.returning)
+        return self.settings.num_blocks - 1 - self.ledger.num_used - self.ledger.num_idle - num_reserved
 
     def num_blocks_due(self) -> int:
         """Blocks that are needed if each live sequence gets one more token."""

@@ -16,7 +16,12 @@ def next_call(state: CacheState, link: Link, candidates: Callable[[], List[Cache
     if link.report is not None:
         return calls.report_call(link, link.report.part)
     parking.wake(state, now)
-    return _free(state, link) or _append(state, link, now) or _allocate(state, link, candidates(), now)
+    target = state.spare_target()
+    return (
+        _free(state, link, target)
+        or _append(state, link, target, now)
+        or _allocate(state, link, target, candidates(), now)
+    )
 
 
 def next_call_at(state: CacheState, link: Link, now: float) -> float | None:
@@ -55,16 +60,15 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     return chosen
 
 
-def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence]) -> int:
-    """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: spare, and bound to other
-    sequences but not named yet."""
+def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence], target: int) -> int:
+    """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: `target` spare ones, and those
+    bound to other sequences but not named yet."""
     skip = {id(sequence) for sequence in named}
     unnamed = sum(
         len(sequence.table) - sequence.acked_entries
         for sequence in state.sequences.values()
         if id(sequence) not in skip
     )
-    target = state.spare_target()
     surplus = len(state.reserve) - target
     # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks. And only
     # to a manager that answers: while it is away nothing comes back, and decoding may speed up again.
@@ -74,17 +78,20 @@ def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence]) -> int:
     return max(target, len(state.reserve)) + unnamed
 
 
-def _free(state: CacheState, link: Link) -> Call | None:
+def _free(state: CacheState, link: Link, target: int) -> Call | None:
     ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
     # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
     for sequence in ready:
         state.let_go(sequence)
-    return calls.free_call(link, ready, _wish(state, link, ready), state.reserve.returning)
+    return calls.free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
 
 
-def _append(state: CacheState, link: Link, now: float) -> Call | None:
+def _append(state: CacheState, link: Link, target: int, now: float) -> Call | None:
+    is_due = state.report_due_at is not None and now >= state.report_due_at
+    if not (is_due or state.is_urgent or _wants_refill(state, target) or _has_idle_surplus(state, target)):
+        return None
     size = state.settings.block_size
     unreported = [
         sequence
@@ -95,30 +102,30 @@ def _append(state: CacheState, link: Link, now: float) -> Call | None:
     reports = _one_call(state, unreported)
     if not reports:
         state.report_due_at, state.is_urgent = None, False
-    is_due = state.report_due_at is not None and now >= state.report_due_at
-    if not (is_due or state.is_urgent or _wants_refill(state) or _has_idle_surplus(state)):
-        return None
+        if not (_wants_refill(state, target) or _has_idle_surplus(state, target)):
+            return None
     if len(reports) == len(unreported):
         # What is filled while the call is on its way is due in its own time. Should the call fail, the next one is urgent.
         state.report_due_at, state.is_urgent = None, False
-    return calls.append_call(link, reports, size, _wish(state, link, reports), state.reserve.returning)
+    return calls.append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
 
 
-def _wants_refill(state: CacheState) -> bool:
+def _wants_refill(state: CacheState, target: int) -> bool:
     """Whether the reserve has shrunk so far that it should not wait for the next report: by half, or below what the next step may
     need."""
     num_spare = len(state.reserve)
-    return not state.pool_is_empty and (
-        num_spare < (state.spare_target() + 1) // 2 or num_spare < state.num_blocks_due()
-    )
+    if state.pool_is_empty:
+        return False
+    # No more blocks can be due than there are sequences.
+    return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
 
 
-def _has_idle_surplus(state: CacheState) -> bool:
-    return bool(state.reserve.returning) or (bool(state.reserve) and state.spare_target() == 0)
+def _has_idle_surplus(state: CacheState, target: int) -> bool:
+    return bool(state.reserve.returning) or (bool(state.reserve) and target == 0)
 
 
-def _allocate(state: CacheState, link: Link, candidates: List[CacheSequence], now: float) -> Call | None:
-    is_short = state.pool_is_empty and len(state.reserve) < state.spare_target()
+def _allocate(state: CacheState, link: Link, target: int, candidates: List[CacheSequence], now: float) -> Call | None:
+    is_short = state.pool_is_empty and len(state.reserve) < target
     hold_back = is_short or now < state.ask_again_at
     # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
     wanted = _one_call(
@@ -137,4 +144,13 @@ def _allocate(state: CacheState, link: Link, candidates: List[CacheSequence], no
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    return calls.allocate_call(link, wanted, _wish(state, link, ()), state.reserve.returning)
+    wish = _wish(state, link, (), _target_with(state, target, wanted))
+    return calls.allocate_call(link, wanted, wish, state.reserve.returning)
+
+
+def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
+    """What the reserve should hold when these sequences have their tables, so that not even their first decode waits for a call;
+    less where that could take blocks that they need or would be hits for them, since the manager fills the reserve first."""
+    size = state.settings.block_size
+    num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
+    return max(target, min(state.spare_target(wanted), len(state.reserve) + num_left))
