@@ -40,7 +40,7 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> 
         engine=ENGINE,
     )
     for name, text, value in (
-        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_admitted_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_looked_up_tokens),
         ("prefix_cache_hits", "Prompt tokens found there.", stats.num_cached_tokens),
         ("num_preemptions", "Preemptions.", scheduler.num_preemptions),
         ("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens),

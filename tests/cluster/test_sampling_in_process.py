@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +11,17 @@ import grpc.aio
 import pytest
 import torch
 from kvpool.v1 import worker_pb2_grpc
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from client import Completion, GenerateOptions
 from client.options import GenerateSettings
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
-from tests.model import sampling_oracle
-from tests.model.sampling_oracle import Row
+from tests.model.plain_loop import PlainLoop
 from tests.tiny_models import EOS_TOKEN_ID, TinyModel, make_tiny_model
-from worker_service.engine.step import SamplingParams
 
 # Chunks of 7, blocks of 4, and a pool that holds the longest sequence but never all of a batch.
 TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
 NUM_NEW = 16
-NOISE = 1e-4
-"""Far more than float32's rounding: an oracle that such a difference changes proves nothing."""
 
 OPTIONS: dict[str, GenerateOptions] = {
     "greedy": {},
@@ -44,54 +38,6 @@ OPTIONS: dict[str, GenerateOptions] = {
         "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {9: 1.5}, "seed": 2**64 - 1,
     },
 }  # fmt: skip
-
-
-class PlainLoop:
-    """One token after the other from eager logits, with the sampling options in plain Python."""
-
-    def __init__(self, path: Path) -> None:
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._noise = random.Random(0)
-
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Of all positions, [T, vocab_size]."""
-        with torch.inference_mode():
-            found: torch.Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return found
-
-    def text(self, prompt: Sequence[int], options: GenerateOptions, count: int = NUM_NEW) -> list[int]:
-        """The tokens behind the prompt, up to an id of stop_token_ids."""
-        message = GenerateSettings.from_options(options).sampling.message()
-        params = SamplingParams(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p,
-            min_p=message.min_p,
-            seed=message.seed,
-            repetition_penalty=message.repetition_penalty,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=dict(message.logit_bias),
-        )
-        stops = list(options.get("stop_token_ids", ()))
-        generated: list[int] = []
-        while len(generated) < count:
-            banned = stops if len(generated) < options.get("min_tokens", 0) else []
-            position = len(prompt) + len(generated)
-            row = Row(params, prompt, tuple(generated), banned, position)
-            logits = self.logits([*prompt, *generated])[-1].tolist()
-            token = sampling_oracle.sampled(logits, row)
-            for _ in range(3):
-                noisy = [value + self._noise.uniform(-NOISE, NOISE) for value in logits]
-                assert sampling_oracle.sampled(noisy, row) == token, (
-                    f"{options} prove nothing at token {len(generated)}"
-                )
-            if token in stops:
-                break
-            generated.append(token)
-        return generated
 
 
 @dataclass(frozen=True)
@@ -125,7 +71,7 @@ async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, 
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
         completions = await asyncio.gather(*(cluster.complete(prompt, **options) for prompt, options in cases))
         for (prompt, options), completion in zip(cases, completions, strict=True):
-            assert list(completion.token_ids) == subject.loop.text(prompt, options), options
+            assert list(completion.token_ids) == subject.loop.text(prompt, options, NUM_NEW), options
         assert sum(completion.num_preemptions for completion in completions) > 0
 
 
@@ -136,7 +82,7 @@ async def test_a_continuation_counts_what_was_delivered_as_generated(
     """Cut behind every token: the rest is that of the undisturbed text, and neither prompt nor echo is told again."""
     options, prompt = OPTIONS[name], subject.tiny.prompts[1]
     settings = GenerateSettings.from_options({**options, "max_tokens": NUM_NEW, "echo": True, "prompt_logprobs": 0})
-    right = subject.loop.text(prompt, options)
+    right = subject.loop.text(prompt, options, NUM_NEW)
     async with (
         in_process_cluster(subject.tiny.path, tmp_path) as cluster,
         grpc.aio.insecure_channel(cluster.worker.address) as channel,
@@ -180,7 +126,7 @@ async def test_prompt_logprobs_are_those_of_eager_logits(
             for prompt, completion in zip(prompts, completions, strict=True):
                 check_prompt_logprobs(completion, prompt, subject.loop.logits(prompt))
                 assert completion.num_cached_tokens == 0
-                assert list(completion.token_ids) == subject.loop.text(prompt, {})
+                assert list(completion.token_ids) == subject.loop.text(prompt, {}, NUM_NEW)
             if settings.get("num_blocks"):
                 assert sum(completion.num_preemptions for completion in completions) > 0
         # What it has computed is there for others.

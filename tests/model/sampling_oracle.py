@@ -6,10 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from worker_service.engine.step import SamplingParams
 from worker_service.engine.token_counts import TokenCounts
-from worker_service.model.sampling.choice import uniform
 from worker_service.model.sampling.draw import Draw
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that decides the token at a position."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
 from worker_service.attention.packing import PackingError
-from worker_service.engine.step import PartResult, SamplingParams, SequencePart, Step
+from worker_service.engine.step import PartResult, PromptRows, SamplingParams, SequencePart, Step
+from worker_service.engine.token_counts import TokenCounts
 from worker_service.model.load import LoadedModel
 from worker_service.model.sampling.draw import Draw
 from worker_service.model.sampling.sampler import sample
@@ -81,3 +84,48 @@ def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> No
         runner.execute(Step([SequencePart(prompt[:cut], 0, [4, 5, 6], None)]))
         (result,) = runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)]))
         assert [result.token] == expected
+
+
+BAD_TOKEN = 250
+
+
+@pytest.fixture(params=[float("nan"), float("inf")], ids=str)
+def spoilt(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """The model with one token whose embedding no layer can compute with."""
+    row = loaded.model.get_input_embeddings().weight.data[BAD_TOKEN]
+    before = row.clone()
+    row.fill_(request.param)
+    yield loaded
+    row.copy_(before)
+
+
+def test_a_sequence_without_numbers_changes_no_bit_of_its_neighbours(spoilt: LoadedModel) -> None:
+    """Beside one that decodes, a prompt that is told of, and one that is sampled at random; in one pass and in several."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, num_logprobs=2, presence_penalty=0.5)
+    counts = TokenCounts([1, 2, 3], [])
+    good = [
+        SequencePart([1, 2, 3], 0, [1], sampling, counts=counts),
+        SequencePart([7], 4, [2, 3], GREEDY),
+        SequencePart([4, 5, 6, 7], 0, [4], GREEDY, prompt_rows=PromptRows(0, [5, 6, 7], 2)),
+    ]
+    bad = [
+        SequencePart([5, BAD_TOKEN, 6], 0, [5], GREEDY),
+        SequencePart([1, 2, BAD_TOKEN, 3], 0, [6], None, prompt_rows=PromptRows(0, [2, BAD_TOKEN, 3, 9], 1)),
+    ]
+    for max_prompt_rows in (100, 2):
+        runner = PagedModel(spoilt).runner
+        runner._max_prompt_rows = max_prompt_rows
+        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None)]))
+        expected = runner.execute(Step(good))
+        assert all(result.bad_logits is None for result in expected)
+        runner.kv_cache.fill(float("nan"))
+        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None)]))
+        results = runner.execute(Step([good[0], bad[0], *good[1:], bad[1]]))
+        assert [results[0], *results[2:4]] == expected
+        sampled, told = results[1].bad_logits, results[4].bad_logits
+        assert sampled is not None
+        assert told is not None
+        assert sampled.position == 3
+        # In one chunk its own earlier rows are lost too: 0 times a masked value that is NaN is NaN.
+        assert told.position == (1 if max_prompt_rows == 100 else 2)
+        assert [results[1], results[4]] == [PartResult(bad_logits=sampled), PartResult(bad_logits=told)]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model import sampling_oracle
-from tests.model.sampling_oracle import Row
-from worker_service.engine.step import SamplingParams
+from tests.model.sampling_oracle import Row, uniform
+from worker_service.engine.step import BadLogits, SampledToken, SamplingParams
 from worker_service.model.sampling import choice
-from worker_service.model.sampling.choice import uniform
-from worker_service.model.sampling.draw import Draw, SamplingError
+from worker_service.model.sampling.choice import uniforms
+from worker_service.model.sampling.draw import Draw
 from worker_service.model.sampling.sampler import prompt_logprobs, sample
 
 VOCAB_SIZE = 50
@@ -56,8 +59,15 @@ def random_logits(count: int) -> torch.Tensor:
     return logits.mul(4).round().div(4)
 
 
+def good(logits: torch.Tensor, draws: list[Draw]) -> list[SampledToken]:
+    """What is sampled of rows none of which is bad."""
+    sampled = [token for token in sample(logits, draws) if isinstance(token, SampledToken)]
+    assert len(sampled) == len(draws)
+    return sampled
+
+
 def tokens_of(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    return [token.token_id for token in sample(logits, [row.draw() for row in rows])]
+    return [token.token_id for token in good(logits, [row.draw() for row in rows])]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,7 @@ def test_frequencies_are_those_of_the_softmax(params: SamplingParams) -> None:
     """A χ² test with fixed draws: far above the 99.99 % quantile only if the draw is wrong."""
     count, logits = 6000, torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
     draws = [Draw(params, position) for position in range(count)]
-    tokens = torch.tensor([token.token_id for token in sample(logits.expand(count, -1), draws)])
+    tokens = torch.tensor([token.token_id for token in good(logits.expand(count, -1), draws)])
     values = sampling_oracle.adjusted(logits.tolist(), Row(params))
     kept = sampling_oracle.kept(values, params)
     expected = torch.softmax(torch.tensor(values)[kept] / params.temperature, 0) * count
@@ -111,13 +121,32 @@ def test_frequencies_are_those_of_the_softmax(params: SamplingParams) -> None:
     assert float(((observed[kept] - expected) ** 2 / expected).sum()) < 23.5
 
 
+LAST_WORD = 2**64 - 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, LAST_WORD), st.integers(0, LAST_WORD - 1)), min_size=1, max_size=80))
+@example([(LAST_WORD, LAST_WORD - 1)] * 3)
+@example([(seed, position) for seed in (0, 1, 2**32, 2**63, LAST_WORD) for position in range(100)])
+def test_the_numbers_of_a_batch_are_those_of_numpys_generator(rows: list[tuple[int, int]]) -> None:
+    """Each by its own seed and position, to the last bit."""
+    assert uniforms(*zip(*rows, strict=True)) == [uniform(seed, position) for seed, position in rows]
+
+
 def test_seed_and_position_decide_the_number() -> None:
-    numbers = {(seed, position): uniform(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(200)}
-    assert len(set(numbers.values())) == len(numbers)
-    assert all(0 <= number < 1 for number in numbers.values())
-    assert numbers == {key: uniform(*key) for key in numbers}
+    rows = [(seed, position) for seed in (0, 1, LAST_WORD) for position in range(200)]
+    numbers = uniforms(*zip(*rows, strict=True))
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= number < 1 for number in numbers)
     # Published with each seed's texts: must never change.
-    assert uniform(42, 7) == 0.4074136540795371
+    assert uniforms([42], [7]) == [0.4074136540795371]
+
+
+@pytest.mark.parametrize(("seed", "position"), [(LAST_WORD + 1, 0), (0, LAST_WORD), (-1, 0), (0, -2)])
+def test_a_seed_that_is_no_word_is_refused(seed: int, position: int) -> None:
+    """It would change the numbers of the rows beside it."""
+    with pytest.raises(OverflowError):
+        uniforms([0, seed, 0], [0, position, 0])
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
@@ -171,7 +200,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         params = SamplingParams(2.0, top_k=3, seed=9, num_logprobs=count, presence_penalty=2.0, logit_bias={7: 100.0})
         return Row(params, [1, 2], [3, 3], banned_ids=[5])
 
-    sampled = sample(logits, [row(count).draw() for count in (None, 0, 4)])
+    sampled = good(logits, [row(count).draw() for count in (None, 0, 4)])
     assert [token.token_id for token in sampled] == [7, 7, 7]
     assert sampled[0].logprobs is None
     assert sampled[1].logprobs is not None
@@ -184,7 +213,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_more_logprobs_than_tokens_are_all_tokens_with_ties_by_id() -> None:
-    logprobs = sample(torch.tensor([[1.0, 2.0, 1.0]]), [Draw(SamplingParams(num_logprobs=20), 0)])[0].logprobs
+    logprobs = good(torch.tensor([[1.0, 2.0, 1.0]]), [Draw(SamplingParams(num_logprobs=20), 0)])[0].logprobs
     assert logprobs is not None
     assert [token for token, _ in logprobs.top] == [1, 0, 2]
 
@@ -195,15 +224,68 @@ def test_bfloat16_logits_are_sampled_in_full_precision() -> None:
     assert tokens_of(logits, rows) == tokens_of(logits.float(), rows)
 
 
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("bad", [[NAN], [INF], [INF, NAN], [-INF] * VOCAB_SIZE], ids=["nan", "inf", "both", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bad_row_is_told_of_and_its_neighbours_do_not_notice(bad: list[float], dtype: torch.dtype) -> None:
+    """Every row once bad beside good ones, whatever its options: they get the bits that they get without it."""
+    rows, logits = random_rows(40), random_logits(40).to(dtype)
+    draws = [row.draw() for row in rows]
+    draws = [draw._replace(sampling=replace(draw.sampling, num_logprobs=2)) for draw in draws]
+    alone = good(logits, draws)
+    for first in (0, 1):
+        broken = logits.clone()
+        broken[first::2, : len(bad)] = torch.tensor(bad, dtype=dtype)
+        sampled = sample(broken, draws)
+        assert sampled[1 - first :: 2] == alone[1 - first :: 2]
+        for found, row in zip(sampled[first::2], rows[first::2], strict=True):
+            assert isinstance(found, BadLogits)
+            assert (found.position, found.is_adjusted) == (row.position, False)
+            assert str(found.largest) == ("nan" if NAN in bad else str(max(bad)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
 @pytest.mark.parametrize(
-    "look",
+    ("logits", "adjustment", "largest"),
     [
-        lambda logits: sample(logits, [Draw(SamplingParams(), 0)] * 3),
-        lambda logits: prompt_logprobs(logits, [1, 2, 3], 0),
+        pytest.param([1.0, -INF, 2.0], Row(banned_ids=[0, 2]), -INF, id="all that the model leaves is banned"),
+        pytest.param([1.0, 0.0, 2.0], Row(banned_ids=[0, 1, 2]), -INF, id="all is banned"),
+        pytest.param(
+            [1.0, 0.0, 2.0], Row(SamplingParams(logit_bias=dict.fromkeys(range(3), -INF))), -INF, id="an infinite bias"
+        ),
+        pytest.param([1.0, 0.0, 2.0], Row(SamplingParams(repetition_penalty=1e-44), generated=[2]), INF, id="overflow"),
     ],
 )
-def test_nan_is_an_error_and_names_the_row(look: Callable[[torch.Tensor], object]) -> None:
+def test_options_that_leave_nothing_to_draw_are_told_of(
+    logits: list[float], adjustment: Row, largest: float, temperature: float, top_p: float
+) -> None:
+    """The row beside it is adjusted too, and gets its token."""
+    params = replace(adjustment.params, temperature=temperature, top_p=top_p, num_logprobs=1)
+    row = replace(adjustment, params=params, position=9)
+    neighbour = Row(SamplingParams(temperature, top_p=top_p, presence_penalty=1.0, seed=4), generated=[1], position=9)
+    both = torch.tensor([logits, [1.0, 0.0, 2.0]])
+    bad, token = sample(both, [row.draw(), neighbour.draw()])
+    assert bad == BadLogits(9, largest, is_adjusted=True)
+    assert [token] == good(both[1:], [neighbour.draw()])
+
+
+def test_a_row_in_which_one_token_is_left_is_good() -> None:
+    logits = torch.full((1, 5), -INF)
+    logits[0, 3] = -7.0
+    for params in (SamplingParams(), SamplingParams(1.0, top_p=0.5), SamplingParams(1.0), SamplingParams(1.0, top_k=2)):
+        assert tokens_of(logits, [Row(params)]) == [3]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_prompt_is_told_of_unless_one_of_its_rows_is_bad(bad: float) -> None:
     logits = random_logits(3)
-    logits[1, 7] = float("nan")
-    with pytest.raises(SamplingError, match=r"NaN in rows \[1\] of 3"):
-        look(logits)
+    told = prompt_logprobs(logits, [1, 2, 3], 1, position=5)
+    assert isinstance(told, list)
+    assert [one.logprob for one in told] == torch.log_softmax(logits, -1)[[0, 1, 2], [1, 2, 3]].tolist()
+    logits[1, 7] = bad
+    found = prompt_logprobs(logits, [1, 2, 3], 1, position=5)
+    assert isinstance(found, BadLogits)
+    assert (found.position, str(found.largest), found.is_adjusted) == (6, str(bad), False)

@@ -1,4 +1,4 @@
-"""Tokens on their way to a reader: one chunk waits at most, and none is lost, however slowly it is read."""
+"""Tokens on their way to a reader: few chunks wait, and none is lost, however slowly it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
 from worker_service.engine.errors import EngineError, ErrorKind
 from worker_service.engine.step import SampledToken
-from worker_service.engine.stream import Chunk, FinishReason, TokenStream, Usage
+from worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
@@ -74,3 +74,21 @@ async def test_calls_to_the_manager_go_by_blocks_not_by_tokens() -> None:
         num_calls = sum(world.wire.num_calls.get(name, 0) for name in ("Allocate", "Append", "Free"))
         num_blocks = 4 * -(-163 // 16)
         assert num_calls <= num_blocks + 8
+
+
+async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
+    """However long nobody reads; each chunk has the text of its tokens, so that one of them alone can be delivered."""
+    stream, count = TokenStream(), 2 * MAX_CHUNK_TOKENS + 3
+    for index in range(count):
+        last = FinishReason.LENGTH if index == count - 1 else None
+        stream.put(Chunk(index, [SampledToken(index)], chr(ord("a") + index % 26), finish_reason=last))
+    chunks = []
+    while (chunk := await stream.get()) is not None:
+        chunks.append(chunk)
+    assert [chunk.start_index for chunk in chunks] == [0, MAX_CHUNK_TOKENS, 2 * MAX_CHUNK_TOKENS]
+    for chunk in chunks:
+        assert len(chunk.tokens) == len(chunk.text) <= MAX_CHUNK_TOKENS
+        assert [token.token_id for token in chunk.tokens] == list(
+            range(chunk.start_index, chunk.start_index + len(chunk.tokens))
+        )
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.LENGTH]

@@ -13,7 +13,7 @@ from .paged import PagedAttention, PagedStep
 from .setting import Setting, kernel_limits
 
 _NAME = "flash_attn_varlen_func"
-_INSTALL = "pip install kvpool[flash], which compiles it"
+_INSTALL = "pip install '.[flash]' in a checkout of kvpool, which compiles it"
 
 
 def flash_problem(setting: Setting) -> str | None:

@@ -78,6 +78,7 @@ class Admission:
         num_over = len(waiting) + 1 - self._max_num_waiting
         num_tokens_over = waiting.num_prompt_tokens + num_prompt_tokens - self._max_num_waiting_tokens
         if num_over <= 0 and num_tokens_over <= 0:
+            self._next_place_at = now  # those who were refused have come back, or gone elsewhere
             return []
         places = _Places(waiting, payer, num_prompt_tokens, in_tokens=num_tokens_over > 0)
         chosen: list[Request] = []

@@ -26,7 +26,7 @@ from .request import GenerationParams, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import PartResult, StepRunner
+from .step import BadLogits, PartResult, StepRunner
 
 log = structlog.get_logger()
 
@@ -291,14 +291,7 @@ class Engine:
         self._admission.on_step(num_tokens, seconds, now)
 
     def _finish_step(self, batch: list[Scheduled], results: list[PartResult], now: float) -> None:
-        computed = [
-            Computed(
-                scheduled.sequence,
-                scheduled.sequence.num_computed_tokens + scheduled.num_tokens,
-                None if result.token is None else result.token.token_id,
-            )
-            for scheduled, result in zip(batch, results, strict=True)
-        ]
+        computed = [_computed(scheduled, result) for scheduled, result in zip(batch, results, strict=True)]
         self.cache.end_step(computed, now)
         for scheduled, result in zip(batch, results, strict=True):
             request = scheduled.request
@@ -308,6 +301,10 @@ class Engine:
 
     def _pass_on(self, request: Request, result: PartResult, now: float) -> None:
         """Give the request what the step made for it. What goes wrong with one text ends that request, never the engine."""
+        if result.bad_logits is not None:
+            log.warning("no token can be chosen", sequence_id=request.params.sequence_id, **result.bad_logits._asdict())
+            self._fail(request, _error_of(result.bad_logits))
+            return
         try:
             request.on_prompt_logprobs(result.prompt_logprobs)
             if result.token is None:
@@ -373,3 +370,33 @@ class Engine:
         if self.scheduler.find(request.sequence.id) is request:
             self.stats.on_broken_off(outcome)
             self._remove(request)
+
+
+def _computed(scheduled: Scheduled, result: PartResult) -> Computed:
+    sequence = scheduled.sequence
+    if result.bad_logits is not None:
+        # KV that led to such logits should be nobody's hit.
+        return Computed(sequence, sequence.num_computed_tokens, None)
+    token_id = None if result.token is None else result.token.token_id
+    return Computed(sequence, sequence.num_computed_tokens + scheduled.num_tokens, token_id)
+
+
+def _error_of(bad: BadLogits) -> EngineError:
+    """Why a request cannot go on. Neither kind is asked of another worker: it would come to the same."""
+    what = f"no token can be chosen for position {bad.position}: the largest logit is {bad.largest:g}"
+    if not bad.is_adjusted:
+        return EngineError(
+            ErrorKind.INTERNAL,
+            f"{what} where a finite number was needed. The model gives that for these tokens on every worker: change the prompt, "
+            "or look for weights that are not finite, or that overflow in the worker's dtype (--dtype)",
+        )
+    if bad.largest < 0:
+        return invalid(
+            "stop.min_tokens",
+            f"{what}; the ids that would end the text are ruled out before so many tokens, and the model rules out all others: "
+            "lower min_tokens, or give fewer stop_token_ids",
+        )
+    return invalid(
+        "sampling.repetition_penalty",
+        f"{what}, which the model's own is not: bias and penalties have carried it beyond float32; take a penalty nearer to 1",
+    )

@@ -101,6 +101,7 @@ class Scheduler:
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)
+        request.sequence.level = level
         request.payer = Payer(level, request.params.tenant)
         self._requests[request.sequence.id] = request
         self._wait(request)

@@ -61,6 +61,8 @@ class EngineStats:
         """Those of them that were a decode."""
         self.num_admitted_tokens = 0
         """Prompt tokens of requests that have got a block table, once per request."""
+        self.num_looked_up_tokens = 0
+        """Those of them whose request may be served from the cache."""
         self.num_cached_tokens = 0
         """Those of them that the cache served."""
         self.num_prompt_tokens = 0
@@ -99,6 +101,8 @@ class EngineStats:
             times.granted_at = now
             self.queue_seconds.observe(now - times.arrived_at)
             self.num_admitted_tokens += request.num_prompt_tokens
+            if request.sequence.max_cached_tokens != 0:
+                self.num_looked_up_tokens += request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens
 
     def on_step(self, num_sequences: int, num_tokens: int, num_decodes: int, seconds: float) -> None:

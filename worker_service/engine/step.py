@@ -96,6 +96,17 @@ class SampledToken(NamedTuple):
     """If they were asked for."""
 
 
+class BadLogits(NamedTuple):
+    """Logits by which no token can be chosen or told of, since the largest of them is no finite number."""
+
+    position: int
+    """Absolute position of the token that they are for."""
+    largest: float
+    """NaN if one of them is; inf; −inf if all of them are."""
+    is_adjusted: bool = False
+    """Whether the model's own are good, and the request's bias, banned ids or penalties have made these of them."""
+
+
 class PartResult(NamedTuple):
     """What came of one part of a step."""
 
@@ -103,11 +114,13 @@ class PartResult(NamedTuple):
     """None where the part asked for none."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One for each of the part's prompt_rows."""
+    bad_logits: BadLogits | None = None
+    """If given, nothing else came of the part: its request cannot go on. The other parts of the step are not concerned."""
 
 
 class StepRunner(Protocol):
     """The model as the engine sees it. Blocking; called from one thread, one step at a time."""
 
     def execute(self, step: Step) -> list[PartResult]:
-        """Run the step and sample. One entry per part."""
+        """Run the step and sample. One entry per part. An exception is the failure of all parts."""
         ...

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from .errors import EngineError
 from .step import SampledToken, TokenLogprobs
+
+MAX_CHUNK_TOKENS: Final = 4096
+"""Generated tokens of one chunk, which becomes one message: with 20 log-probabilities each, a megabyte."""
 
 
 class FinishReason(Enum):
@@ -49,10 +54,10 @@ class Chunk:
 
 
 class TokenStream:
-    """A queue of one reader that coalesces: a slow reader gets fewer, larger chunks, and never more than one waits."""
+    """A queue of one reader that coalesces: a slow reader gets fewer, larger chunks, up to a size that a message may have."""
 
     def __init__(self) -> None:
-        self._pending: Chunk | None = None
+        self._pending: deque[Chunk] = deque()
         self._error: EngineError | None = None
         self._changed = asyncio.Event()
         self.is_finished = False
@@ -60,10 +65,10 @@ class TokenStream:
     def put(self, chunk: Chunk) -> None:
         """Add what has become certain. Nothing may follow a chunk with a finish reason."""
         assert not self.is_finished
-        if self._pending is None:
-            self._pending = chunk
+        if self._pending and len(self._pending[-1].tokens) + len(chunk.tokens) <= MAX_CHUNK_TOKENS:
+            self._pending[-1].merge(chunk)
         else:
-            self._pending.merge(chunk)
+            self._pending.append(chunk)
         self.is_finished = chunk.finish_reason is not None
         self._changed.set()
 
@@ -76,12 +81,11 @@ class TokenStream:
 
     async def get(self) -> Chunk | None:
         """The next chunk; None at the end. Raises EngineError if the stream failed."""
-        while self._pending is None:
+        while not self._pending:
             if self._error is not None:
                 raise self._error
             if self.is_finished:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        chunk, self._pending = self._pending, None
-        return chunk
+        return self._pending.popleft()

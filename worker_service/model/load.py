@@ -27,7 +27,7 @@ from .kv_cache import KVCache
 from .layers import AttentionLayer
 from .memory import KVCachePlan, MemoryBudget, MemorySettings, plan_memory
 from .memory_facts import facts_of_loaded
-from .packed_linear import pack_linears
+from .packed_linear import pack_linears, tell_of_variance
 from .placement import choose_device, choose_dtype, dtype_name, own_dtype
 from .progress import Progress
 from .quiet import quiet_transformers
@@ -93,6 +93,8 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     if (told := tell_of_regime(config, prepared.rope_regime)) is not None:
         progress(told)
     device, dtype = prepared.device, prepared.dtype
+    if (told := tell_of_variance(dtype, device)) is not None:
+        progress(told)
     facts = _read_facts(folder, config, prepared, cache_dir, progress)
     started = time.monotonic()
     model = _load_weights(folder.path, config, dtype, device)

@@ -76,6 +76,17 @@ def _apply(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return result
 
 
+def tell_of_variance(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What a user is told where bits will depend on the batch that would not elsewhere; None: nothing."""
+    if device.type != "cpu" or dtype != torch.float32 or packing_works(dtype):
+        return None
+    return (
+        "torch has no oneDNN products for float32 here, so the last bits of a token's logits depend on what else is in the step: "
+        "where two tokens are nearly as likely, the same request may get another text, with a seed too; needed for one text: "
+        "a torch that is built with oneDNN (MKLDNN)"
+    )
+
+
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
     """Whether these operators, which torch's compiler uses but does not document, exist here and compute a product."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.packing import Packer, Packing, StepSizes
-from ..engine.step import PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from ..engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .passes import PassPart, passes
@@ -54,39 +55,41 @@ class ModelRunner:
 
         Logits are computed for the rows that are sampled and for those that tell of a prompt, and of these in slices.
         """
-        tokens: list[SampledToken | None] = [None] * len(step.parts)
-        prompt: list[list[TokenLogprobs]] = [[] for _ in step.parts]
+        outcomes = [_Outcome() for _ in step.parts]
         all_passes = list(passes(step.parts, self._max_prompt_rows))
         if len(all_passes) > 1:
             self._packer.pack(step.parts)  # so that a bad part is refused before the first pass
         for one_pass in all_passes:
-            self._run_pass(one_pass, tokens, prompt)
-        return [PartResult(token, logprobs) for token, logprobs in zip(tokens, prompt, strict=True)]
+            self._run_pass(one_pass, outcomes)
+        return [outcome.result() for outcome in outcomes]
 
-    def _run_pass(
-        self, parts: list[PassPart], tokens: list[SampledToken | None], prompt: list[list[TokenLogprobs]]
-    ) -> None:
+    def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
         """Run one forward pass and put what it gives at its parts' indices."""
         packing = self._packer.pack([part for _, part in parts])
         placed = list(zip(parts, packing.offsets, strict=True))
         sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
         telling = [
-            (index, part.prompt_rows, offset) for (index, part), offset in placed if part.prompt_rows is not None
+            (index, part.start, part.prompt_rows, offset)
+            for (index, part), offset in placed
+            if part.prompt_rows is not None
         ]
         rows = [offset + len(part.token_ids) - 1 for _, part, offset in sampling]
-        for _, wanted, offset in telling:
+        for _, _, wanted, offset in telling:
             rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
             logits = self._forward(packing, rows)
+            first = len(sampling)
+            for index, start, wanted, _ in telling:
+                end = first + len(wanted.targets)
+                told = prompt_logprobs(
+                    logits[first:end], wanted.targets, wanted.num_top, position=start + wanted.first + 1
+                )
+                outcomes[index].add_prompt(told)
+                first = end
             if sampling:
                 sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
                 for (index, _, _), token in zip(sampling, sampled, strict=True):
-                    tokens[index] = token
-            first = len(sampling)
-            for index, wanted, _ in telling:
-                end = first + len(wanted.targets)
-                prompt[index] += prompt_logprobs(logits[first:end], wanted.targets, wanted.num_top)
-                first = end
+                    outcomes[index].add_token(token)
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
@@ -110,6 +113,32 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What has come of a part so far. The first logits that are bad are told of, and nothing else."""
+
+    token: SampledToken | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    bad_logits: BadLogits | None = None
+
+    def add_prompt(self, told: list[TokenLogprobs] | BadLogits) -> None:
+        if isinstance(told, BadLogits):
+            self.bad_logits = self.bad_logits or told
+        else:
+            self.prompt_logprobs += told
+
+    def add_token(self, token: SampledToken | BadLogits) -> None:
+        if isinstance(token, BadLogits):
+            self.bad_logits = self.bad_logits or token
+        else:
+            self.token = token
+
+    def result(self) -> PartResult:
+        if self.bad_logits is not None:
+            return PartResult(bad_logits=self.bad_logits)
+        return PartResult(self.token, self.prompt_logprobs)
 
 
 def _draw(part: SequencePart) -> Draw:

@@ -1,4 +1,4 @@
-"""The token of each row: the most likely one, or one uniform number through the inverse of the distribution."""
+"""The token of each row that is not greedy: one uniform number through the inverse of the distribution."""
 
 from __future__ import annotations
 
@@ -13,30 +13,58 @@ from .truncation import NUM_CANDIDATES, Limits, truncate, weigh
 MAX_WEIGHTS = 1 << 22
 """Weights that are computed at a time: 32 MiB. More rows are drawn one slice after the other."""
 
-
-def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Tokens [N] int64 for the logits [N, vocab_size], float32: greedy where the temperature is 0, else drawn."""
-    tokens = logits.argmax(dim=-1)
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    size = max(1, MAX_WEIGHTS // logits.shape[1])
-    for first in range(0, len(drawn), size):
-        some = drawn[first : first + size]
-        rows = torch.tensor(some, device=logits.device)
-        tokens[rows] = draw_tokens(logits[rows], [draws[row] for row in some])
-    return tokens
-
-
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides the token at a position: counter-based (Philox), so it needs no history."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+# Philox 4x64-10.
+_NUM_ROUNDS = 10
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_BUMPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+_WORD = 2**64 - 1
+_ROW_BYTES = 16
 
 
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Tokens [N] int64, each drawn by its own number from what truncation leaves of its row; in float64."""
+    """Tokens [N] int64 for the logits [N, vocab_size], float32, the largest of each row finite; the temperatures above 0. Each is
+    drawn by its own number from what truncation leaves of its row."""
+    size = max(1, MAX_WEIGHTS // logits.shape[1])
+    slices = zip(torch.split(logits, size), range(0, len(draws), size), strict=True)
+    return torch.cat([_draw_slice(rows, draws[first : first + size]) for rows, first in slices])
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """For each seed and the position beside it the number in [0, 1) that decides the token there: counter-based, so it needs no
+    history. It is what numpy's Generator(Philox(key=seed, counter=position)) gives first. At least one row; raises OverflowError
+    unless 0 ≤ seed < 2**64 and 0 ≤ position < 2**64 − 1.
+
+    Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). All rows stand in one Python integer, 128
+    bits each, of which a word fills the lower half: so the product of a word and a constant stays within its row.
+    """
+    each = int.from_bytes((1).to_bytes(_ROW_BYTES, "little") * len(seeds), "little")
+    low = each * _WORD
+    bump, key, other_key = each * _BUMPS[0], _pack(seeds), 0
+    # numpy counts up before it draws.
+    words = (_pack([position + 1 for position in positions]), 0, 0, 0)
+    for _ in range(_NUM_ROUNDS):
+        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = (
+            ((second >> 64) & low) ^ words[1] ^ key,
+            second & low,
+            ((first >> 64) & low) ^ words[3] ^ (each * other_key),
+            first & low,
+        )
+        key, other_key = (key + bump) & low, (other_key + _BUMPS[1]) & _WORD
+    rows = np.frombuffer(words[0].to_bytes(_ROW_BYTES * len(seeds), "little"), dtype="<u8")[::2]
+    numbers: list[float] = ((rows >> 11) * 2.0**-53).tolist()
+    return numbers
+
+
+def _pack(words: Sequence[int]) -> int:
+    return int.from_bytes(bytes(_ROW_BYTES // 2).join([word.to_bytes(8, "little") for word in words]), "little")
+
+
+def _draw_slice(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     device, vocab_size = logits.device, logits.shape[1]
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-    uniforms = [uniform(draw.sampling.seed, draw.position) for draw in draws]
-    numbers = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None]
+    drawn = uniforms([draw.sampling.seed for draw in draws], [draw.position for draw in draws])
+    numbers = torch.tensor(drawn, dtype=torch.float64, device=device)[:, None]
     limits = Limits.of([draw.sampling for draw in draws], vocab_size, device)
     ranked = limits.is_ranked(vocab_size)
     rows = (~ranked).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""What decides one token, and what can go wrong with it."""
+"""What decides one token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,3 @@ class Draw(NamedTuple):
     def adjusts_logits(self) -> bool:
         """Whether the token is chosen by other logits than the model's."""
         return bool(self.sampling.logit_bias) or bool(self.banned_ids) or self.sampling.has_penalties
-
-
-class SamplingError(RuntimeError):
-    """The logits are not numbers."""

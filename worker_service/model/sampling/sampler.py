@@ -4,58 +4,76 @@
     → the most likely token, or temperature → top-k → top-p → min-p → draw               choice.py, truncation.py
 
 Log-probabilities are the model's own, of the logits before all this. A row's token depends on that row and its draw alone, never
-on its neighbours: the same logits, options, seed and position give the same token in every batch.
+on its neighbours: the same logits, options, seed and position give the same token in every batch. A row whose largest logit is not
+finite, before or behind the adjustment, gives BadLogits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from ...engine.step import SampledToken, TokenLogprobs
+from ...engine.step import BadLogits, SampledToken, TokenLogprobs
 from .adjustment import adjust
-from .choice import choose
-from .draw import Draw, SamplingError
+from .choice import draw_tokens
+from .draw import Draw
 from .logprobs import logprobs_of
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
-    """One token per row of logits [N, vocab_size], which stay as they are. Raises SamplingError for NaN."""
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | BadLogits]:
+    """One token per row of logits [N, vocab_size], which stay as they are; BadLogits where none can be chosen."""
     best, tokens = torch.max(logits, dim=-1)  # the first of equal maxima: the lowest id; NaN if any logit is
-    _check_numbers(best)
-    adjusted = [row for row, draw in enumerate(draws) if draw.adjusts_logits]
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and not draw.adjusts_logits]
+    bad = {row: BadLogits(draws[row].position, largest) for row, largest in _not_finite(best)}
+    good = [row for row in range(len(draws)) if row not in bad]
+    drawn = [row for row in good if draws[row].sampling.temperature > 0 and not draws[row].adjusts_logits]
     if drawn:
-        tokens[drawn] = choose(_rows(logits, drawn).float(), [draws[row] for row in drawn])
+        tokens[drawn] = draw_tokens(_rows(logits, drawn).float(), [draws[row] for row in drawn])
+    adjusted = [row for row in good if draws[row].adjusts_logits]
     if adjusted:
-        some = [draws[row] for row in adjusted]
         changed = logits[adjusted].float()  # a copy, by the index
-        adjust(changed, some)
-        tokens[adjusted] = choose(changed, some)
-    return _with_logprobs(logits, tokens, draws)
+        tokens[adjusted], worst = _sample_adjusted(changed, [draws[row] for row in adjusted])
+        bad |= {adjusted[index]: found for index, found in worst.items()}
+    return _with_logprobs(logits, tokens, draws, bad)
 
 
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """What each row of logits [N, vocab_size] says of the token that the prompt has there. Raises SamplingError for NaN."""
-    _check_numbers(logits.amax(dim=-1))
+def prompt_logprobs(
+    logits: torch.Tensor, targets: Sequence[int], num_top: int, position: int
+) -> list[TokenLogprobs] | BadLogits:
+    """What each row of logits [N, vocab_size] says of the token that the prompt has there; BadLogits if one of them says nothing.
+    `position`: of the first of these tokens, the others follow it."""
+    for row, largest in _not_finite(logits.amax(dim=-1)):
+        return BadLogits(position + row, largest)
     return logprobs_of(logits, torch.tensor(targets, device=logits.device), [num_top] * len(targets))
 
 
-def _check_numbers(best: torch.Tensor) -> None:
-    if torch.isnan(best).any():
-        bad = torch.isnan(best).nonzero().flatten().tolist()
-        raise SamplingError(f"the model's logits are NaN in rows {bad} of {len(best)}")
+def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, dict[int, BadLogits]]:
+    """Tokens [N] of the logits [N, vocab_size], which are changed in place, and the rows whose token means nothing."""
+    adjust(logits, draws)
+    best, tokens = torch.max(logits, dim=-1)
+    bad = {row: BadLogits(draws[row].position, largest, is_adjusted=True) for row, largest in _not_finite(best)}
+    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and row not in bad]
+    if drawn:
+        tokens[drawn] = draw_tokens(_rows(logits, drawn), [draws[row] for row in drawn])
+    return tokens, bad
+
+
+def _not_finite(best: torch.Tensor) -> list[tuple[int, float]]:
+    """The rows whose largest logit, of [N], is not finite, and that logit."""
+    return [(row, largest) for row, largest in enumerate(best.tolist()) if not math.isfinite(largest)]
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+def _with_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, draws: Sequence[Draw], bad: dict[int, BadLogits]
+) -> list[SampledToken | BadLogits]:
     token_ids: list[int] = tokens.tolist()
-    sampled = [SampledToken(token_id) for token_id in token_ids]
-    wanted = {row: draw.sampling.num_logprobs for row, draw in enumerate(draws)}
+    sampled = [bad.get(row) or SampledToken(token_id) for row, token_id in enumerate(token_ids)]
+    wanted = {row: draw.sampling.num_logprobs for row, draw in enumerate(draws) if row not in bad}
     num_top = {row: count for row, count in wanted.items() if count is not None}
     if num_top:
         rows = list(num_top)

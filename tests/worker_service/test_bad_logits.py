@@ -1,0 +1,125 @@
+"""Logits that are no finite numbers end the request whose they are, and no other one of the same step."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import grpc
+import pytest
+
+from client.continuation import another_may_begin, another_may_go_on
+from client.errors import from_rpc_error
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import World, read, rpc_error
+from worker_service.cache.sequence import SequenceState
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.request import Request
+from worker_service.engine.step import BadLogits
+from worker_service.status import of_error
+
+NAN = BadLogits(0, math.nan)
+
+
+async def failed(request: Request) -> tuple[list[int], EngineError]:
+    """The tokens of a stream that ends with an error, and the error."""
+    tokens: list[int] = []
+    try:
+        while (chunk := await request.stream.get()) is not None:
+            tokens += [token.token_id for token in chunk.tokens]
+    except EngineError as error:
+        return tokens, error
+    pytest.fail("it did not fail")
+
+
+@pytest.mark.parametrize("budget", [8, 64], ids=["in_chunks", "at_once"])
+@pytest.mark.parametrize("num_tokens", [0, 4], ids=["behind_the_prompt", "while_it_decodes"])
+async def test_one_request_ends_and_its_neighbours_get_their_texts(budget: int, num_tokens: int) -> None:
+    """What it had got before is delivered. `running` sees that nothing is held afterwards."""
+    world = World(num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=budget)
+    prompts = [[i, *range(20 + i)] for i in range(5)]
+    text = expected_text(prompts[2], 10)
+    world.model.bad_behind[[prompts[2][-1], *text][num_tokens]] = NAN
+    async with world.running():
+        requests = [world.submit(prompt, 10) for prompt in prompts]
+        bad, good = requests.pop(2), [prompts[i] for i in (0, 1, 3, 4)]
+        (tokens, error), texts = await asyncio.gather(failed(bad), asyncio.gather(*map(read, requests)))
+        assert texts == [expected_text(prompt, 10) for prompt in good]
+        assert tokens == text[:num_tokens]
+        assert error.kind is ErrorKind.INTERNAL
+        assert f"position {len(prompts[2]) + num_tokens}: the largest logit is nan" in error.message
+        assert world.engine.stats.ended == {"internal": 1, "length": 4}
+
+
+async def test_a_prompt_that_cannot_be_told_of_ends_its_request_only() -> None:
+    world = World(num_blocks=200, block_size=4)
+    world.model.bad_behind[7] = NAN
+    async with world.running():
+        bad = world.submit(list(range(20)), 4, num_prompt_logprobs=0)
+        beside = [world.submit(list(range(20)), 4), world.submit(list(range(30, 50)), 4, num_prompt_logprobs=0)]
+        (tokens, error), texts = await asyncio.gather(failed(bad), asyncio.gather(*map(read, beside)))
+        assert texts == [expected_text(list(range(20)), 4), expected_text(list(range(30, 50)), 4)]
+        assert tokens == []
+        assert "position 8:" in error.message
+
+
+async def test_what_led_to_bad_logits_is_nobodys_hit() -> None:
+    """Of the step itself: what earlier steps have computed of the prompt stays."""
+    prompt = list(range(40))
+    world = World(num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
+    world.model.bad_behind[prompt[-1]] = NAN
+    async with world.running():
+        await failed(world.submit(prompt, 4))
+        world.model.bad_behind.clear()
+        again = world.submit(prompt, 4)
+        assert await read(again) == expected_text(prompt, 4)
+        assert again.num_cached_tokens == 32
+
+
+async def test_those_who_wait_for_its_prefix_go_on() -> None:
+    """The leader's last token is bad, and the prefix that the others wait for is computed in the same step."""
+    system = list(range(100))
+    world = World(num_blocks=600, block_size=16)
+    world.model.bad_behind[1000] = NAN
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        leader = world.submit([*system, 1000], 3)
+        while leader.sequence.state is not SequenceState.LIVE:
+            await asyncio.sleep(0)
+        others = [world.submit([*system, 1000 + i], 3) for i in range(1, 5)]
+        while any(request.sequence.state is not SequenceState.PARKED for request in others):
+            await asyncio.sleep(0)
+        gate.set()
+        await failed(leader)
+        texts = await asyncio.gather(*map(read, others))
+        assert texts == [expected_text([*system, 1000 + i], 3) for i in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "field", "words"),
+    [
+        (BadLogits(0, math.inf), ErrorKind.INTERNAL, "", "change the prompt"),
+        (BadLogits(0, -math.inf), ErrorKind.INTERNAL, "", "change the prompt"),
+        (BadLogits(0, -math.inf, is_adjusted=True), ErrorKind.INVALID, "stop.min_tokens", "lower min_tokens"),
+        (BadLogits(0, math.inf, is_adjusted=True), ErrorKind.INVALID, "sampling.repetition_penalty", "nearer to 1"),
+        (BadLogits(0, math.nan, is_adjusted=True), ErrorKind.INVALID, "sampling.repetition_penalty", "nearer to 1"),
+    ],
+)
+async def test_the_error_says_whose_fault_it_is_and_is_not_tried_elsewhere(
+    bad: BadLogits, kind: ErrorKind, field: str, words: str
+) -> None:
+    """It would fail there as well."""
+    world = World(num_blocks=64, block_size=4)
+    world.model.bad_behind[3] = bad
+    async with world.running():
+        _, error = await failed(world.submit([1, 2, 3], 4))
+        assert (error.kind, error.field) == (kind, field)
+        assert f"position 3: the largest logit is {bad.largest:g}" in error.message
+        assert words in error.message
+    status = of_error(error)
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    seen = from_rpc_error(rpc_error(code, status), "worker w0")
+    assert words in str(seen)
+    assert not another_may_begin(seen)
+    assert not another_may_go_on(seen)
