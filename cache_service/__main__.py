@@ -7,12 +7,12 @@ import gc
 import signal
 import sys
 
+from kvpool.process.address import PortError
 from kvpool.process.logs import configure_logging
-from kvpool.process.metrics import MetricsPortError
 from kvpool.process.settings import SettingsProblem, load_settings
 
 from .epoch import EpochStore, StateError
-from .server import PortError, Server
+from .server import Server
 from .settings import ManagerSettings
 
 EXIT_FAILED = 1
@@ -35,7 +35,7 @@ def main() -> int:
         return EXIT_FAILED
     try:
         asyncio.run(_serve(settings, epochs))
-    except (PortError, MetricsPortError) as error:
+    except PortError as error:
         _complain(str(error))
         return EXIT_FAILED
     finally:
@@ -61,9 +61,9 @@ def _switch_off_the_collector() -> None:
     """From here on nothing walks the prefix tree to look for cycles.
 
     A pass over half a million nodes stops every call for 300 ms, and finds nothing: the core makes no cycles that it does not
-    break. What was imported is frozen out of the young passes that the server makes for gRPC's sake.
+    break. What was imported is frozen out of the young passes that the server makes for gRPC's sake, the few cycles among it
+    too: to look for them would take 20 ms, while streams may be waiting for this start.
     """
-    gc.collect()
     gc.freeze()
     gc.disable()
 

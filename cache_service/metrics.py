@@ -6,9 +6,8 @@ never becomes a label.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from kvpool.process.metrics import MetricsPage
+from kvpool.process.version import installed_version
 
 from .audits import Audits
 from .core.manager import CacheManager
@@ -36,7 +35,7 @@ class ManagerMetrics:
 
     def _fill_manager(self, page: MetricsPage) -> None:
         manager = self._manager
-        page.gauge("kvpool_manager_info", "The version that runs.", 1, version=_version())
+        page.gauge("kvpool_manager_info", "The version that runs.", 1, version=installed_version())
         page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
         page.gauge(
             "kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes
@@ -132,10 +131,3 @@ def _state(session: Session) -> str:
     if session.recovery is not None:
         return "recovering"
     return "draining" if session.draining else "serving"
-
-
-def _version() -> str:
-    try:
-        return version("kvpool")
-    except PackageNotFoundError:
-        return "from source"

@@ -9,22 +9,23 @@ import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvpool.process.address import is_loopback
-from kvpool.process.metrics import MetricsPage, MetricsServer, listen_for_metrics
+from kvpool.process.address import PortError, is_loopback
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .epoch import EpochStore
 from .garbage import collect_young
-from .metrics import ManagerMetrics
 from .servicer import CacheServicer
 from .settings import ManagerSettings
+
+if TYPE_CHECKING:
+    from kvpool.process.metrics import MetricsServer
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
@@ -52,10 +53,6 @@ _GRACE_SECONDS: Final = 1.0
 
 NOTICE_SECONDS: Final = 0.1
 """Between NOT_SERVING and the end: peers that watch the health or call hear of it, and not of a broken connection."""
-
-
-class PortError(Exception):
-    """The address cannot be listened on; the message says which and why."""
 
 
 class Server:
@@ -86,7 +83,6 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self._ticking: asyncio.Task[None] | None = None
-        self._metrics = ManagerMetrics(self.manager, self._servicer.counts, self._servicer.audits)
         self.metrics: MetricsServer | None = None
         """Answers /metrics, once started and if the settings name a port for it."""
 
@@ -100,15 +96,14 @@ class Server:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen and serve. Raises PortError, MetricsPortError."""
+        """Listen and serve. Raises PortError."""
         await require_free(self._settings.host.strip("[]"), self._settings.port)
         try:
             self.port = self._grpc.add_insecure_port(self._settings.address)
         except RuntimeError as error:
             raise PortError(f"cannot listen on {self._settings.address}: {error}") from None
         if self._settings.metrics_port is not None:
-            listener = listen_for_metrics(self._settings.metrics_host, self._settings.metrics_port)
-            self.metrics = MetricsServer(listener, self._fill_metrics)
+            self.metrics = self._listen_for_metrics(self._settings.metrics_host, self._settings.metrics_port)
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self._grpc.start()
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
@@ -134,8 +129,14 @@ class Server:
             await self.metrics.stop()
         log.info("stopped", epoch=self.manager.epoch)
 
-    def _fill_metrics(self, page: MetricsPage) -> None:
-        self._metrics.fill(page, self._clock())
+    def _listen_for_metrics(self, host: str, port: int) -> MetricsServer:
+        # Imported by those who want it: streams wait for a manager that is started anew, and this takes a tenth of its start.
+        from kvpool.process.metrics import MetricsServer, listen_for_metrics
+
+        from .metrics import ManagerMetrics
+
+        metrics = ManagerMetrics(self.manager, self._servicer.counts, self._servicer.audits)
+        return MetricsServer(listen_for_metrics(host, port), lambda page: metrics.fill(page, self._clock()))
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -8,34 +8,25 @@ import sys
 
 import structlog
 from kvpool.process.logs import configure_logging
-from kvpool.process.settings import SettingsProblem, load_settings
 
-from .settings import WorkerSettings
-
-
-def _settings() -> WorkerSettings:
-    try:
-        return load_settings(WorkerSettings)
-    except SettingsProblem as problem:
-        for line in str(problem).splitlines():
-            print(f"kvpool worker: {line}", file=sys.stderr)
-        sys.exit(2)
+from .settings import WorkerSettings, settings_of_this_process
 
 
 def main() -> None:
     """Run a worker until it is told to stop, or only print its plan. Exit status 2: bad settings; 1: it could not start or
     go on."""
-    settings = _settings()
+    settings = settings_of_this_process()
     configure_logging(settings.log_format, settings.log_level)
     try:
-        from kvpool.process.metrics import MetricsPortError
+        from kvpool.process.address import PortError
 
         from .manager_link import RegistrationRefused
         from .model.errors import ModelError
-        from .server import PortInUse, StoppedWhileLoading, run_worker
+        from .server import StoppedWhileLoading, run_worker
     except ModuleNotFoundError as error:
         print(
-            f"kvpool worker: the package {error.name!r} is missing: a worker needs `pip install kvpool[worker]`",
+            f"kvpool worker: the package {error.name!r} is missing: a worker needs `pip install '.[worker]'` in a checkout of "
+            "kvpool",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -50,7 +41,7 @@ def main() -> None:
                 # Nothing is held and nobody knows this worker; to leave in order would be to wait for the load.
                 sys.stderr.flush()
                 os._exit(0)
-    except (MetricsPortError, ModelError, PortInUse, RegistrationRefused) as error:
+    except (ModelError, PortError, RegistrationRefused) as error:
         print(f"kvpool worker: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

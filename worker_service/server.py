@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Self
 
@@ -15,8 +14,9 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvpool.process.address import is_loopback
+from kvpool.process.address import PortError, is_loopback
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
+from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
@@ -31,7 +31,9 @@ from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
 from .model.load import LoadedModel, load_model
 from .model.memory import KVCachePlan
+from .model.placement import choose_device
 from .model.runner import ModelRunner
+from .priority import stand_back
 from .servicer import WorkerServicer
 from .settings import WorkerSettings
 from .throughput import ThroughputLog
@@ -56,16 +58,12 @@ NOTICE_SECONDS = 0.1
 """Between NOT_SERVING and the end, so that those who watch the health hear of it."""
 
 
-class PortInUse(Exception):
-    """The address to listen on cannot be had."""
-
-
 class StoppedWhileLoading(Exception):
     """A signal came before the worker served. The thread that loads cannot be stopped: only the end of the process ends it."""
 
 
 async def run_worker(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortInUse, MetricsPortError,
+    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortError,
     ModelError, RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -135,7 +133,7 @@ class Server:
 
     @classmethod
     async def load(cls, settings: WorkerSettings) -> Self:
-        """Take the ports, then load the model. Raises PortInUse, MetricsPortError, ModelError."""
+        """Take the ports, then load the model. Raises PortError, ModelError."""
         metrics_listener = None
         if settings.metrics_port is not None:
             metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
@@ -143,7 +141,7 @@ class Server:
         try:
             port = server.add_insecure_port(settings.address(settings.port))
         except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {settings.address(settings.port)}: {error}") from error
+            raise PortError(f"cannot listen on {settings.address(settings.port)}: {error}") from error
         # The thread that loads runs the steps too: OpenMP keeps a team of threads for each thread that ever computed
         # something, and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
         model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
@@ -262,6 +260,9 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
+    """In the thread that will run the steps."""
+    if choose_device(settings.device).type == "cpu":
+        stand_back(settings.model_nice)
     loaded = load_model(settings.model_settings(), progress=log.info)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
     budget = loaded.plan(settings.memory_settings(), backend)
@@ -318,13 +319,13 @@ def _introduction(
         model_fingerprint=loaded.facts.fingerprint,
         kv_cache_config=config,
         max_model_len=loaded.facts.max_model_len,
-        engine=f"kvpool {_version()}",
+        engine=f"kvpool {installed_version()}",
     )
 
 
 def _labels(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan) -> WorkerLabels:
     return WorkerLabels(
-        version=_version(),
+        version=installed_version(),
         model_name=facts.name,
         dtype=facts.dtype,
         device=facts.device,
@@ -333,13 +334,6 @@ def _labels(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan) -> W
         bytes_per_block=plan.bytes_per_token * plan.block_size,
         prefix_caching=settings.prefix_caching,
     )
-
-
-def _version() -> str:
-    try:
-        return version("kvpool")
-    except PackageNotFoundError:
-        return "from source"
 
 
 def _model_files(facts: ModelFacts) -> codec.ModelFiles:

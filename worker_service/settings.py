@@ -1,15 +1,19 @@
-"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file."""
+"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file.
+
+`python -m kvpool.worker_service.settings …` only looks whether a worker could use its arguments, as `kvpool up` has it done
+before it starts anything."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
-from kvpool.process.settings import ProcessSettings
+from kvpool.process.settings import ProcessSettings, SettingsProblem, load_settings
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -98,6 +102,13 @@ class WorkerSettings(ProcessSettings):
         description="Prompt tokens in one step at most while others decode: less is a steadier pace for those, more a sooner "
         "first token.",
     )
+    model_nice: int = Field(
+        5,
+        ge=0,
+        le=19,
+        description="On a CPU, how far the forward pass stands back, as by nice(1), behind everything else on the machine: this "
+        "worker's own RPCs, a manager. 0: not at all.",
+    )
     scheduling_policy: SchedulingPolicy = Field(
         SchedulingPolicy.fcfs,
         description="fcfs: first come, first served. priority: by the requests' priority, smaller first. Both share fairly between "
@@ -109,7 +120,7 @@ class WorkerSettings(ProcessSettings):
     )
     prefix_caching: bool = Field(True, description="Whether prompts may be served from the cache.")
     report_seconds: float = Field(
-        0.05, ge=0, le=10, description="Filled blocks are reported at most so many seconds late."
+        0.1, ge=0, le=10, description="Filled blocks are reported at most so many seconds late."
     )
     reserve_seconds: float = Field(
         2.0,
@@ -199,3 +210,17 @@ class WorkerSettings(ProcessSettings):
     def name(self, port: int) -> str:
         """The worker's name, made up from host and port if none was given."""
         return self.worker_id or f"{socket.gethostname()}-{port}"
+
+
+def settings_of_this_process() -> WorkerSettings:
+    """Out of its arguments, variables and file. What is wrong with them is told on stderr and ends it with status 2."""
+    try:
+        return load_settings(WorkerSettings)
+    except SettingsProblem as problem:
+        for line in str(problem).splitlines():
+            print(f"kvpool worker: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    settings_of_this_process()

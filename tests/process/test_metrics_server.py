@@ -7,12 +7,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from kvpool.process.address import PortError
 from kvpool.process.histogram import Histogram
 from kvpool.process.metrics import (
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MetricsPage,
-    MetricsPortError,
     MetricsServer,
     listen_for_metrics,
 )
@@ -143,13 +143,13 @@ def test_a_port_that_is_taken_is_named_with_the_setting_to_change() -> None:
     with listen_for_metrics(HOST, 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            MetricsPortError, match=rf"127\.0\.0\.1:{port} for metrics: .*in use; choose another --metrics-port"
+            PortError, match=rf"127\.0\.0\.1:{port} for metrics: .*in use; choose another --metrics-port"
         ):
             listen_for_metrics(HOST, port)
 
 
 def test_a_host_that_is_not_ours_is_named_with_the_setting_to_change() -> None:
-    with pytest.raises(MetricsPortError, match=r"192\.0\.2\.1:0 for metrics: .*choose another --metrics-host"):
+    with pytest.raises(PortError, match=r"192\.0\.2\.1:0 for metrics: .*choose another --metrics-host"):
         listen_for_metrics("192.0.2.1", 0)
 
 

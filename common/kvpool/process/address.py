@@ -8,6 +8,10 @@ EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
 """Hosts to listen on that mean every address of the machine; nobody can connect to them by that name."""
 
 
+class PortError(Exception):
+    """An address cannot be listened on; the message says which, why, and what to choose instead."""
+
+
 def join_host_port(host: str, port: int) -> str:
     """host:port, IPv6 hosts in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -19,7 +19,7 @@ import structlog
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from .address import is_loopback, join_host_port
+from .address import PortError, is_loopback, join_host_port
 from .histogram import Histogram
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.metrics")
@@ -34,10 +34,6 @@ CONNECTION_SECONDS: Final = 10.0
 """Prometheus gives up after as long, unless told otherwise."""
 
 _PROCESS: Final = ProcessCollector(registry=None)
-
-
-class MetricsPortError(Exception):
-    """The address for /metrics cannot be listened on; the message says which and why."""
 
 
 class MetricsPage:
@@ -79,7 +75,7 @@ class MetricsPage:
 
 
 def listen_for_metrics(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes any free one. Raises MetricsPortError."""
+    """A socket that listens; port 0 takes any free one. Raises PortError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host.strip("[]"), port), family=family)
@@ -89,7 +85,7 @@ def listen_for_metrics(host: str, port: int) -> socket.socket:
         else:
             hint = "choose another --metrics-host or --metrics-port"
         why = (error.strerror or str(error)).partition(" (while")[0]
-        raise MetricsPortError(f"cannot listen on {join_host_port(host, port)} for metrics: {why}; {hint}") from None
+        raise PortError(f"cannot listen on {join_host_port(host, port)} for metrics: {why}; {hint}") from None
 
 
 class MetricsServer:
