@@ -9,6 +9,7 @@ from ..client import Client
 from ..config import ClientConfig
 from ..errors import ResourceExhausted
 from ..model import Model
+from ..options import GenerateOptions, GenerateSettings
 from .engine import Delivery, Refused, Served
 from .waste import WasteSample, look
 
@@ -16,7 +17,10 @@ from .waste import WasteSample, look
 class KvpoolEngine:
     """Each request is one `Client.generate`: tokens in, tokens out; routing and gRPC are in its times."""
 
-    def __init__(self, config: ClientConfig, *, model: str | None = None) -> None:
+    def __init__(self, config: ClientConfig, *, model: str | None = None, priority: int = 0, tenant: str = "") -> None:
+        """All requests are for that model, of that priority and that tenant. Raises InvalidRequest if there can be no such."""
+        self._options: GenerateOptions = {"ignore_eos": True, "model": model, "priority": priority, "tenant": tenant}
+        GenerateSettings.from_options(self._options)  # once, and not with the first request
         self._client = Client(config=config)
         self._model_name = model
         self._lengths: dict[str, int] = {}
@@ -29,7 +33,8 @@ class KvpoolEngine:
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
         """See Engine; raises KvpoolError for whatever is not Refused."""
-        stream = self._client.generate(prompt, max_tokens=num_tokens, ignore_eos=True, model=self._model_name)
+        options: GenerateOptions = {**self._options, "max_tokens": num_tokens}
+        stream = self._client.generate(prompt, **options)
         length = self._lengths[stream.sequence_id] = len(prompt)
         try:
             async with stream:

@@ -31,6 +31,18 @@ StopTokenIds = Annotated[
     list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
 ]
 MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Nothing ends the text before so many tokens.")]
+Priority = Annotated[
+    int,
+    typer.Option(
+        "--priority",
+        metavar="N",
+        help="Smaller is served earlier, and preempted later, by workers with --scheduling-policy priority.",
+    ),
+]
+Tenant = Annotated[
+    str,
+    typer.Option("--tenant", metavar="NAME", help="On whose behalf; workers share their steps fairly between tenants."),
+]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Name or fingerprint, where workers serve several models.")
 ]

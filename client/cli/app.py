@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from kvpool.process.settings import SettingsProblem
+from typer.core import TyperCommand
 
 from ..errors import KvpoolError
 from .bench import bench
@@ -31,10 +33,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# The services parse their own arguments, --help among them.
-_PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
-app.command("up", context_settings=_PASS_THROUGH, add_help_option=False)(up)
+
+class _PassThrough(TyperCommand):
+    """A command that parses its arguments itself, --help among them, and needs to know where `--` stood."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = args
+        return args
+
+
+app.command("up", cls=_PassThrough, add_help_option=False)(up)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("status")(status)
@@ -44,9 +53,9 @@ app.command("check")(check)
 app.add_typer(bench, name="bench")
 app.command("health")(health)
 app.command("drain")(drain)
-app.command("manager", context_settings=_PASS_THROUGH, add_help_option=False)(manager)
-app.command("worker", context_settings=_PASS_THROUGH, add_help_option=False)(worker)
-app.command("walkthrough", context_settings=_PASS_THROUGH, add_help_option=False)(walkthrough)
+app.command("manager", cls=_PassThrough, add_help_option=False)(manager)
+app.command("worker", cls=_PassThrough, add_help_option=False)(worker)
+app.command("walkthrough", cls=_PassThrough, add_help_option=False)(walkthrough)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

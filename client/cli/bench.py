@@ -20,7 +20,7 @@ from ..bench.plan import MAX_REPETITIONS, Case, Measured, Plan, default_sizes, m
 from ..bench.sample import RequestSample
 from ..bench.workload import DEFAULT_CONVERSATIONS, Workload
 from ..errors import InvalidRequest, KvpoolError
-from .answer_flags import ModelName
+from .answer_flags import ModelName, Priority, Tenant
 from .terminal import JsonOption, ManagerOption, client_config, error_line, stderr_console, stdout_console
 
 _MAX_DEFAULT_USERS: Final = 16
@@ -148,6 +148,8 @@ def serve(
         float | None,
         typer.Option("--timeout", help="Seconds for one request, until its last token.", show_default="600"),
     ] = None,
+    priority: Priority = 0,
+    tenant: Tenant = "",
     model: ModelName = None,
     as_json: JsonOption = False,
     manager: ManagerOption = None,
@@ -181,8 +183,9 @@ def serve(
         config = replace(config, timeout=timeout)
     looks = waste if waste is not None else workload is Workload.MIXED
     measured = Measured(plan)
+    engine = KvpoolEngine(config, model=model, priority=priority, tenant=tenant)
     try:
-        asyncio.run(_measure(KvpoolEngine(config, model=model), measured, looks=looks, stall_seconds=stall_seconds))
+        asyncio.run(_measure(engine, measured, looks=looks, stall_seconds=stall_seconds))
     except KeyboardInterrupt:
         print("kvpool: interrupted; the figures are of the runs that were complete", file=sys.stderr)
         _show(measured, as_json=as_json)

@@ -18,7 +18,7 @@ from ..config import ClientConfig
 from ..errors import KvpoolError, Unavailable
 from .gpus import VISIBLE_VARIABLE, one_gpu_each
 from .keeper import GaveUp, Keeper
-from .services import MANAGER_MODULE, WORKER_MODULE, service_command
+from .services import MANAGER_MODULE, WORKER_MODULE, WORKER_SETTINGS_MODULE, service_command
 from .supervisor import ChildSpec, Supervisor
 
 HOST: Final = "127.0.0.1"
@@ -84,27 +84,16 @@ class ClusterSpec:
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
         """The processes, the manager first if one is to be started. Raises InvalidRequest if there are too few GPUs."""
         unbuffered = {"PYTHONUNBUFFERED": "1"}
-        metrics = {
-            name: ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
-            for name, port in self._metrics_ports()
-        }
         children = []
         if self.join is None:
             listen = ["--host", self.host, "--port", str(self.port)]
             command = service_command(
-                MANAGER_MODULE, [*listen, *metrics.get(MANAGER_NAME, ()), *self.manager_arguments]
+                MANAGER_MODULE, [*listen, *self._metrics_arguments(MANAGER_NAME), *self.manager_arguments]
             )
             children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
         gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
         for index, name in enumerate(self.worker_names):
-            command = service_command(
-                WORKER_MODULE,
-                [
-                    *("--manager", self.address, "--host", self.host, "--worker-id", name),
-                    *metrics.get(name, ()),
-                    *self.worker_arguments,
-                ],
-            )
+            command = service_command(WORKER_MODULE, self._arguments_of_worker(name))
             variables = dict(unbuffered)
             if self.share_cores and "OMP_NUM_THREADS" not in environment:
                 variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // self.num_workers))
@@ -112,6 +101,22 @@ class ClusterSpec:
                 variables[VISIBLE_VARIABLE] = gpus[index]
             children.append(ChildSpec(name, command, variables))
         return children
+
+    def worker_settings_command(self) -> list[str]:
+        """A command that ends at once: with status 0 if workers can use their arguments, else with that of a worker, which says
+        why on stderr. Asked for --help among them it prints that."""
+        return service_command(WORKER_SETTINGS_MODULE, self._arguments_of_worker(self.worker_names[0]))
+
+    def _arguments_of_worker(self, name: str) -> list[str]:
+        return [
+            *("--manager", self.address, "--host", self.host, "--worker-id", name),
+            *self._metrics_arguments(name),
+            *self.worker_arguments,
+        ]
+
+    def _metrics_arguments(self, name: str) -> list[str]:
+        port = dict(self._metrics_ports()).get(name)
+        return [] if port is None else ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
 
 
 class ClusterFailed(KvpoolError):

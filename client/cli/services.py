@@ -11,6 +11,8 @@ import typer
 
 MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
+WORKER_SETTINGS_MODULE: Final = "kvpool.worker_service.settings"
+"""Looks at a worker's arguments and starts nothing."""
 
 
 def service_command(module: str, arguments: Sequence[str]) -> list[str]:

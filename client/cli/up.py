@@ -6,13 +6,15 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
 import typer
 from kvpool.process.address import EVERY_ADDRESS
-from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, load_settings, read_tables
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
 from kvpool.v1 import cache_pb2
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -31,14 +33,18 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS: Final = 3660.0
 """More than the longest grace that a worker can be given; whoever does not want to wait presses Ctrl-C once more."""
 _DEVICE_VARIABLE: Final = "KVPOOL_WORKER_DEVICE"
+_END_OF_OWN: Final = "--"
+_SETTLED_ELSEWHERE: Final = {"manager": "join", "worker_id": "name", "port": None}
+"""Settings of a worker that have another name here; `port` is the manager's here, the worker's may be given."""
 
 
 class UpSettings(ProcessSettings):
     """A manager and its workers on this machine; Ctrl-C stops them all, one that dies is started again.
 
     Each setting is also a variable, e.g. KVPOOL_UP_WORKERS=2, and a line below [up] of the file that --config names, e.g.
-    workers = 2. Further settings of the processes are taken from their own variables (KVPOOL_WORKER_MAX_NUM_BATCHED_TOKENS=1024)
-    and from [manager] and [worker] of the same file.
+    workers = 2. What stands behind -- goes to each worker as it is, e.g. kvpool up --workers 2 -- --scheduling-policy priority;
+    kvpool worker --help lists what there is. Further settings of the processes are also taken from their own variables
+    (KVPOOL_MANAGER_LOG_FORMAT=json, KVPOOL_WORKER_MAX_NUM_BATCHED_TOKENS=1024) and from [manager] and [worker] of the same file.
     """
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_UP_", cli_prog_name="kvpool up")
@@ -137,8 +143,10 @@ class UpSettings(ProcessSettings):
                 )
         return self
 
-    def spec(self) -> ClusterSpec:
-        """What is to be started. Raises SettingsProblem if the settings file of the workers cannot be read."""
+    def spec(self, further_worker_arguments: Sequence[str] = ()) -> ClusterSpec:
+        """What is to be started. Raises SettingsProblem if the settings file of the workers cannot be read, or if their further
+        arguments name what is settled here."""
+        _require_further(further_worker_arguments)
         gpu_each = self.device == "cuda" or (self.device is None and self._finds_gpus())
         arguments: list[str] = []
         for flag, value in (
@@ -161,7 +169,7 @@ class UpSettings(ProcessSettings):
             port=self.port,
             join=self.join,
             manager_arguments=() if self.state_dir is None else ("--state-dir", str(self.state_dir)),
-            worker_arguments=tuple(arguments),
+            worker_arguments=(*arguments, *further_worker_arguments),
             metrics_host=self.metrics_host,
             metrics_port=self.metrics_port,
             gpu_each=gpu_each,
@@ -180,10 +188,54 @@ class UpSettings(ProcessSettings):
 
 def up(context: typer.Context) -> None:
     """Start a manager and its workers; Ctrl-C stops them all. `kvpool up --help` lists the settings."""
-    settings = load_settings(UpSettings, context.args)
+    end = context.args.index(_END_OF_OWN) if _END_OF_OWN in context.args else len(context.args)
+    settings = _own_settings(context.args[:end])
     if settings.config is not None:
         os.environ[CONFIG_VARIABLE] = str(settings.config.expanduser().resolve())  # the children read it too
-    sys.exit(asyncio.run(run_cluster(settings.spec(), stdout_console())))
+    spec = settings.spec(context.args[end + 1 :])
+    _have_workers_look(spec)
+    sys.exit(asyncio.run(run_cluster(spec, stdout_console())))
+
+
+def _own_settings(arguments: Sequence[str]) -> UpSettings:
+    try:
+        return load_settings(UpSettings, arguments)
+    except SystemExit as exit_:
+        strange = [flag for flag in _flags(arguments) if _field(flag) not in UpSettings.model_fields]
+        if exit_.code and strange:
+            print(
+                f"kvpool up: if {strange[0]} is a setting of the workers, give it behind --: kvpool up … -- {strange[0]} …",
+                file=sys.stderr,
+            )
+        raise
+
+
+def _require_further(arguments: Sequence[str]) -> None:
+    """SettingsProblem if a worker is to be told what `kvpool up` tells it: the two would not agree about the cluster."""
+    for flag in _flags(arguments):
+        field = _field(flag)
+        if field == "dry_run":
+            raise SettingsProblem("--dry-run starts no worker: `kvpool worker --dry-run` prints the plan")
+        if instead := _SETTLED_ELSEWHERE.get(field, field if field in UpSettings.model_fields else None):
+            own = "--" + instead.replace("_", "-")
+            raise SettingsProblem(f"{flag} behind --: `kvpool up` settles it for its workers; give {own} before the --")
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    return [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _have_workers_look(spec: ClusterSpec) -> None:
+    """Before anything is started, a worker says what is wrong with its arguments, variables and table of the file; the exit
+    status is then its own. An exit also where it was asked for its --help."""
+    looked = subprocess.run(spec.worker_settings_command(), stdout=subprocess.PIPE, text=True, check=False)
+    if looked.returncode or looked.stdout:
+        print(looked.stdout, end="")
+        sys.exit(looked.returncode)
 
 
 async def run_cluster(spec: ClusterSpec, console: Console) -> int:

@@ -1,11 +1,15 @@
-"""`kvpool bench serve`: what it refuses before it talks to anybody, and what it says when nobody is there."""
+"""`kvpool bench serve`: what it refuses before it talks to anybody, what it says when nobody is there, what it asks for."""
 
 from __future__ import annotations
+
+import asyncio
+import json
 
 import pytest
 
 from client.cli import main
 from client.cli.cluster import free_port
+from tests.client.fakes import FakeWorker, fake_cluster
 
 
 def bench_serve(*arguments: str) -> int:
@@ -25,6 +29,8 @@ def bench_serve(*arguments: str) -> int:
         (["--workload", "unshared", "--prefix-tokens", "4"], "--prefix-tokens must be 0, got 4"),
         (["--workload", "mixed", "--turns", "2"], "use --workload chats"),
         (["--timeout", "-1"], "timeout must be in"),
+        (["--priority", "2147483648"], "priority must be in"),
+        (["--tenant", "x" * 257], "tenant must be 256 bytes at most"),
         ([], "no manager answers at 127.0.0.1"),
     ],
 )
@@ -42,3 +48,14 @@ def test_what_cannot_be_is_one_line(arguments: list[str], wanted: str, capsys: p
 def test_what_is_no_option_s_value_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_serve(*arguments) == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+async def test_all_its_requests_are_of_the_priority_and_the_tenant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the warm-up too."""
+    worker = FakeWorker("w")
+    flags = ["--workload", "unshared", "--requests", "2", "--own-tokens", "4", "--generated-tokens", "3", "--json"]
+    async with fake_cluster(worker) as manager:
+        blue = ["--manager", manager.address, "--priority", "-3", "--tenant", "blue"]
+        assert await asyncio.to_thread(bench_serve, *flags, *blue) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert [(request.priority, request.tenant) for request in worker.requests] == [(-3, "blue")] * 4

@@ -69,11 +69,11 @@ async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str
     }
 
 
-async def test_every_sampling_flag_reaches_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_answer_flag_reaches_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
     worker = FakeWorker("w")
     shared = [
         "--min-p", "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75",
-        "--logit-bias", "7=-2.5", "--logit-bias", "0=100",
+        "--logit-bias", "7=-2.5", "--logit-bias", "0=100", "--priority", "-3", "--tenant", "blue",
     ]  # fmt: skip
     own = ["--stop-token-id", "5", "--stop-token-id", "6", "--min-tokens", "3", "--ignore-eos", "--echo"]
     async with fake_cluster(worker) as manager:
@@ -85,6 +85,7 @@ async def test_every_sampling_flag_reaches_the_worker(capsys: pytest.CaptureFixt
         assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.75)
         assert dict(sampling.logit_bias) == {7: -2.5, 0: 100.0}
+        assert (request.priority, request.tenant) == (-3, "blue")
     stop = worker.requests[0].stop
     assert (list(stop.stop_token_ids), stop.min_tokens, stop.ignore_eos) == ([5, 6], 3, True)
     assert (worker.requests[0].echo, worker.requests[1].echo) == (True, False)
@@ -114,10 +115,12 @@ async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixtur
         (["--logit-bias", "5"], "1042=-5.5"),
         (["--logit-bias", "5=101"], "logit_bias must be in [-100, 100]"),
         (["--min-p", "2"], "min_p must be in [0, 1]"),
+        (["--priority", "2147483648"], "priority must be in"),
+        (["--tenant", "x" * 257], "tenant must be 256 bytes at most"),
         (["--logprobs", "1"], "--json"),
     ],
 )
-async def test_a_wrong_sampling_flag_is_told(
+async def test_a_wrong_answer_flag_is_told(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = FakeWorker("w")

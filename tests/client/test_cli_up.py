@@ -74,8 +74,8 @@ def free_ports(count: int) -> int:
 async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
     port = free_port()
     process = await asyncio.create_subprocess_exec(
-        *KVPOOL, "up", "--port", str(port), "--device", "cpu", *arguments,
-        *(() if state_dir is None else ("--state-dir", str(state_dir))),
+        *KVPOOL, "up", "--port", str(port), "--device", "cpu",
+        *(() if state_dir is None else ("--state-dir", str(state_dir))), *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -96,15 +96,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 async def test_a_cluster_starts_answers_and_stops(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers; every command works against them, and each tells its metrics; SIGTERM is a success and ends every process."""
+    """Two workers; every command works against them, and each tells its metrics; what stands behind `--` reaches both; SIGTERM is
+    a success and ends every process."""
     metrics_port = free_ports(3)
     small = ["--workers", "2", "--model", str(tiny_model), "--num-blocks", "64", "--block-size", "4"]
-    async with up(tmp_path, *small, "--metrics-port", str(metrics_port)) as cluster:
+    async with up(tmp_path, *small, "--metrics-port", str(metrics_port), "--", "--log-format", "json") as cluster:
         names = ["manager", "worker-0", "worker-1"]
         urls = [f"http://127.0.0.1:{metrics_port + index}/metrics" for index in range(3)]
         for name, url in zip(names, urls, strict=True):
             assert url in await cluster.read_until(f"metrics of {name}")
         assert "kvpool chat" in await cluster.read_until("ready: in")
+        logs = [line.partition("| ") for line in cluster.lines]
+        for worker in names[1:]:
+            entries = [json.loads(entry) for name, _, entry in logs if name.rstrip() == worker]
+            assert "registered" in {entry["event"] for entry in entries}
         pids = descendants(cluster.process.pid)
         assert len(pids) == 3
         text = await cluster.run("generate", "Hello world", "--max-tokens", "8")

@@ -57,6 +57,16 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
+    def resident_bytes(self) -> int:
+        """What it has in memory; it must be running."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def num_open_files(self) -> int:
+        """Sockets among them; it must be running."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
     def log(self) -> str:
         """All that was logged under this name, by earlier processes of the name too."""
         return self.log_path.read_text(errors="replace")

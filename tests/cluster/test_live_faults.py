@@ -17,7 +17,7 @@ from tests.live.load import Ended
 from tests.live.proof import Phase, Result, Settings, judge_streams, prove
 from tests.live.workload import TEMPERATURE, TINY, TOP_P, Request, Workload
 from tests.tiny_models import build_model
-from worker_service.engine.step import SamplingParams
+from worker_service.engine.step import SampledToken, SamplingParams
 from worker_service.model.sampling.draw import Draw
 from worker_service.model.sampling.sampler import sample
 
@@ -116,6 +116,7 @@ def answer(model: PreTrainedModel, request: Request) -> list[int]:
         with torch.inference_mode():
             logits = model(torch.tensor([tokens])).logits[0, -1:]
         (sampled,) = sample(logits, [Draw(sampling, position)])
+        assert isinstance(sampled, SampledToken)
         tokens.append(sampled.token_id)
     return tokens[len(request.prompt) :]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpool.process.metrics import MetricsPortError
+from kvpool.process.address import PortError
 
 from client.errors import InvalidRequest
 from tests.cluster.in_process import in_process_cluster
@@ -86,5 +86,5 @@ async def test_a_worker_says_it_before_it_loads_when_the_metrics_port_is_taken(t
         port = taken.getsockname()[1]
         given: dict[str, Any] = {"model": str(tmp_path / "none"), "metrics_port": port}
         settings = WorkerSettings(**given)
-        with pytest.raises(MetricsPortError, match=rf"127\.0\.0\.1:{port} for metrics: .*--metrics-port"):
+        with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port} for metrics: .*--metrics-port"):
             await Server.load(settings)

@@ -17,8 +17,8 @@ from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.two_workers import TwoWorkers
+from tests.model.sampling_oracle import uniform
 from tests.tiny_models import MIN_MARGIN
-from worker_service.model.sampling.choice import uniform
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
