@@ -9,7 +9,7 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live exhaustive linearizability mutants models check proto format bench bench-serve bench-peers clean
+.PHONY: help demo test test-compose simulate live soak exhaustive linearizability mutants models check proto format bench bench-serve bench-peers clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
+	@echo "make soak         a cluster with full pools for twenty minutes, every token held against the right one"
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
 	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
@@ -52,6 +53,9 @@ simulate: $(READY)
 
 live: $(READY)
 	$(BIN)/python -m tests.live $(ARGUMENTS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak $(ARGUMENTS)
 
 exhaustive: $(READY)
 	$(BIN)/python -m tests.exhaustive

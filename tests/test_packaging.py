@@ -155,7 +155,7 @@ def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Pa
         [sys.executable, "-c", script], cwd=site_packages, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "pip install kvpool[worker]" in done.stderr
+    assert "pip install '.[worker]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from bench.report import facts
 from tests.live.proof import Result, Settings, prove
 from tests.live.workload import SMOLLM2, TINY
+from tests.progress import told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,24 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, folder: Path) -> Result:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("starting the cluster", total=None)
-
-        def progress(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-            if not console.is_terminal:
-                print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
-
+    with told("starting the cluster", MofNCompleteColumn()) as progress:
         return asyncio.run(prove(settings, folder, progress))
 
 
 def show(result: Result, console: Console) -> None:
     """For people."""
-    streams = Table("", "faults", "streams", "tokens", "hit", "moved", "ties", title="Streams", title_justify="left")
+    streams = Table("", "faults", "streams", "tokens", "hit", "moved", title="Streams", title_justify="left")
     for phase in result.phases:
-        counts = (phase.faults, phase.streams, phase.tokens, phase.hit, phase.moved, phase.ties)
+        counts = (phase.faults, phase.streams, phase.tokens, phase.hit, phase.moved)
         streams.add_row(phase.name, *(f"{count:,}" for count in counts))
     console.print(streams)
     if result.recoveries:

@@ -1,7 +1,7 @@
 """Whether a token is what the model says there, by transformers in float32, and how far from it a wrong one is.
 
-Until batches are invariant, the last bits of a logit depend on what else is in the batch. Where the decision hangs on those bits
-(two logits, or the draw and its edge, within TIE of each other) either token is right: a tie. Anything else is a violation.
+The last bits of a logit are not those of transformers, which adds up in another order. Where the decision hangs on those bits (two
+logits, or the draw and its edge, within TIE of each other) either token is right: a tie. Anything else is a violation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.live.workload import TEMPERATURE, TOP_P, Request
-from worker_service.model.sampling.choice import uniform
+from tests.model.sampling_oracle import uniform
 
 TIE: Final = 1e-4
 

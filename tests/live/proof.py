@@ -6,7 +6,6 @@ import dataclasses
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,8 +63,6 @@ class Phase:
     """Streams in the middle of which a fault fell, each as often as one did; with workers, of the one that was harmed."""
     moved: int = 0
     """Streams that went on at another worker."""
-    ties: int = 0
-    """Streams that differ from the undisturbed answer where either token is right."""
 
 
 @dataclass
@@ -78,7 +75,7 @@ class Result:
     worker_faults: dict[str, int] = field(default_factory=dict)
     outages: list[Outage] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
-    """Every token that is not the oracle's own choice, the undisturbed answers' included."""
+    """Every token of an undisturbed answer that is not transformers' own choice, where either is right."""
     violations: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -204,19 +201,16 @@ def _in_turn(count: int, draw: random.Random) -> list[Fault]:
 
 
 def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[list[Ended]]) -> None:
-    """Every stream tells the undisturbed answer, or differs where either token is right; that answer is the model's own."""
+    """Every stream tells the undisturbed answer to the last bit, since batches are invariant; that answer is the model's own."""
     for request, answer in zip(workload.requests, workload.answers, strict=True):
-        _weigh(result, "undisturbed", judge.doubts(request, answer.token_ids))
+        _weigh(result, judge.doubts(request, answer.token_ids))
     for phase, ended_streams in zip(result.phases, loads, strict=True):
-        known: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for ended in ended_streams:
             if ended.problem is not None:
                 result.violations.append(f"{phase.name}: request {ended.request} on {ended.workers}: {ended.problem}")
             elif not ended.is_equal:
-                phase.ties += 1
-                known[ended.request, ended.token_ids] += 1
-        for (number, tokens), times in known.items():
-            _weigh(result, f"{phase.name}, {times} times", judge.doubts(workload.requests[number], tokens))
+                where = _first_difference(ended.token_ids, workload.answers[ended.request].token_ids)
+                result.violations.append(f"{phase.name}: request {ended.request} on {ended.workers}: {where}")
         if phase.name == MANAGER_KILLED:
             # Their workers lived: whoever had begun had no reason to go elsewhere.
             for ended in ended_streams:
@@ -224,11 +218,18 @@ def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[
                     result.violations.append(f"{phase.name}: request {ended.request} moved over {ended.workers}")
 
 
-def _weigh(result: Result, where: str, doubts: list[Doubt]) -> None:
+def _first_difference(tokens: Sequence[int], right: Sequence[int]) -> str:
+    for index, pair in enumerate(zip(tokens, right, strict=False)):
+        if pair[0] != pair[1]:
+            return f"token {index} is {pair[0]}, undisturbed {pair[1]}"
+    return f"{len(tokens)} tokens, undisturbed {len(right)}"
+
+
+def _weigh(result: Result, doubts: list[Doubt]) -> None:
     for doubt in doubts:
         if doubt.is_tie:
-            result.doubts.append(f"{where}: {doubt}")
+            result.doubts.append(f"undisturbed: {doubt}")
         else:
             # What follows a wrong token is wrong in its own way: the first one tells.
-            result.violations.append(f"{where}: {doubt}")
+            result.violations.append(f"undisturbed: {doubt}")
             return

@@ -1,0 +1,137 @@
+"""A cluster under a load that is always more than it has room for, for as long as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.models import make_endless_model
+from tests.live.faults import complaints
+from tests.live.workload import START_SECONDS
+from tests.model.plain_loop import PlainLoop
+from tests.soak.questions import make_questions
+from tests.soak.readers import Readers, Told
+from tests.soak.watch import Growth, Watch, growth
+
+BLOCK_SIZE: Final = 4
+FULL: Final = 0.99
+"""Share of the pool that must be held at the median."""
+TELLING_SECONDS: Final = 60.0
+"""A shorter soak does not tell how full pools are, nor what grows."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, and how much at once."""
+
+    seconds: float
+    num_streams: int = 0
+    """It goes on until so many have ended, also beyond `seconds`."""
+    num_workers: int = 2
+    num_readers: int = 60
+    num_blocks: int = 257
+    """Of each worker: about half of what its running sequences would like to have."""
+    max_num_seqs: int = 24
+    num_questions: int = 150
+    num_tokens: int = 96
+    seconds_between_looks: float = 5.0
+    seed: int = 1
+
+
+@dataclass
+class Result:
+    """What came of it."""
+
+    settings: Settings
+    told: Told
+    seconds: float = 0.0
+    usage_median: float = 0.0
+    usage_least: float = 0.0
+    num_checks: int = 0
+    growth: list[Growth] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+Progress = Callable[[str, float, float], None]
+"""What is going on, how much of it is done, of how much."""
+
+
+async def soak(settings: Settings, folder: Path, progress: Progress) -> Result:
+    """Do it; raises only if the cluster cannot be started."""
+    draw = random.Random(settings.seed)
+    model = make_endless_model(folder / "model", tokenizer=True)
+    count = settings.num_questions
+    questions = make_questions(
+        PlainLoop(model.path), count, settings.num_tokens, draw, lambda made: progress("right answers", made, count)
+    )
+    result = Result(settings, Told())
+    names = [f"worker-{number}" for number in range(settings.num_workers)]
+    async with Cluster(folder, start_seconds=START_SECONDS) as cluster:
+        await cluster.start_manager()
+        for name in names:
+            cluster.start_worker(
+                name,
+                model=model.path,
+                block_size=BLOCK_SIZE,
+                num_blocks=settings.num_blocks,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=64,
+                scheduling_policy="priority",
+            )
+        await cluster.until_registered(*names)
+        watch = Watch(cluster, settings.seconds_between_looks)
+        async with cluster.client() as client:
+            readers = Readers(client, questions, settings.num_readers, draw, result.told)
+            began = time.monotonic()
+            readers.start()
+            await asyncio.sleep(min(2.0, settings.seconds / 4))  # until the pools are full
+            watching = asyncio.create_task(watch.run())
+            while True:
+                passed, ended = time.monotonic() - began, sum(result.told.outcomes.values())
+                progress(f"{ended:,} streams", min(passed, settings.seconds), settings.seconds)
+                is_over = passed >= settings.seconds and ended >= settings.num_streams
+                if is_over or result.told.violations or watching.done():
+                    break
+                await asyncio.sleep(min(1.0, max(0.1, settings.seconds - passed)))
+            watching.cancel()
+            seen = await asyncio.gather(watching, return_exceptions=True)
+            result.violations += [f"could not look: {why!r}" for why in seen if isinstance(why, Exception)]
+            result.seconds = time.monotonic() - began
+            try:
+                await readers.finish()
+                await cluster.until_clean()
+            except (AssertionError, TimeoutError) as error:
+                result.violations.append(f"at the end: {type(error).__name__}: {error}")
+        result.violations += complaints(cluster)
+    _judge(result, watch)
+    return result
+
+
+def _judge(result: Result, watch: Watch) -> None:
+    result.num_checks = watch.num_checks
+    result.violations += result.told.violations + watch.violations
+    if not result.told.num_preemptions or not result.told.num_cached_tokens:
+        result.violations.append("no preemption, or no hit: the pools were not in need")
+    if watch.usage:
+        result.usage_median, result.usage_least = statistics.median(watch.usage), min(watch.usage)
+    if result.settings.seconds < TELLING_SECONDS:
+        return
+    if result.usage_median < FULL:
+        result.violations.append(f"the pools were {result.usage_median:.1%} full at the median, not {FULL:.0%}")
+    for name, holdings in watch.holdings.items():
+        if len(holdings) < 8:
+            result.violations.append(f"{name} was looked at {len(holdings)} times only")
+            continue
+        result.growth.append(growth(name, holdings))
+        result.violations += result.growth[-1].problems
