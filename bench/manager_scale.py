@@ -20,12 +20,15 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, NamedTuple
 
+from kvpool.v1 import cache_pb2, common_pb2
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
+from cache_service.codec import decode_report, decode_uplink
 from cache_service.core.manager import CacheManager
 from cache_service.core.messages import (
     AllocateItem,
@@ -37,12 +40,15 @@ from cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
+from worker_service.cache.ledger import BlockLedger, Content
+from worker_service.cache.report import Report
 
 FINGERPRINT: Final = "bench"
 BLOCK_SIZE: Final = 16
 NUM_WORKERS: Final = 64
 CHAIN_BLOCKS: Final = 32
 """Blocks of a request: 512 tokens."""
+REPORTED_BLOCKS: Final = 100_000
 
 
 class Pause(NamedTuple):
@@ -170,6 +176,44 @@ def register(num_blocks: int) -> dict[str, Any]:
     return {"pause": longest(iter([lambda: manager.register(_registration("w", num_blocks), 0.0)]))}
 
 
+def report(num_blocks: int) -> dict[str, Any]:
+    """A worker tells a manager that knows nothing of so many cached blocks, at most 100,000: each part from its bytes on, which is
+    what another call waits for, and all of them."""
+    count = min(num_blocks, REPORTED_BLOCKS)
+    ledger = BlockLedger(count + 1)
+    root = common_pb2.Root(model_fingerprint=FINGERPRINT)
+    parent: Content | None = None
+    for block in range(1, count + 1):
+        ledger.accept_grant(block, block)
+        ledger.use(block)
+        tokens = array("I", range(block, block + BLOCK_SIZE)).tobytes()
+        parent = Content(parent if block % CHAIN_BLOCKS else None, root, tokens)
+        ledger.complete(block, parent)
+        ledger.drop(block)
+    told = Report(ledger, [], [])
+    manager = CacheManager(1)
+    introduction = _registration("w", count)._replace(holds_state=True)
+    session = manager.register(introduction, 0.0).session
+    parts: list[bytes] = []
+    while True:
+        request = cache_pb2.ReportRequest()
+        request.CopyFrom(told.part)
+        request.uplink.session, request.uplink.call_no = session, len(parts) + 1
+        parts.append(request.SerializeToString())
+        if told.told():
+            break
+
+    def take_in(data: bytes) -> None:
+        request = cache_pb2.ReportRequest.FromString(data)
+        manager.report(decode_uplink(request), decode_report(request))
+
+    began, cpu_began = time.perf_counter(), time.thread_time()
+    pause = longest(partial(take_in, data) for data in parts)
+    seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu_began
+    assert manager.sessions[0].pool.counts().cached == count
+    return {"pause": pause, "seconds": seconds, "cpu": cpu}
+
+
 def fencing(num_blocks: int) -> dict[str, Any]:
     """A worker with so many cached blocks goes: the longest slice of the sweep, which is what another call waits for."""
     found = {}
@@ -230,6 +274,7 @@ MEASUREMENTS: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "allocation": allocation,
     "memory": memory,
     "register": register,
+    "report": report,
     "fencing": fencing,
     "route": route,
     "check": check,
@@ -281,6 +326,12 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
         add("memory per cached block", "bytes", 400, [run["bytes_per_cached_block"] for run in results])
     if "register" in chosen:
         add_pause(found, f"Register of {num_blocks:,} blocks", 20, measure("register", num_blocks, runs))
+    if "report" in chosen:
+        results = measure("report", num_blocks, runs)
+        count = min(num_blocks, REPORTED_BLOCKS)
+        add_pause(found, f"taking in a report of {count:,} cached blocks: a part", 20, results)
+        add("  the whole report, by the clock", "s", 0.5, [run["seconds"] for run in results])
+        add("  the same in CPU time", "s CPU", None, [run["cpu"] for run in results])
     if "fencing" in chosen:
         for chain, results in _by_case(measure("fencing", num_blocks, runs)):
             add_pause(found, f"fencing {num_blocks:,} cached blocks in chains of {chain}: a slice", 20, results)

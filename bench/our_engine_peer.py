@@ -57,7 +57,7 @@ class LocalStub:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._servicer, name)
 
-        async def call(request: Any, timeout: float | None = None) -> Any:
+        async def call(request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
             return await method(request, _Context())
 
         return call

@@ -17,16 +17,39 @@ import torch
 import transformers
 
 
+def load_model(folder: str) -> Any:
+    """The model as transformers serves it best on a CPU."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+    )
+    return model.eval()
+
+
+def arguments_of(doc: str | None) -> argparse.Namespace:
+    """The command line: which model, and how its continuous batching is set."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--page-size", type=int, required=True)
+    parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
+    parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
+    return parser.parse_args()
+
+
+def batching_config(arguments: argparse.Namespace) -> transformers.ContinuousBatchingConfig:
+    """Of its manager."""
+    return transformers.ContinuousBatchingConfig(
+        page_size=arguments.page_size,
+        num_blocks=arguments.num_tokens // arguments.page_size,
+        max_batch_tokens=arguments.max_batch_tokens,
+    )
+
+
 class Peer:
     """One model with a continuous batching manager."""
 
-    def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None) -> None:
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
-        ).eval()
-        self._config = transformers.ContinuousBatchingConfig(
-            page_size=page_size, num_blocks=num_tokens // page_size, max_batch_tokens=max_batch_tokens
-        )
+    def __init__(self, model: Any, config: transformers.ContinuousBatchingConfig) -> None:
+        self._model = model
+        self._config = config
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
         """Greedy tokens for all prompts, past any end of text."""
@@ -51,18 +74,8 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("--page-size", type=int, required=True)
-    parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
-    parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
-    arguments = parser.parse_args()
-    peer = Peer(
-        arguments.folder,
-        page_size=arguments.page_size,
-        num_tokens=arguments.num_tokens,
-        max_batch_tokens=arguments.max_batch_tokens,
-    )
+    arguments = arguments_of(__doc__)
+    peer = Peer(load_model(arguments.folder), batching_config(arguments))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

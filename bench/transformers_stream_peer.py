@@ -9,7 +9,6 @@ from bench.pipe import Child, take_stdout
 
 _pipe = take_stdout()
 
-import argparse  # noqa: E402
 import asyncio  # noqa: E402
 import itertools  # noqa: E402
 from collections.abc import AsyncGenerator  # noqa: E402
@@ -18,18 +17,14 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from bench.transformers_peer import arguments_of, batching_config, load_model  # noqa: E402
+
 
 class Peer:
     """One model with a continuous batching manager, which keeps its cached prefixes between requests."""
 
-    def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None) -> None:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
-        ).eval()
+    def __init__(self, model: Any, config: transformers.ContinuousBatchingConfig) -> None:
         greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        config = transformers.ContinuousBatchingConfig(
-            page_size=page_size, num_blocks=num_tokens // page_size, max_batch_tokens=max_batch_tokens
-        )
         self._manager = model.init_continuous_batching(greedy, config)
         self._manager.start()
         self._numbers = itertools.count()
@@ -71,18 +66,8 @@ async def serve(peer: Peer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder")
-    parser.add_argument("--page-size", type=int, required=True)
-    parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
-    parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
-    arguments = parser.parse_args()
-    peer = Peer(
-        arguments.folder,
-        page_size=arguments.page_size,
-        num_tokens=arguments.num_tokens,
-        max_batch_tokens=arguments.max_batch_tokens,
-    )
+    arguments = arguments_of(__doc__)
+    peer = Peer(load_model(arguments.folder), batching_config(arguments))
     asyncio.run(serve(peer))
 
 
