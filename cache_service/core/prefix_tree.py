@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import reduce
+from operator import xor
 from typing import TYPE_CHECKING
 
 from .hashing import HashFunction, block_hash, root_bytes
@@ -24,6 +26,31 @@ FAN_CHILDREN = 1024
 """A node with more children than this keeps them in a Fan."""
 
 FAN_PARTS = 256
+
+
+class Copies(dict["BlockPool", int]):
+    """Blocks by pool, and the exclusive or of the pools' signatures: that of two different sets is different, but for a chance of
+    2^-60. (A. L. Zobrist, "A New Hashing Method with Application for Game Playing", 1970.)"""
+
+    __slots__ = ("signature",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signature = 0
+
+    def add(self, pool: BlockPool, block: int) -> None:
+        """Of a pool that has none yet."""
+        self[pool] = block
+        self.signature ^= pool.signature
+
+    def drop(self, pool: BlockPool) -> None:
+        """If there is one."""
+        if self.pop(pool, 0):
+            self.signature ^= pool.signature
+
+    def is_signed(self) -> bool:
+        """Whether the signature is the pools', as it always should be."""
+        return self.signature == reduce(xor, (pool.signature for pool in self))
 
 
 class Node:
@@ -57,7 +84,8 @@ class Node:
         """Further children."""
         self.copy_pool: BlockPool | None = None
         self.copy_block = 0
-        self.copies: dict[BlockPool, int] | None = None
+        self.copies: Copies | None = None
+        """Further copies."""
         self.num_sequences = 0
         """Live sequences whose deepest node this is."""
         self.leaders: Sequence | dict[Sequence, None] | None = None
@@ -121,17 +149,17 @@ class Node:
         """Make `block` the copy that serves hits in `pool`, which has none yet."""
         if self.copy_pool is None:
             self.copy_pool, self.copy_block = pool, block
-        elif self.copies is None:
-            self.copies = {pool: block}
         else:
-            self.copies[pool] = block
+            if self.copies is None:
+                self.copies = Copies()
+            self.copies.add(pool, block)
 
     def drop_copy(self, pool: BlockPool) -> None:
         """Forget the copy in `pool`, if there is one. Does not prune."""
         if self.copy_pool is pool:
             self.copy_pool, self.copy_block = None, 0
         elif self.copies is not None:
-            self.copies.pop(pool, None)
+            self.copies.drop(pool)
             if not self.copies:
                 self.copies = None
 

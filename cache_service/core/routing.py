@@ -31,29 +31,30 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
     """Per pool that holds the first node, how many leading nodes of the path it holds.
 
     A common prefix is held by all workers, node after node. So what is asked of a node is whether any pool ends here, which takes
-    one comparison of sets where the answer is no.
+    one comparison of signatures where the same pools hold it as the node before.
     """
     cached: dict[BlockPool, int] = {}
     if not path:
         return cached
-    first = path[0].copy_pool
-    others = set(path[0].pools()) - {first}
+    going_on, signature = set(path[0].pools()), _signature(path[0])
     for index, node in enumerate(path):
-        copies = node.copies
-        # A difference of a set and a dict uses the hashes that both have kept: half the time of comparing the set with the keys.
-        if node.copy_pool is first and (not others or (copies is not None and not others.difference(copies))):
+        here = _signature(node)
+        if here == signature:
             continue
-        going_on = {*others, first} if first is not None else others
+        signature = here
         holding = {pool for pool in going_on if node.copy_in(pool)}
         cached.update(dict.fromkeys(going_on - holding, index))
-        if not holding:
+        going_on = holding
+        if not going_on:
             return cached
-        first = node.copy_pool if node.copy_pool in holding else None
-        others = holding - {first}
-    cached.update(dict.fromkeys(others, len(path)))
-    if first is not None:
-        cached[first] = len(path)
+    cached.update(dict.fromkeys(going_on, len(path)))
     return cached
+
+
+def _signature(node: Node) -> int:
+    """Of the set of pools that hold the node, as in Copies."""
+    signature = 0 if node.copies is None else node.copies.signature
+    return signature if node.copy_pool is None else signature ^ node.copy_pool.signature
 
 
 def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]]:

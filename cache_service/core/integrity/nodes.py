@@ -55,6 +55,8 @@ class NodeLaws:
             self.suspects.append(node)
         for pool in node.pools():
             self._copy(node, pool)
+        if node.copies is not None and not node.copies.is_signed():
+            self._add("tree", f"{node!r} has a signature that is not of the pools that hold it", node)
         for leader in node.iter_leaders():
             if not self._lives(leader):
                 message = f"{node!r} is led by a sequence that has ended"

@@ -323,6 +323,20 @@ def test_check_sees_nodes_that_are_lost() -> None:
     assert [violation.law for violation in scene.manager.check().violations] == ["tree"]
 
 
+def test_check_sees_a_signature_that_is_not_of_its_pools() -> None:
+    """Route would take the end of a prefix for its going on."""
+    scene = Scene()
+    other = Desk(num_blocks=17, block_size=2, worker_id="other", lockstep=scene.desk.lockstep)
+    other.serve("d", [1, 2, 3])
+    node = scene.sequence(A).nodes[0]
+    assert node.copies is not None
+    assert scene.manager.check().violations == []
+    node.copies.signature ^= 1
+    (violation,) = scene.manager.check().violations
+    assert (violation.law, violation.block) == ("tree", scene.table(A)[0])
+    assert "signature" in violation.message
+
+
 def test_every_law_of_the_list_is_tried() -> None:
     """A law that is added to the audit's list gets a case here."""
     assert integrity.__doc__ is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import xxhash
 
@@ -47,6 +49,21 @@ def test_a_prefix_in_flight_counts_before_it_is_computed() -> None:
     workers[2].report("leader", 4)
     best = workers[0].manager.route(ROOT, token_bytes([*PROMPT, *range(40)]))[0]
     assert (best.session.worker_id, best.num_cached_tokens, best.num_in_flight_tokens) == ("w2", 4, 56)
+
+
+def test_each_worker_is_told_its_own_reach_whoever_else_holds_the_prefix() -> None:
+    """Six workers hold beginnings of different lengths, sealed in different orders."""
+    workers = cluster(6)
+    order = random.Random(1)
+    for length in (4, 8, 16):
+        for worker in order.sample(workers, 3):
+            worker.serve(f"{worker.worker_id} {length}", [*PROMPT[:length], 99])
+    for prompt in (PROMPT, PROMPT[:9], [*PROMPT[:4], *range(50, 60)]):
+        workers[0].lockstep.route(ROOT, token_bytes(prompt))
+    reached = {worker.num_cached_tokens for worker in workers[0].manager.route(ROOT, token_bytes(PROMPT))}
+    assert len(reached) > 2
+    workers[0].lockstep.deregister(workers[0].number)
+    workers[1].lockstep.route(ROOT, token_bytes(PROMPT))
 
 
 def test_a_full_hit_is_reported_short_of_the_last_token() -> None:
