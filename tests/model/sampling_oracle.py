@@ -53,7 +53,8 @@ def adjusted(logits: Sequence[float], row: Row) -> list[float]:
 
 def kept(logits: Sequence[float], params: SamplingParams) -> list[int]:
     """Token ids that truncation leaves, ascending."""
-    weights = [math.exp((value - max(logits)) / params.temperature) for value in logits]
+    best = max(logits)
+    weights = [math.exp((value - best) / params.temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.top_k:
         order = order[: params.top_k]
@@ -71,8 +72,8 @@ def sampled(logits: Sequence[float], row: Row) -> int:
     values, params = adjusted(logits, row), row.params
     if params.temperature == 0:
         return values.index(max(values))
-    left = kept(values, params)
-    weights = [math.exp((values[token] - max(values)) / params.temperature) for token in left]
+    left, best = kept(values, params), max(values)
+    weights = [math.exp((values[token] - best) / params.temperature) for token in left]
     target, mass = uniform(params.seed, row.position) * sum(weights), 0.0
     for token, weight in zip(left, weights, strict=True):
         mass += weight

@@ -7,14 +7,17 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from tests.progress import told
 from tests.simulation.runner import REPEAT_EVERY, run_all
 from tests.simulation.totals import Totals
 from tests.simulation.world import Result, World
 
 MIN_OPERATIONS = 200
 MIN_FAULTS = 5
+LINE_SEEDS = 500
+"""Between two lines of progress where there is no terminal."""
 
 
 def replay(seed: int, *, is_traced: bool, console: Console) -> int:
@@ -38,23 +41,15 @@ def simulate(seeds: range, jobs: int, *, strict: bool, console: Console) -> int:
     totals = Totals()
     began = time.monotonic()
     broken: list[Result] = []
-    columns = (
-        TextColumn("simulating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[state]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(seeds), state="")
+    columns = MofNCompleteColumn(), TimeRemainingColumn()
+    with told("simulating", *columns, is_worth_a_line=lambda done, of: done % LINE_SEEDS == 0 or done == of) as tell:
         for results in run_all(seeds, jobs):
             for result in results:
                 totals.add(result)
                 totals.num_repeated += result.seed % REPEAT_EVERY == 0
                 if result.violation is not None:
                     broken.append(result)
-            state = f"[bold red]{len(broken)} broken" if broken else "all laws hold"
-            progress.update(task, completed=totals.num_runs, state=state)
+            tell(f"{len(broken)} broken" if broken else "all laws hold", totals.num_runs, len(seeds))
             if broken:
                 break
     totals.show(console)

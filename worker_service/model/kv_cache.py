@@ -13,6 +13,7 @@ from .errors import KVCacheTooLarge
 from .layers import AttentionLayer
 from .memory import KVCachePlan, show_bytes
 
+
 class KVCache:
     """The KV tensors of all layers, allocated once and zero."""
 
