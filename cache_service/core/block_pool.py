@@ -16,8 +16,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
-from hashlib import blake2b
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
@@ -26,8 +25,6 @@ _NUMBERS_PER_PIECE = 1 << 16
 
 _GROWTH_BLOCKS = 1 << 14
 """Room is made for so many further blocks at a time."""
-
-_numbers = count()
 
 
 def counting(count: int) -> array[int]:
@@ -68,8 +65,8 @@ class BlockPool:
         """Set when the session ends: look-ups ignore the pool from then on, a sweep takes its copies out of the tree."""
         self.num_evicted = 0
         """Cached blocks whose content was dropped for a grant."""
-        self.signature = int.from_bytes(blake2b(str(next(_numbers)).encode(), digest_size=8).digest()) >> 4
-        """60 bits like drawn, of no other pool of this process: see Copies."""
+        self.signature = tree.new_signature()
+        """See Copies."""
         self._tree = tree
         self._state = bytearray(num_blocks)
         self._num_known = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import reduce
+from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING
 
@@ -271,6 +272,13 @@ class PrefixTree:
         self._num_walks = 0
         self._condemned: deque[Node] = deque()
         """Unused nodes at which a bounded `prune` has stopped: kept until `prune_condemned`, unless they come into use again."""
+        self._num_signatures = 0
+
+    def new_signature(self) -> int:
+        """For one more pool whose blocks the nodes will have: 60 bits like drawn, and the same in each run."""
+        self._num_signatures += 1
+        number = self._num_signatures.to_bytes(8, "little")
+        return int.from_bytes(blake2b(number, digest_size=8).digest(), "little") >> 4
 
     def find_root(self, root: Root, block_size: int) -> Node | None:
         """The node of a root; None if nothing is known behind it."""
