@@ -14,18 +14,16 @@ from tests.cluster.models import make_endless_model
 from tests.model.plain_loop import PlainLoop
 from tests.soak.questions import Question
 from tests.soak.readers import Readers, Told
-from tests.soak.soak import Settings, soak
+from tests.soak.soak import Pool, Settings, soak
 from tests.soak.watch import GROWTH_BYTES, GROWTH_FILES, Holding, growth
 
 SMALL = Settings(
     seconds=4.0,
     num_streams=150,
-    num_workers=1,
+    pools=(Pool(90, 8),),
     num_readers=16,
-    num_blocks=90,
     num_questions=12,
     num_tokens=24,
-    max_num_seqs=8,
     seconds_between_looks=0.5,
 )
 

@@ -71,8 +71,8 @@ class Watch:
 
     cluster: Cluster
     seconds_between: float
-    usage: list[float] = field(default_factory=list)
-    """Share of each worker's pool that sequences and reserve hold."""
+    usage: dict[str, list[float]] = field(default_factory=dict)
+    """By worker: share of its pool that sequences and reserve hold."""
     holdings: dict[str, list[Holding]] = field(default_factory=dict)
     num_checks: int = 0
     violations: list[str] = field(default_factory=list)
@@ -90,7 +90,8 @@ class Watch:
             self.holdings.setdefault(name, []).append(holding)
         for worker in await self.cluster.describe():
             for counts in worker.counts:
-                self.usage.append((counts.held + counts.reserved) / counts.capacity)
+                shares = self.usage.setdefault(worker.worker_id, [])
+                shares.append((counts.held + counts.reserved) / counts.capacity)
         self.num_checks += 1
         for violation in (await self.cluster.manager_stub.Check(cache_pb2.CheckRequest())).violations:
             self.violations.append(f"check: {violation}")
