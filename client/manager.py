@@ -115,6 +115,10 @@ class Manager:
                     raise error from rpc_error
                 left = min(patience.remaining(), deadline.remaining())
                 if left <= 0:
+                    if isinstance(
+                        error, DeadlineExceeded
+                    ):  # a request that was given little time says nothing of the manager
+                        deadline.check(f"asking the manager at {self._config.manager}")
                     raise self._unreachable(error) from rpc_error
                 pause = max(backoff * random.uniform(0.8, 1.2), error.retry_after or 0.0)
                 await asyncio.sleep(min(pause, left))

@@ -10,6 +10,6 @@ from tests.client.fakes import FakeManager
 
 
 def quick(manager: FakeManager, **settings: Any) -> Client:
-    """A client that does not wait long for what will not come."""
-    config = ClientConfig(manager=manager.address, first_contact=0.3, worker_wait=0.3, liveness_interval=0.1)
+    """A client that does not wait long for workers that will not come. The manager is there, however busy the machine is."""
+    config = ClientConfig(manager=manager.address, first_contact=10.0, worker_wait=0.3, liveness_interval=0.1)
     return Client(config=replace(config, **settings))

@@ -223,6 +223,8 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.num_describes_until_left = 2
         """After a Drain: the worker is gone from the answers behind that many."""
         self.num_blocks: int | None = None
+        self.seconds_to_answer = 0.0
+        """Of Route and Describe."""
         self.address = ""
 
     async def Route(
@@ -231,6 +233,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         context: Context[cache_pb2.RouteRequest, Awaitable[cache_pb2.RouteResponse]],
     ) -> cache_pb2.RouteResponse:
         self.routes.append(request)
+        await asyncio.sleep(self.seconds_to_answer)
         if self.route_errors:
             await context.abort_with_status(rpc_status.to_status(self.route_errors.popleft()))
         response = cache_pb2.RouteResponse()
@@ -251,6 +254,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         context: Context[cache_pb2.DescribeRequest, Awaitable[cache_pb2.DescribeResponse]],
     ) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
+        await asyncio.sleep(self.seconds_to_answer)
         response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
         if self.drains:
             if self.num_describes_until_left == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import AsyncExitStack
-from typing import Any, Unpack
+from typing import Unpack
 
 import pytest
 from google.rpc import code_pb2
@@ -24,11 +24,6 @@ WORDS = tuple("a€𝄞bé, abc abd abce!".encode())
 NEVER_FITS = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "this worker has 3 blocks")
 STALE_ATTEMPT = error_status(code_pb2.FAILED_PRECONDITION, "STALE_ATTEMPT", "goes on elsewhere")
 BUSY = error_status(code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", "1024 requests are waiting")
-
-
-def patient(manager: FakeManager, **settings: Any) -> Client:
-    """A client that also finds a manager on a machine that is busy with other things."""
-    return quick(manager, first_contact=10.0, **settings)
 
 
 def drawn(seed: int, position: int) -> int:
@@ -54,7 +49,7 @@ async def read(client: Client, **options: Unpack[GenerateOptions]) -> tuple[list
 
 
 async def undisturbed(story: Story, **options: Unpack[GenerateOptions]) -> Completion:
-    async with fake_cluster(Storyteller("w", story)) as manager, patient(manager) as client:
+    async with fake_cluster(Storyteller("w", story)) as manager, quick(manager) as client:
         return (await read(client, **options))[1]
 
 
@@ -63,7 +58,7 @@ async def check(
 ) -> tuple[list[Chunk], Completion]:
     """With these workers the reader sees what it sees without any failure."""
     expected = await undisturbed(story, **options)
-    async with fake_cluster(*workers) as manager, patient(manager) as client:
+    async with fake_cluster(*workers) as manager, quick(manager) as client:
         chunks, completion = await read(client, **options)
     assert joined(chunks) == (expected.token_ids, expected.text) == (completion.token_ids, completion.text)
     assert completion.finish_reason == expected.finish_reason
@@ -106,7 +101,7 @@ async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     """Whoever holds what was generated, from an earlier request or a shared one, has the least to compute."""
     story = written(PROMPT, *WORDS)
     first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         await read(client)
     assert [tuple(memoryview(route.tokens).cast("I")) for route in manager.routes] == [PROMPT, PROMPT + WORDS[:3]]
 
@@ -119,7 +114,7 @@ async def test_a_stop_string_is_found_across_the_move(stop: list[str], split: in
     expected = await undisturbed(story, stop=stop)
     async with (
         fake_cluster(Storyteller("w1", story, Telling(split)), Storyteller("w2", story)) as manager,
-        patient(manager) as client,
+        quick(manager) as client,
     ):
         chunks, _ = await read(client, stop=stop)
     assert joined(chunks) == (expected.token_ids, expected.text)
@@ -128,7 +123,7 @@ async def test_a_stop_string_is_found_across_the_move(stop: list[str], split: in
 async def test_a_seed_that_nobody_gave_is_kept() -> None:
     """Sampling draws by seed and position: a continuation with another seed would be another text."""
     first, second = Storyteller("w1", drawn, Telling(5)), Storyteller("w2", drawn)
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         _, completion = await read(client, temperature=0.8, max_tokens=20)
     seed = first.requests[0].sampling.seed
     assert seed == second.requests[0].sampling.seed != 0
@@ -164,7 +159,7 @@ async def test_a_drained_worker_is_left_without_the_manager_naming_it() -> None:
     story = written(PROMPT, *WORDS)
     may_break = asyncio.Event()
     leaving = Storyteller("w1", story, Telling(2, UNAVAILABLE, may_break))
-    async with fake_cluster(leaving, Storyteller("w2", story)) as manager, patient(manager) as client:
+    async with fake_cluster(leaving, Storyteller("w2", story)) as manager, quick(manager) as client:
         stream = client.generate(PROMPT)
         for _ in range(3):
             await anext(stream)
@@ -179,7 +174,7 @@ async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_en
     story = written(PROMPT, *WORDS)
     thaws = asyncio.Event()
     frozen, live = Storyteller("frozen", story, Telling(4, STALE_ATTEMPT, thaws)), Storyteller("live", story)
-    async with fake_cluster(frozen, live) as manager, patient(manager) as client:
+    async with fake_cluster(frozen, live) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         while len(manager.describes) < 5:
             await asyncio.sleep(0.01)
@@ -197,7 +192,7 @@ async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> N
     """Its machine lost its power, so no connection was closed; the same name serves at the same address again."""
     story = written(PROMPT, *WORDS)
     worker = Storyteller("w", story, Telling(4, waits_for=asyncio.Event()))
-    async with fake_cluster(worker) as manager, patient(manager) as client:
+    async with fake_cluster(worker) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         while len(manager.describes) < 3:
             await asyncio.sleep(0.01)
@@ -233,7 +228,7 @@ async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
     story = written(PROMPT, *WORDS)
     down = error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")
     first, second = Storyteller("w1", story, Telling(3), Telling(0)), Storyteller("w2", story, Telling(0, down))
-    async with fake_cluster(first, second) as manager, patient(manager, max_attempts=3) as client:
+    async with fake_cluster(first, second) as manager, quick(manager, max_attempts=3) as client:
         stream = client.generate(PROMPT)
         with pytest.raises(Unavailable) as caught:
             await stream.collect()
@@ -250,7 +245,7 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
     """One time-out for the whole answer; the error tells why it took so long."""
     story = written(PROMPT, *WORDS)
     worker = Storyteller("w1", story, Telling(3))
-    async with fake_cluster(worker) as manager, patient(manager, worker_wait=60.0) as client:
+    async with fake_cluster(worker) as manager, quick(manager, worker_wait=60.0) as client:
         stream = client.generate(PROMPT, timeout=1.0)
         for _ in range(4):
             await anext(stream)
@@ -262,7 +257,7 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
 
 async def test_when_no_worker_is_left_the_error_says_so() -> None:
     story = written(PROMPT, *WORDS)
-    async with fake_cluster(Storyteller("w1", story, Telling(3))) as manager, patient(manager) as client:
+    async with fake_cluster(Storyteller("w1", story, Telling(3))) as manager, quick(manager) as client:
         stream = client.generate(PROMPT)
         for _ in range(4):
             await anext(stream)
@@ -280,7 +275,7 @@ async def test_a_manager_that_is_away_is_waited_for() -> None:
     manager = FakeManager([first, second])
     async with serving(first, second), AsyncExitStack() as first_life:
         await first_life.enter_async_context(serving(manager))
-        async with patient(manager) as client:
+        async with quick(manager) as client:
             stream = client.generate(PROMPT, timeout=30)
             for _ in range(4):
                 await anext(stream)
@@ -297,7 +292,7 @@ async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
     """All tokens that were asked for are there, so nobody is asked for more."""
     story = written(PROMPT, *b"abcdef")
     first, second = Storyteller("w1", story, Telling(keeps_end=True, num_cached=4)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         chunks, completion = await read(client, max_tokens=4, logprobs=0)
     assert joined(chunks) == (tuple(b"abcd"), "abcd")
     assert (completion.finish_reason, completion.num_cached_tokens) == (FinishReason.LENGTH, 4)
@@ -309,7 +304,7 @@ async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
 async def test_a_stream_as_long_as_the_model_takes_is_complete() -> None:
     story = written(PROMPT, *b"abcdef")
     first = Storyteller("w1", story, Telling(keeps_end=True), model=story_model(max_model_len=len(PROMPT) + 4))
-    async with fake_cluster(first) as manager, patient(manager) as client:
+    async with fake_cluster(first) as manager, quick(manager) as client:
         chunks, completion = await read(client)
     assert joined(chunks) == (tuple(b"abcd"), "abcd")
     assert (completion.finish_reason, completion.num_attempts) == (FinishReason.LENGTH, 1)
@@ -318,7 +313,7 @@ async def test_a_stream_as_long_as_the_model_takes_is_complete() -> None:
 async def test_log_probabilities_join_on() -> None:
     story = written(PROMPT, *WORDS)
     first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         _, completion = await read(client, logprobs=0)
     assert completion.logprobs is not None
     assert [item.logprob for item in completion.logprobs] == [-float(len(PROMPT) + i) for i in range(len(WORDS))]
@@ -331,7 +326,7 @@ async def test_cancelling_a_stream_that_moves_leaves_no_call_behind() -> None:
         Storyteller("w1", story, Telling(3)),
         Storyteller("w2", story, Telling(0, waits_for=asyncio.Event())),
     )
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         await second.asked.wait()
         task.cancel()
@@ -345,7 +340,7 @@ async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
     """Another task closes it, e.g. SyncStream.close(); the worker that comes back is not bothered."""
     story = written(PROMPT, *WORDS)
     worker = Storyteller("w1", story, Telling(3))
-    async with fake_cluster(worker) as manager, patient(manager, worker_wait=30.0) as client:
+    async with fake_cluster(worker) as manager, quick(manager, worker_wait=30.0) as client:
         stream = client.generate(PROMPT)
         for _ in range(4):
             await anext(stream)
@@ -363,7 +358,7 @@ async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
 async def test_continuation_can_be_switched_off() -> None:
     story = written(PROMPT, *WORDS)
     first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, patient(manager, continuation=False) as client:
+    async with fake_cluster(first, second) as manager, quick(manager, continuation=False) as client:
         with pytest.raises(Unavailable, match="w1") as caught:
             await read(client)
     assert caught.value.reason == "DRAINING"
@@ -375,7 +370,7 @@ async def test_an_error_that_is_nobodys_absence_is_not_carried_on() -> None:
     story = written(PROMPT, *WORDS)
     bug = error_status(code_pb2.INTERNAL, "INTERNAL", "the model step failed")
     first, second = Storyteller("w1", story, Telling(3, bug)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, patient(manager) as client:
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
         with pytest.raises(Exception, match="the model step failed"):
             await read(client)
     assert not second.requests
@@ -416,7 +411,7 @@ async def test_however_often_and_wherever_it_moves_the_text_is_the_same(
     expected = await undisturbed(story, **options)
     tellings = [Telling(behind, sizes=sizes) for behind, sizes in breaks]
     workers = [Storyteller(f"w{index}", story, telling) for index, telling in enumerate(tellings)]
-    async with fake_cluster(*workers, Storyteller("last", story)) as manager, patient(manager) as client:
+    async with fake_cluster(*workers, Storyteller("last", story)) as manager, quick(manager) as client:
         chunks, completion = await read(client, **options)
     assert joined(chunks) == (expected.token_ids, expected.text)
     assert completion.finish_reason == expected.finish_reason

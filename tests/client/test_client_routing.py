@@ -16,6 +16,7 @@ from client import (
     Cancelled,
     Client,
     ClientConfig,
+    DeadlineExceeded,
     FailedPrecondition,
     InvalidRequest,
     NotFound,
@@ -216,6 +217,15 @@ async def test_a_manager_that_never_was_there_is_told_at_once() -> None:
             await client.generate("the").collect()
     assert caught.value.reason == "NO_MANAGER"
     assert time.monotonic() - started < 3
+
+
+async def test_a_request_with_too_little_time_does_not_say_that_no_manager_is_there() -> None:
+    """It has not been heard of yet, but the caller's own limit came first."""
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        manager.seconds_to_answer = 20.0
+        with pytest.raises(DeadlineExceeded, match=r"0\.1 s passed while asking the manager"):
+            await client.generate([1, 2, 3], timeout=0.1).collect()
 
 
 async def test_workers_that_register_late_are_waited_for() -> None:

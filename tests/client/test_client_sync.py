@@ -16,7 +16,7 @@ from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, ans
 
 
 def config(manager: FakeManager) -> ClientConfig:
-    return ClientConfig(manager=manager.address, first_contact=0.3, worker_wait=0.3)
+    return ClientConfig(manager=manager.address, first_contact=10.0, worker_wait=0.3)
 
 
 async def test_a_stream_is_iterated_with_for() -> None:
