@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before anything imports torch: threads that spin while they wait make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy for a moment says nothing of the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in its background; services would inherit it, and tests send them Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _num_left_out = pytest.StashKey[int]()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("cache_service", "client", "common", "protos", "worker_service")

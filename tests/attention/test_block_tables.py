@@ -151,7 +151,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def changes(tables: BlockTables, table: list[int], key: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from client.bench.arrivals import ClosedLoop
 from client.bench.engine import Served
 from client.bench.load import run_load
 from client.bench.workload import Conversation, Turn
-from tests.client.processes import is_alive
+from tests.client.processes import is_alive, state
 from tests.cluster.polling import eventually
 
 SERVED = Served("counting", range(10, 100), 1000)
@@ -120,6 +120,11 @@ async def test_a_suspended_engine_does_nothing_until_it_is_resumed() -> None:
     async with counting() as engine:
         engine.suspend()
         waiting = asyncio.create_task(answer(engine, 10, num_tokens=1))
+
+        async def has_stopped() -> bool:
+            return state(engine.pid) == "T"
+
+        await eventually(has_stopped, "the signal has arrived")
         before = cpu_ticks(engine.pid)
         done, _ = await asyncio.wait({waiting}, timeout=0.5)
         assert not done

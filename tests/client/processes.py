@@ -8,10 +8,14 @@ from pathlib import Path
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that has ended but was not waited for does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return state(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def state(pid: int) -> str:
+    """R runs, S sleeps, T is stopped, Z has ended, …"""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def descendants(pid: int) -> list[int]:

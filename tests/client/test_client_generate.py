@@ -185,9 +185,9 @@ async def test_the_timeout_counts_from_the_start_of_the_call() -> None:
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager, quick(manager) as client:
         started = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"time-out of 0.5 s .* 1 tokens"):
-            await client.generate("the", timeout=0.5).collect()
-        assert 0.4 < time.monotonic() - started < 3
+        with pytest.raises(DeadlineExceeded, match=r"time-out of 2 s .* 1 tokens"):
+            await client.generate("the", timeout=2.0).collect()
+        assert 1.9 < time.monotonic() - started < 10
 
 
 async def test_logprobs_come_with_their_tokens() -> None:

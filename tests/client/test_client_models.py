@@ -23,7 +23,7 @@ async def test_a_known_model_does_not_wait_for_the_fetch_of_another() -> None:
         fetch = asyncio.create_task(client.model("big"))
         while not frozen.num_model_calls:
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(20):
             assert (await client.generate("the", model="tiny").collect()).worker_id == "w1"
         assert not fetch.done()
         frozen.may_send_model.set()
@@ -54,7 +54,7 @@ async def test_the_time_out_of_the_request_ends_the_wait_for_a_frozen_worker() -
     frozen.may_send_model.clear()
     async with fake_cluster(frozen) as manager, quick(manager) as client:
         with pytest.raises(DeadlineExceeded, match="while asking frozen"):
-            await client.model(timeout=0.3)
+            await client.model(timeout=2.0)
 
 
 async def messages_after(first_seconds: float, others_seconds: float) -> AsyncIterator[worker_pb2.GetModelResponse]:

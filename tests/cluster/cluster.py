@@ -22,16 +22,23 @@ from worker_service.model.cache_dir import default_cache_dir
 
 HOST = "127.0.0.1"
 MANAGER = "manager"
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 """For a process to import everything and load its model, on a machine that is busy with other things."""
 
 
+_given_out: set[int] = set()
+"""Ports of services that may not have been started yet."""
+
+
 def free_port() -> int:
-    """A port of loopback that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback that nobody listens on at this moment, and that was not given out before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port: int = probe.getsockname()[1]
+        if port not in _given_out:
+            _given_out.add(port)
+            return port
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
@@ -61,10 +68,8 @@ class Cluster:
         *,
         lease_seconds: float = 6.0,
         keep_alive_seconds: float = 1.0,
-        start_seconds: float = START_SECONDS,
     ) -> None:
         self._folder = folder
-        self._start_seconds = start_seconds
         self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
         self._ports: dict[str, int] = {MANAGER: free_port()}
         self._worker_settings: dict[str, dict[str, Any]] = {}
@@ -149,7 +154,7 @@ class Cluster:
                 return False
             return or_not or answer.status == health_pb2.HealthCheckResponse.SERVING
 
-        await eventually(serving, f"{name} serves", self._start_seconds)
+        await eventually(serving, f"{name} serves", START_SECONDS)
         return time.monotonic()
 
     async def until_registered(self, *names: str) -> None:
@@ -164,7 +169,7 @@ class Cluster:
             described = {worker.worker_id: worker.address for worker in await self.describe()}
             return all(described.get(name) == self.address(name) for name in names)
 
-        await eventually(registered, f"{names} register", self._start_seconds)
+        await eventually(registered, f"{names} register", START_SECONDS)
 
     def _assert_running(self, name: str) -> None:
         process = self.processes[name]

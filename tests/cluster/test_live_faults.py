@@ -40,7 +40,6 @@ NUM_NEW = 300
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(tmp_path: Path) -> None:
     """Three kills of the manager and each fault of a worker once, under load."""
     result = await prove(SETTINGS, tmp_path, lambda what, done, of: None)
@@ -53,7 +52,6 @@ async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path: Path) -> None:
     """Streams outlive three managers; what they leave in the cache, and what was there before, is served by the third. The
     worker has forwarded every token once: Σ(prompt − cached + generated − 1)."""

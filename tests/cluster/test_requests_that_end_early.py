@@ -336,7 +336,7 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
 
 async def test_a_deadline_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
     """For the wire and for the library."""
-    call = caller.generate("a", good(), timeout=1.0)
+    call = caller.generate("a", good(), timeout=4.0)
     await first_token(call)
     assert (await failure(call)).code() is Status.DEADLINE_EXCEEDED
     await cluster.until_clean()

@@ -121,14 +121,17 @@ async def test_prompt_logprobs_are_those_of_eager_logits(
     prompts = [*subject.tiny.prompts, (5,)]
     async with in_process_cluster(subject.tiny.path, tmp_path, **settings) as cluster:
         cluster.worker.runner._max_prompt_rows = max_prompt_rows
-        for _ in range(2):
+        num_preemptions = 0
+        for number in range(6):
+            if number >= 2 and (num_preemptions or not settings.get("num_blocks")):
+                break
             completions = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, prompt_logprobs=2)
             for prompt, completion in zip(prompts, completions, strict=True):
                 check_prompt_logprobs(completion, prompt, subject.loop.logits(prompt))
                 assert completion.num_cached_tokens == 0
                 assert list(completion.token_ids) == subject.loop.text(prompt, {}, NUM_NEW)
-            if settings.get("num_blocks"):
-                assert sum(completion.num_preemptions for completion in completions) > 0
+            num_preemptions += sum(completion.num_preemptions for completion in completions)
+        assert (num_preemptions > 0) == ("num_blocks" in settings)
         # What it has computed is there for others.
         after = await cluster.complete(prompts[0], max_tokens=1)
         assert after.prompt_logprobs is None

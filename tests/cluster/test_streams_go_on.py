@@ -27,7 +27,7 @@ pytestmark = [
 
 LEASE_SECONDS = 2.0
 NUM_TOKENS = 600
-NUM_TOKENS_BEFORE = 40
+NUM_TOKENS_BEFORE = 10
 """That each stream has delivered when something happens."""
 
 TEMPERATURE = 0.8

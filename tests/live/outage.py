@@ -16,7 +16,7 @@ from typing import Any
 
 from client import Client
 from tests.cluster.cluster import MANAGER, Cluster
-from tests.live.workload import START_SECONDS, Model, make_requests
+from tests.live.workload import Model, make_requests
 
 NUM_NEW = 60_000
 """So many that no stream ends within the experiment."""
@@ -68,7 +68,7 @@ class _Run:
     """One cluster, its streams, and one outage."""
 
     def __init__(self, model: Model, folder: Path, num_workers: int, reserve_seconds: float) -> None:
-        self._cluster = Cluster(folder, start_seconds=START_SECONDS)
+        self._cluster = Cluster(folder)
         self._names = [f"worker-{number}" for number in range(num_workers)]
         self._settings: dict[str, Any] = {
             "model": model.path,

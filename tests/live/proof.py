@@ -17,7 +17,7 @@ from tests.live.difference import Doubt, Judge
 from tests.live.faults import Fault, Faults, Recovery, complaints
 from tests.live.load import Ended, Load
 from tests.live.outage import Away, Outage, measure_outages
-from tests.live.workload import START_SECONDS, Model, Workload, make_requests
+from tests.live.workload import Model, Workload, make_requests
 
 MANAGER_KILLED: Final = "manager killed"
 WORKER_HARMED: Final = "worker harmed"
@@ -141,7 +141,6 @@ async def _faults_under_load(
         place,
         lease_seconds=settings.lease_seconds,
         keep_alive_seconds=settings.keep_alive_seconds,
-        start_seconds=START_SECONDS,
     ) as cluster:
         await cluster.start_manager()
         for name in names:

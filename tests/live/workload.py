@@ -15,8 +15,6 @@ from worker_service.model.resolve import resolve_model
 
 TINY: Final = "tiny"
 SMOLLM2: Final = "smollm2"
-START_SECONDS: Final = 240.0
-"""For workers to start: beside the load, and perhaps on a machine that does other things too."""
 TEMPERATURE: Final = 0.8
 TOP_P: Final = 0.9
 

@@ -164,7 +164,6 @@ def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
 def test_smollm2_too(min_shared_tokens: int) -> None:
     """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""

@@ -213,7 +213,6 @@ def test_dtype_and_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     """The same file by name, by folder and by path is one converted folder, and the second time nothing is said."""
     lines: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -58,7 +58,6 @@ def by_transformers(logits: torch.Tensor, row: Row) -> torch.Tensor:
     return scores
 
 
-@settings(deadline=None)
 @given(batch=st.lists(rows(), min_size=1, max_size=6), seed=st.integers(0, 9))
 def test_a_batch_is_what_transformers_makes_of_each_row(batch: list[Row], seed: int) -> None:
     logits = torch.randn(len(batch), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 4
@@ -104,7 +103,6 @@ def test_penalties_without_the_tokens_are_a_mistake() -> None:
         adjust(torch.zeros(1, 3), [Draw(SamplingParams(presence_penalty=1.0), 0)])
 
 
-@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 300), max_size=200),
     answer=st.lists(st.integers(0, 300), max_size=200),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -55,7 +55,6 @@ def kept_by_transformers(logits: torch.Tensor, params: SamplingParams) -> list[i
     return found
 
 
-@settings(deadline=None)
 @given(batch=st.lists(options(), min_size=1, max_size=6), seed=st.integers(0, 50))
 def test_a_batch_keeps_what_transformers_keeps_of_each_row(batch: list[SamplingParams], seed: int) -> None:
     logits = torch.randn(len(batch), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
@@ -63,7 +62,6 @@ def test_a_batch_keeps_what_transformers_keeps_of_each_row(batch: list[SamplingP
     assert kept(logits, batch, VOCAB_SIZE) == expected
 
 
-@settings(deadline=None)
 @given(batch=st.lists(options(), min_size=1, max_size=6), seed=st.integers(0, 50), num_candidates=st.integers(1, 39))
 def test_equal_logits_are_kept_by_id_and_few_candidates_are_enough_or_told_not_to_be(
     batch: list[SamplingParams], seed: int, num_candidates: int

@@ -16,7 +16,6 @@ from worker_service.model.settings import ModelSettings
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
 ]
 
 NUM_NEW = 12

@@ -68,7 +68,6 @@ def test_tracing_a_seed_changes_nothing_in_it() -> None:
     assert len(traced.lines) > 300
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BREAKS)
 def test_broken_code_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these mistakes breaks one of the laws that are about it, within some seeds."""

@@ -15,7 +15,6 @@ from typing import Any, Final
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
 from tests.live.faults import complaints
-from tests.live.workload import START_SECONDS
 from tests.model.plain_loop import PlainLoop
 from tests.soak.questions import make_questions
 from tests.soak.readers import Readers, Told
@@ -89,7 +88,7 @@ async def soak(settings: Settings, folder: Path, progress: Progress) -> Result:
     )
     result = Result(settings, Told())
     pools = {f"worker-{number}": pool for number, pool in enumerate(settings.pools)}
-    async with Cluster(folder, start_seconds=START_SECONDS) as cluster:
+    async with Cluster(folder) as cluster:
         await cluster.start_manager()
         for name, pool in pools.items():
             cluster.start_worker(

@@ -29,7 +29,6 @@ SMALL = Settings(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     """Full pools and readers that leave: no token differs, nothing is left behind. Too short to tell what grows."""
     result = await soak(SMALL, tmp_path, lambda *_: None)

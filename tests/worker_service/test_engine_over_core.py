@@ -53,8 +53,11 @@ async def test_texts_stay_right_when_the_pool_is_far_too_small(seed: int) -> Non
     prompts = prompts_with_shared_beginnings(rng, 20, 24)
     world = World(num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
     async with world.running():
-        texts = await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
-        assert texts == [expected_text(prompt, 20) for prompt in prompts]
+        for _ in range(5):
+            texts = await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
+            assert texts == [expected_text(prompt, 20) for prompt in prompts]
+            if world.engine.scheduler.num_preemptions:  # nearly always at once
+                break
         assert world.engine.scheduler.num_preemptions > 0
         assert world.manager.worker("w0").pool.num_evicted > 0
 

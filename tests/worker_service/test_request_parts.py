@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvpool.v1 import common_pb2
 
@@ -24,7 +24,6 @@ def request(prompt: list[int], **params: Any) -> Request:
     return Request(GenerationParams("s", 1, prompt, **params), sequence, 50, STOPS, None)
 
 
-@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 99), min_size=1, max_size=30),
     chunks=st.lists(st.integers(1, 12), min_size=1, max_size=40),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.worker_service.scheduler_world import SchedulerWorld
@@ -99,10 +99,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine: Any = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     num_blocks=st.sampled_from([8, 24, 200]),
     names=st.sampled_from([1, 3, 1 << 30]),
@@ -142,7 +142,7 @@ def test_nobody_starves_however_long_a_flood_lasts(
     assert one.params.sequence_id in world.finished
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     mixed=st.sampled_from([1, 7, 64]),
     num_decoding=st.integers(1, 3),
@@ -174,7 +174,7 @@ def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
         assert sum(part.num_tokens for part in batch) >= mixed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=2, max_size=4),
     depths=st.lists(st.integers(5, 12), min_size=4, max_size=4),
@@ -209,7 +209,7 @@ def test_tenants_that_always_ask_get_equal_shares(
     mixed=st.sampled_from([8, 64]),
     is_decoding=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_prompts_of_two_tenants_share_the_steps(lengths: list[int], mixed: int, is_decoding: bool) -> None:
     """All have their places already. While both have something to compute, neither is ahead by more than a step."""
     world = SchedulerWorld(

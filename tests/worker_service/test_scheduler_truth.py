@@ -29,12 +29,16 @@ async def test_every_text_is_right(policy: SchedulingPolicy, chunk: int, budget:
         scheduling_policy=policy,
     )
     async with world.running():
-        prompts = prompts_with_shared_beginnings(rng, 12, 30)
-        requests = [
-            world.submit(prompt, 10, tenant=rng.choice(["", "a", "b"]), priority=rng.choice([-1, 0, 1]))
-            for prompt in prompts
-        ]
-        assert await asyncio.gather(*map(read, requests)) == [expected_text(prompt, 10) for prompt in prompts]
+        for _ in range(5):
+            prompts = prompts_with_shared_beginnings(rng, 12, 30)
+            requests = [
+                world.submit(prompt, 10, tenant=rng.choice(["", "a", "b"]), priority=rng.choice([-1, 0, 1]))
+                for prompt in prompts
+            ]
+            assert await asyncio.gather(*map(read, requests)) == [expected_text(prompt, 10) for prompt in prompts]
+            # Nearly always at once; who holds what when is not ours to say.
+            if world.engine.scheduler.num_preemptions or num_blocks == 400:
+                break
         assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks == 15)
 
 

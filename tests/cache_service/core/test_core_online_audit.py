@@ -223,7 +223,6 @@ def test_no_false_alarm_whatever_the_network_does(units: int, small_structures: 
         settings=settings(
             max_examples=40,
             stateful_step_count=60,
-            deadline=None,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),

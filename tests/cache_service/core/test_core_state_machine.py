@@ -657,7 +657,6 @@ def test_no_law_breaks_whatever_the_network_does(hash_name: str) -> None:
         settings=settings(
             max_examples=120,
             stateful_step_count=60,
-            deadline=None,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
