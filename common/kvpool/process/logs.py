@@ -25,6 +25,17 @@ class LogLevel(StrEnum):
     error = "error"
 
 
+class _CallersThatLeave(logging.Filter):
+    """grpc.aio tells it as an error, with a traceback, when a caller leaves at the very moment at which it is answered
+    (https://github.com/grpc/grpc/issues/31043). Nobody has to look at that."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("ExecuteBatchError raised in core"):
+            return True
+        record.levelno, record.levelname, record.exc_info = logging.DEBUG, "DEBUG", None
+        return logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     """Send structlog and the standard library's logging to stderr. Call it once, at the start of the process."""
     shared: list[structlog.typing.Processor] = [
@@ -51,3 +62,4 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     )
     logging.basicConfig(level=log_level.value.upper(), handlers=[handler], force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_CallersThatLeave())
