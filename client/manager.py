@@ -115,9 +115,8 @@ class Manager:
                     raise error from rpc_error
                 left = min(patience.remaining(), deadline.remaining())
                 if left <= 0:
-                    if isinstance(
-                        error, DeadlineExceeded
-                    ):  # a request that was given little time says nothing of the manager
+                    # A request that was given little time says nothing of the manager.
+                    if isinstance(error, DeadlineExceeded):
                         deadline.check(f"asking the manager at {self._config.manager}")
                     raise self._unreachable(error) from rpc_error
                 pause = max(backoff * random.uniform(0.8, 1.2), error.retry_after or 0.0)

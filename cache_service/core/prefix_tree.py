@@ -171,6 +171,11 @@ class Node:
         if self.copies is not None:
             yield from self.copies
 
+    def holders_signature(self) -> int:
+        """Of the set of pools that hold a copy: equal for equal sets, as in Copies."""
+        signature = 0 if self.copies is None else self.copies.signature
+        return signature if self.copy_pool is None else signature ^ self.copy_pool.signature
+
     # -- leaders
 
     def iter_leaders(self) -> Iterator[Sequence]:

@@ -36,9 +36,9 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
     cached: dict[BlockPool, int] = {}
     if not path:
         return cached
-    going_on, signature = set(path[0].pools()), _signature(path[0])
+    going_on, signature = set(path[0].pools()), path[0].holders_signature()
     for index, node in enumerate(path):
-        here = _signature(node)
+        here = node.holders_signature()
         if here == signature:
             continue
         signature = here
@@ -49,12 +49,6 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
             return cached
     cached.update(dict.fromkeys(going_on, len(path)))
     return cached
-
-
-def _signature(node: Node) -> int:
-    """Of the set of pools that hold the node, as in Copies."""
-    signature = 0 if node.copies is None else node.copies.signature
-    return signature if node.copy_pool is None else signature ^ node.copy_pool.signature
 
 
 def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]]:

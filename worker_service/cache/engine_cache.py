@@ -75,7 +75,7 @@ class EngineCache:
         state = self._state
         num_missing = -(-num_slots // self.settings.block_size) - len(sequence.table)
         if num_missing > len(state.reserve):
-            if not self._state.pool_is_empty:
+            if not state.pool_is_empty:
                 self.num_reserve_waits += 1
             return False
         for _ in range(num_missing):
