@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from rich.table import Table
 from bench.report import facts
 from tests.live.proof import Result, Settings, prove
 from tests.live.workload import SMOLLM2, TINY
-from tests.progress import told
+from tests.telling import tell_result, told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,12 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = _run(settings, folder)
     result.judge_times()
     around = {**facts("kvpool", "torch", "transformers", "grpcio"), "seconds": round(time.monotonic() - began)}
-    if chosen.json:
-        print(json.dumps({**result.as_json(), "facts": around}, indent=1))
-    else:
-        show(result, Console())
-        print(around)
-    return 1 if result.violations else 0
+    return tell_result(result, around, show, as_json=chosen.json)
 
 
 def _run(settings: Settings, folder: Path) -> Result:

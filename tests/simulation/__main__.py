@@ -9,10 +9,10 @@ import time
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from tests.progress import told
 from tests.simulation.runner import REPEAT_EVERY, run_all
 from tests.simulation.totals import Totals
 from tests.simulation.world import Result, World
+from tests.telling import told
 
 MIN_OPERATIONS = 200
 MIN_FAULTS = 5

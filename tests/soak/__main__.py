@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts
-from tests.progress import told
 from tests.soak.soak import Result, Settings, soak
+from tests.telling import tell_result, told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpool-soak-") as folder:
         result = _run(settings, Path(folder))
     around = facts("kvpool", "torch", "transformers", "grpcio")
-    if chosen.json:
-        print(json.dumps({**result.as_json(), "facts": around}, indent=1))
-    else:
-        show(result, Console())
-        print(around)
-    return 1 if result.violations else 0
+    return tell_result(result, around, show, as_json=chosen.json)
 
 
 def _run(settings: Settings, folder: Path) -> Result:
