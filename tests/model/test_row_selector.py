@@ -46,10 +46,24 @@ def test_rows_are_selected_before_the_head_and_what_comes_behind_it_is_done() ->
         for rows in ([4, 1], [], [2, 2, 0]):
             chosen = selector.run(torch.tensor(rows, dtype=torch.int64), hidden=hidden).logits
             assert model.rows_seen == len(rows)
-            torch.testing.assert_close(chosen, everything[:, rows])
+            torch.testing.assert_close(chosen, everything[0, rows])
         assert model(hidden).logits.shape[1] == 5
     selector.close()
     assert not model.head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_row_tells_whether_it_is_numbers_also_those_not_selected(bad: float, dtype: torch.dtype) -> None:
+    """The largest numbers of the dtype are numbers."""
+    hidden = torch.randn(1, 5, 4).to(dtype)
+    hidden[0, 0] = 60_000
+    hidden[0, 3, 2] = bad
+    selector = RowSelector(ScalingModel().to(dtype))
+    with torch.inference_mode():
+        for rows in ([4, 1], []):
+            selected = selector.run(torch.tensor(rows, dtype=torch.int64), hidden=hidden)
+            assert selected.is_finite.tolist() == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize(

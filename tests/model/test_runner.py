@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -129,3 +130,19 @@ def test_a_sequence_without_numbers_changes_no_bit_of_its_neighbours(spoilt: Loa
         # In one chunk its own earlier rows are lost too: 0 times a masked value that is NaN is NaN.
         assert told.position == (1 if max_prompt_rows == 100 else 2)
         assert [results[1], results[4]] == [PartResult(bad_logits=sampled), PartResult(bad_logits=told)]
+
+
+def test_rows_without_numbers_are_told_of_where_no_logits_are_wanted(spoilt: LoadedModel) -> None:
+    """In the middle of a prefill, beside others in whose middle nothing is wrong; of a later chunk, the earlier one stays."""
+    runner = PagedModel(spoilt).runner
+    good, bad = SequencePart([1, 2, 3], 0, [1], None), SequencePart([4, 5, BAD_TOKEN, 6], 4, [2, 3], None)
+    results = runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None), good]))
+    assert results == [PartResult(None, [])] * 2
+    results = runner.execute(Step([good._replace(block_table=[4]), bad, good]))
+    assert results[0] == results[2] == PartResult(None, [])
+    told = results[1].bad_logits
+    assert told is not None
+    # As above, its own earlier rows in the same chunk may be lost too.
+    assert told.position in (5, 6, 7)
+    assert math.isnan(told.largest)
+    assert results[1] == PartResult(bad_logits=told)

@@ -77,6 +77,22 @@ async def test_what_led_to_bad_logits_is_nobodys_hit() -> None:
         assert again.num_cached_tokens == 32
 
 
+async def test_a_chunk_that_samples_nothing_is_nobodys_hit_either() -> None:
+    """Its rows attend to each other: those before the bad one may be lost too, and their blocks begin other prompts."""
+    prompt = list(range(40))
+    world = World(num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
+    world.model.bad_rows.add(prompt[30])
+    async with world.running():
+        tokens, error = await failed(world.submit(prompt, 4))
+        assert tokens == []
+        assert "position 31: the largest logit is nan" in error.message
+        # Two chunks, the second of which was bad; the third never ran.
+        assert world.model.num_forwarded == 32
+        again = world.submit(prompt[:30], 4)
+        assert await read(again) == expected_text(prompt[:30], 4)
+        assert again.num_cached_tokens == 16
+
+
 async def test_those_who_wait_for_its_prefix_go_on() -> None:
     """The leader's last token is bad, and the prefix that the others wait for is computed in the same step."""
     system = list(range(100))

@@ -6,6 +6,7 @@ block table. So the digest at the last position stands for everything before it,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence as List
@@ -42,7 +43,9 @@ class TracerModel:
         self.num_steps = 0
         self.fail_next = False
         self.bad_behind: dict[int, BadLogits] = {}
-        """Tokens whose logits are bad, and how; the position is filled in."""
+        """Tokens behind which logits are bad if anybody looks at them, and how; the position is filled in."""
+        self.bad_rows: set[int] = set()
+        """Tokens of which the model computes no finite numbers, wherever they stand."""
         self.gate: threading.Event | None = None
         """If set, a step waits for it: a slow device."""
         self.step_seconds = 0.0
@@ -78,7 +81,7 @@ class TracerModel:
         return results
 
     def _bad_logits(self, part: SequencePart) -> BadLogits | None:
-        """The first bad ones that are looked at."""
+        """The first bad ones that are looked at, then the first that nobody looks at."""
         rows = (
             []
             if part.prompt_rows is None
@@ -88,6 +91,9 @@ class TracerModel:
         for row in rows:
             if part.token_ids[row] in self.bad_behind:
                 return self.bad_behind[part.token_ids[row]]._replace(position=part.start + row + 1)
+        for position, token in enumerate(part.token_ids, part.start):
+            if token in self.bad_rows:
+                return BadLogits(position + 1, math.nan)
         return None
 
     def _slot(self, table: List[int], position: int) -> int:

@@ -97,7 +97,11 @@ class SampledToken(NamedTuple):
 
 
 class BadLogits(NamedTuple):
-    """Logits by which no token can be chosen or told of, since the largest of them is no finite number."""
+    """Logits by which no token can be chosen or told of, since the largest of them is no finite number.
+
+    Also those that nobody wants, in the middle of a prefill, where the model computes no finite numbers: what is behind the token
+    attends to its KV, and so would everybody who shares the prefix.
+    """
 
     position: int
     """Absolute position of the token that they are for."""

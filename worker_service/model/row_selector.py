@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import UnsupportedModel
+
+
+class Selected(NamedTuple):
+    """What a forward pass gives."""
+
+    logits: torch.Tensor
+    """[rows selected, vocab_size]."""
+    is_finite: torch.Tensor
+    """bool [T], of every token, selected or not: whether the hidden state that it has in front of the head is finite numbers."""
 
 
 class RowSelector:
@@ -20,6 +29,7 @@ class RowSelector:
         """Raises UnsupportedModel if the model names no output head."""
         self._model = model
         self._rows: torch.Tensor | None = None
+        self._is_finite: torch.Tensor | None = None
         self._num_calls = 0
         head = model.get_output_embeddings()
         if head is None:
@@ -28,8 +38,8 @@ class RowSelector:
             )
         self._hook = head.register_forward_pre_hook(self._select)
 
-    def run(self, rows: torch.Tensor, **inputs: Any) -> Any:
-        """The model's output for the inputs [1, T], logits [1, len(rows), vocab_size]. `rows`: int64, any of 0 … T − 1.
+    def run(self, rows: torch.Tensor, **inputs: Any) -> Selected:
+        """Run the model over the inputs [1, T] for the logits of the given rows: int64, any of 0 … T − 1.
 
         Raises UnsupportedModel if the head is not called exactly once, or with something else than [1, T, hidden_size].
         """
@@ -37,13 +47,13 @@ class RowSelector:
         try:
             output = self._model(**inputs)
         finally:
-            self._rows = None
-        if self._num_calls != 1 or output.logits.shape[:2] != (1, len(rows)):
+            is_finite, self._is_finite, self._rows = self._is_finite, None, None
+        if is_finite is None or self._num_calls != 1 or output.logits.shape[:2] != (1, len(rows)):
             raise UnsupportedModel(
                 f"{type(self._model).__name__} calls its output embeddings {self._num_calls} times in one forward pass and gives "
                 f"logits {list(output.logits.shape)} for {len(rows)} rows; it must call them once, for the rows alone."
             )
-        return output
+        return Selected(output.logits[0], is_finite)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -59,4 +69,7 @@ class RowSelector:
                 f"{type(self._model).__name__} calls its output embeddings with inputs of the shapes {shapes}; "
                 "needed: [1, tokens, hidden_size]."
             )
-        return (inputs[0][:, self._rows], *inputs[1:])
+        hidden_states = inputs[0]
+        # A sum is finite if and only if all its terms are: those that a model computes with are far from the largest float32.
+        self._is_finite = hidden_states[0].sum(-1, dtype=torch.float32).isfinite()
+        return (hidden_states[:, self._rows], *inputs[1:])

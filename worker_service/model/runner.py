@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from ..engine.step import BadLogits, PartResult, SampledToken, SequencePart, Ste
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .passes import PassPart, passes
-from .row_selector import RowSelector
+from .row_selector import RowSelector, Selected
 from .sampling.draw import Draw
 from .sampling.sampler import prompt_logprobs, sample
 
@@ -77,7 +78,7 @@ class ModelRunner:
         for _, _, wanted, offset in telling:
             rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits = self._forward(packing, rows)
+            logits, is_finite = self._forward(packing, rows)
             first = len(sampling)
             for index, start, wanted, _ in telling:
                 end = first + len(wanted.targets)
@@ -90,29 +91,32 @@ class ModelRunner:
                 sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
                 for (index, _, _), token in zip(sampling, sampled, strict=True):
                     outcomes[index].add_token(token)
+            # Rows that nobody asked about count as well: their KV would be shared.
+            bad_rows = (~is_finite).nonzero()[:, 0].tolist()
+        if bad_rows:
+            for (index, part), offset in placed:
+                outcomes[index].add_bad_rows(part, [row - offset for row in bad_rows])
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
         packing = self._packer.pack(parts)
         with torch.inference_mode():
-            return self._forward(packing, list(range(packing.num_tokens)))
+            return self._forward(packing, list(range(packing.num_tokens))).logits
 
     def close(self) -> None:
         """Let go of the KV tensors and of the model; the runner must not be used again."""
         self._selector.close()
         unbind_layers(self._layers)
 
-    def _forward(self, packing: Packing, rows: list[int]) -> torch.Tensor:
-        """Logits of the given packed rows, [len(rows), vocab_size]."""
+    def _forward(self, packing: Packing, rows: list[int]) -> Selected:
+        """Run the model for the logits of the given packed rows."""
         self._backend.begin(packing)
-        output = self._selector.run(
+        return self._selector.run(
             torch.tensor(rows, dtype=torch.int64, device=self._device),
             input_ids=packing.input_ids,
             position_ids=packing.position_ids,
             use_cache=False,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
 @dataclass(slots=True)
@@ -134,6 +138,12 @@ class _Outcome:
             self.bad_logits = self.bad_logits or token
         else:
             self.token = token
+
+    def add_bad_rows(self, part: SequencePart, rows: Sequence[int]) -> None:
+        """Packed rows that are no finite numbers, counted from the part's first; they may lie outside of it."""
+        first = next((row for row in rows if 0 <= row < len(part.token_ids)), None)
+        if first is not None and self.bad_logits is None:
+            self.bad_logits = BadLogits(part.start + first + 1, math.nan)
 
     def result(self) -> PartResult:
         if self.bad_logits is not None:
