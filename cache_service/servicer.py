@@ -19,6 +19,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import codec, status, views
 from .audits import Audits
+from .core.description import MAX_SEQUENCES_PER_ANSWER, describe_sequences
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
@@ -271,10 +272,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if request.include_blocks
             else ()
         )
+        # Many workers with all their sequences would hold up the other calls.
+        max_sequences = min(request.max_sequences, MAX_SEQUENCES_PER_ANSWER // max(1, len(sessions)))
         now = self.clock()
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
-            workers=[views.encode_worker(session, blocks, now) for session in sessions],
+            workers=[
+                views.encode_worker(session, blocks, describe_sequences(session, max_sequences), now)
+                for session in sessions
+            ],
             num_prefix_nodes=manager.num_prefix_nodes,
         )
 

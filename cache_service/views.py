@@ -8,7 +8,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from .codec import GROUP, TIER, encode_counts, encode_key, encode_load
 from .core.block_pool import State
-from .core.description import BlockDescription
+from .core.description import BlockDescription, SequenceDescription
 from .core.integrity import Audit, Violation
 from .core.messages import PoolConfig
 from .core.routing import RoutedWorker
@@ -75,8 +75,10 @@ def encode_config(pool: PoolConfig) -> common_pb2.KVCacheConfig:
     )
 
 
-def encode_worker(session: Session, blocks: Iterable[BlockDescription], now: float) -> cache_pb2.WorkerDescription:
-    """A worker and, if asked for, a page of its block map. `now` is the manager's monotonic time in seconds."""
+def encode_worker(
+    session: Session, blocks: Iterable[BlockDescription], sequences: Iterable[SequenceDescription], now: float
+) -> cache_pb2.WorkerDescription:
+    """A worker and, if asked for, a page of its block map and its sequences. `now` is the manager's monotonic time in seconds."""
     registration = session.registration
     return cache_pb2.WorkerDescription(
         worker_id=registration.worker_id,
@@ -101,6 +103,18 @@ def encode_worker(session: Session, blocks: Iterable[BlockDescription], now: flo
         ),
         draining=session.draining,
         recovering=session.recovery is not None,
+        sequences=map(_encode_sequence, sequences),
+    )
+
+
+def _encode_sequence(sequence: SequenceDescription) -> cache_pb2.SequenceDescription:
+    return cache_pb2.SequenceDescription(
+        key=encode_key(sequence.key),
+        num_tokens=sequence.num_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_blocks=sequence.num_blocks,
+        fenced=sequence.fenced,
     )
 
 

@@ -82,12 +82,18 @@ class Client:
         worker_id: str = "",
         first_block: int | None = None,
         max_blocks: int = 0,
+        max_sequences: int = 0,
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with worker_id and first_block also a page of its block map."""
+        """Live workers and their block counts; with worker_id and first_block also a page of its block map, with max_sequences
+        also so many of each worker's live sequences, oldest first (at most 1,000 in all)."""
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         return await self._manager.describe(
-            deadline, worker_id=worker_id, first_block=first_block, max_blocks=max_blocks
+            deadline,
+            worker_id=worker_id,
+            first_block=first_block,
+            max_blocks=max_blocks,
+            max_sequences=max_sequences,
         )
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:

@@ -55,14 +55,22 @@ class Manager:
             self._seen, self._seen_at = task.result(), time.monotonic()
 
     async def describe(
-        self, deadline: Deadline, *, worker_id: str = "", first_block: int | None = None, max_blocks: int = 0
+        self,
+        deadline: Deadline,
+        *,
+        worker_id: str = "",
+        first_block: int | None = None,
+        max_blocks: int = 0,
+        max_sequences: int = 0,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with first_block also one page of that worker's block map."""
+        """Live workers and their block counts; with first_block also one page of that worker's block map, with max_sequences
+        also so many of each worker's live sequences, oldest first."""
         request = cache_pb2.DescribeRequest(
             worker_id=worker_id,
             include_blocks=first_block is not None,
             first_block=first_block or 0,
             max_blocks=max_blocks,
+            max_sequences=max_sequences,
         )
         return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
 

@@ -167,11 +167,18 @@ class SyncClient:
         worker_id: str = "",
         first_block: int | None = None,
         max_blocks: int = 0,
+        max_sequences: int = 0,
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
         """Live workers and their block counts; see Client.describe."""
         return self._loop.run(
-            self._client.describe(worker_id=worker_id, first_block=first_block, max_blocks=max_blocks, timeout=timeout)
+            self._client.describe(
+                worker_id=worker_id,
+                first_block=first_block,
+                max_blocks=max_blocks,
+                max_sequences=max_sequences,
+                timeout=timeout,
+            )
         )
 
     def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:

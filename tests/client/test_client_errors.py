@@ -98,6 +98,9 @@ async def test_check_and_describe_return_what_the_manager_says() -> None:
     async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
         assert (await connected.check()).violations == manager.violations
         assert (await connected.describe()).epoch == 7
+        await connected.describe(worker_id="w", first_block=3, max_blocks=5, max_sequences=8)
+    asked = cache_pb2.DescribeRequest(worker_id="w", include_blocks=True, first_block=3, max_blocks=5, max_sequences=8)
+    assert manager.describes == [cache_pb2.DescribeRequest(), asked]
 
 
 def test_the_documents_that_the_source_names_are_there() -> None:

@@ -63,7 +63,8 @@ async def test_the_thread_ends_with_the_client() -> None:
 
         def use() -> None:
             client = SyncClient(config=config(manager))
-            assert len(client.describe().workers) == 1
+            assert len(client.describe(max_sequences=3).workers) == 1
+            assert manager.describes[-1].max_sequences == 3
             assert client.model().name == "tiny"
             assert not client.check().violations
             assert [worker.worker_id for worker in client.route([1], model_fingerprint="fp-tiny").workers] == ["w"]

@@ -1188,6 +1188,7 @@ class DescribeRequest(_message.Message):
     INCLUDE_BLOCKS_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Only this worker; empty: all."""
     include_blocks: _builtins.bool
@@ -1196,6 +1197,10 @@ class DescribeRequest(_message.Message):
     """
     first_block: _builtins.int
     max_blocks: _builtins.int
+    max_sequences: _builtins.int
+    """Also the live sequences, at most so many of each worker (0: none). An answer has at most 1,000 of them, which its workers
+    share evenly.
+    """
     def __init__(
         self,
         *,
@@ -1203,10 +1208,11 @@ class DescribeRequest(_message.Message):
         include_blocks: _builtins.bool = ...,
         first_block: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
+        max_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "include_blocks", b"include_blocks", "max_blocks", b"max_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "include_blocks", b"include_blocks", "max_blocks", b"max_blocks", "max_sequences", b"max_sequences", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1259,6 +1265,7 @@ class WorkerDescription(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     RECOVERING_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     session: _builtins.int
@@ -1285,6 +1292,10 @@ class WorkerDescription(_message.Message):
     def totals(self) -> Global___WorkerTotals:
         """Since the session began."""
 
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDescription]:
+        """The first in the order in which they were granted; num_sequences says how many there are."""
+
     def __init__(
         self,
         *,
@@ -1304,14 +1315,59 @@ class WorkerDescription(_message.Message):
         totals: Global___WorkerTotals | None = ...,
         draining: _builtins.bool = ...,
         recovering: _builtins.bool = ...,
+        sequences: _abc.Iterable[Global___SequenceDescription] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config", "load", b"load", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "recovering", b"recovering", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "recovering", b"recovering", "sequences", b"sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerDescription: _TypeAlias = WorkerDescription  # noqa: Y015
+
+@_typing.final
+class SequenceDescription(_message.Message):
+    """A live sequence as the manager knows it. A worker states what it has computed block by block, so all this is some behind
+    what it has generated. What waits for blocks is not known here: the load counts it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """The prompt, and the tokens stated since."""
+    num_cached_tokens: _builtins.int
+    """Served from the cache when the table was granted."""
+    num_computed_tokens: _builtins.int
+    """Whose KV is stated to be complete, those of the cache included."""
+    num_blocks: _builtins.int
+    """Entries of the block table."""
+    fenced: _builtins.bool
+    """A larger attempt lives elsewhere; only Free is still accepted."""
+    @_builtins.property
+    def key(self) -> _common_pb2.SequenceKey: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.SequenceKey | None = ...,
+        num_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        fenced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "key", b"key", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceDescription: _TypeAlias = SequenceDescription  # noqa: Y015
 
 @_typing.final
 class WorkerTotals(_message.Message):

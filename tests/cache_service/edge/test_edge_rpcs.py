@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 
+from cache_service import servicer
 from cache_service.server import Server
 from tests.cache_service.edge.peer import (
     FINGERPRINT,
@@ -127,6 +129,62 @@ async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, 
     assert [(block.state, block.free_list_position) for block in rest[:2]] == [(pb.BLOCK_STATE_FREE, i) for i in (0, 1)]
     page = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True, first_block=5, max_blocks=3))
     assert [block.block_id for block in page.workers[0].blocks] == [5, 6, 7]
+
+
+async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub, worker: Worker) -> None:
+    """With what the manager knows of each: tokens stated since the grant, hits, computed tokens, blocks."""
+    await worker.allocate(item("a", prompt(9)))
+    stated = pb.SequenceUpdate(key=key("a"), start=9, tokens=tokens(100, 101), num_computed_tokens=10)
+    assert not (await worker.append(stated)).results[0].status.code
+    await worker.allocate(item("b", prompt(13)), item("c", prompt(2, first=50), attempt=3))
+
+    async def described(max_sequences: int) -> list[pb.SequenceDescription]:
+        (found,) = (await stub.Describe(pb.DescribeRequest(max_sequences=max_sequences))).workers
+        assert found.num_sequences == 3
+        return list(found.sequences)
+
+    assert await described(0) == []
+    first, second, third = await described(4_000_000_000)
+    assert first == pb.SequenceDescription(key=key("a"), num_tokens=11, num_computed_tokens=10, num_blocks=3)
+    assert second == pb.SequenceDescription(
+        key=key("b"), num_tokens=13, num_cached_tokens=8, num_computed_tokens=8, num_blocks=4
+    )
+    assert third == pb.SequenceDescription(key=key("c", attempt=3), num_tokens=2, num_blocks=1)
+    assert await described(2) == [first, second]
+
+
+async def test_describe_shows_a_fenced_sequence_until_it_is_freed(stub: Stub, worker: Worker) -> None:
+    other = Worker(stub, registration("v"))
+    await other.register()
+    await worker.allocate(item("a", prompt(9)))
+    await other.allocate(item("a", prompt(9), attempt=2))
+
+    async def described() -> dict[str, list[tuple[int, bool]]]:
+        workers = (await stub.Describe(pb.DescribeRequest(max_sequences=9))).workers
+        return {found.worker_id: [(each.key.attempt, each.fenced) for each in found.sequences] for found in workers}
+
+    assert await described() == {"w": [(1, True)], "v": [(2, False)]}
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    assert await described() == {"w": [], "v": [(2, False)]}
+
+
+async def test_the_sequences_of_an_answer_are_shared_evenly_by_its_workers(
+    stub: Stub, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many workers there are, the answer takes the manager about as long; asked for alone, a worker has all of it."""
+    monkeypatch.setattr(servicer, "MAX_SEQUENCES_PER_ANSWER", 5)
+    other = Worker(stub, registration("v"))
+    await other.register()
+    for each in (worker, other):
+        for index in range(4):
+            await each.allocate(item(f"{each.request.worker_id}{index}", prompt(2, first=10 * index)))
+
+    async def described(worker_id: str = "") -> list[list[str]]:
+        answer = await stub.Describe(pb.DescribeRequest(worker_id=worker_id, max_sequences=100))
+        return [[each.key.sequence_id for each in found.sequences] for found in answer.workers]
+
+    assert await described() == [["w0", "w1"], ["v0", "v1"]]
+    assert await described("v") == [["v0", "v1", "v2", "v3"]]
 
 
 async def test_route_ranks_the_holder_of_the_prefix_first_and_changes_nothing(stub: Stub, worker: Worker) -> None:
