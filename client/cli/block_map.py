@@ -11,6 +11,7 @@ from kvpool.v1 import cache_pb2
 from rich.text import Text
 
 from ..block_map import BlockMap
+from .terminal import printable
 
 _COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _LABEL_CELLS: Final = 8
@@ -166,7 +167,7 @@ def _legend(
         num = f"{owner.num_blocks} block{'' if owner.num_blocks == 1 else 's'}"
         text.append(f"\n{_INDENT}")
         text.append(owner.letter, style=owner.style)
-        text.append(f" {owner.sequence_id}: {num}", style="dim")
+        text.append(f" {printable(owner.sequence_id)}: {num}", style="dim")
     if len(owners) > max_owners:
         text.append(f"\n{_INDENT}… and {len(owners) - max_owners} further sequences", style="dim")
     return text

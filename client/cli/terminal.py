@@ -1,4 +1,4 @@
-"""What all commands share of the terminal: consoles, the options they have in common, and how an error looks."""
+"""What all commands share of the terminal: consoles, the options they have in common, and how errors and names look."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ class _PipeConsole(Console):
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         raise BrokenPipeError
+
+
+def printable(name: str) -> str:
+    """A name that somebody else has chosen, so that it does nothing to the terminal: what is no visible character (control
+    characters, line ends, marks that turn the direction of writing) is written as Python would write it."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in name
+    )
 
 
 def error_line(error: KvpoolError) -> str:

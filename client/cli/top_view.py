@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 from rich.console import Group, RenderableType
@@ -13,8 +13,9 @@ from rich.text import Text
 
 from ..block_map import BlockMap
 from .block_map import render_block_map
-from .rates import Rates
+from .rates import Rates, SequenceName
 from .status import device_counts
+from .top_requests import num_lines_wanted, render_requests
 
 _WIDE: Final = 104
 """Columns from which on everything has its place; below, the bar is shorter and the last columns are left out."""
@@ -24,7 +25,28 @@ _BAR: Final = (("held", "█", "cyan"), ("reserved", "+", "yellow"), ("copying",
 """In this order from the left; what is free is at the right."""
 _FREE: Final = ("·", "dim")
 _NONE: Final = "–"
-KEYS: Final = "↑ ↓ another worker   b block map   q quit"
+_ROWS_WITHOUT_A_TERMINAL: Final = 20
+"""Of requests, where nothing says how high the picture may be."""
+_MAP_LINES_MIN: Final = 6
+KEYS: Final = "↑ ↓ another worker   r requests   b block map   q quit"
+
+
+class _DrawnMap(NamedTuple):
+    """A block map, and what it was drawn for."""
+
+    block_map: BlockMap
+    width: int
+    height: int | None
+    text: Text
+
+    def serves(self, block_map: BlockMap, width: int, height: int | None) -> bool:
+        """Whether it can stand there still. Each request that comes or goes leaves another height: what fits is good enough unless
+        there is room for half as much again."""
+        if self.block_map is not block_map or self.width != width:
+            return False
+        if self.height is None or height is None:
+            return self.height is height
+        return self.height <= height <= self.height * 3 // 2
 
 
 @dataclass(slots=True)
@@ -40,28 +62,39 @@ class Picture:
     rates: dict[int, Rates | None] = field(default_factory=dict)
     """By session."""
     chosen: str | None = None
-    """The worker whose blocks are shown."""
+    """The worker whose requests and blocks are shown."""
+    shows_requests: bool = True
+    shows_map: bool = True
+    requests: cache_pb2.WorkerDescription | None = None
+    """The chosen worker with its sequences; None: not shown, or not fetched yet."""
+    request_rates: dict[SequenceName, float | None] = field(default_factory=dict)
+    """Generated tokens per second."""
     block_map: BlockMap | None = None
     """Of the chosen worker; None: not shown, or not fetched yet."""
-    map_note: str = ""
-    """What there is to say instead of a block map."""
-    _drawn: tuple[BlockMap, int, int | None, Text] | None = None
+    _drawn: _DrawnMap | None = None
 
     @property
     def workers(self) -> list[cache_pb2.WorkerDescription]:
         """By name."""
         return [] if self.response is None else sorted(self.response.workers, key=lambda worker: worker.worker_id)
 
+    @property
+    def misses_chosen(self) -> bool:
+        """Whether the manager does not know the chosen worker, and others there are."""
+        names = [worker.worker_id for worker in self.workers]
+        return bool(names) and self.chosen is not None and self.chosen not in names
+
     def draw_map(self, block_map: BlockMap, width: int, height: int | None) -> Text:
         """The block map; drawn once only, for that of a large pool takes half a second."""
         drawn = self._drawn
-        if drawn is None or drawn[0] is not block_map or drawn[1:3] != (width, height):
-            drawn = self._drawn = block_map, width, height, render_block_map(block_map, width, height)
-        return drawn[3]
+        if drawn is None or not drawn.serves(block_map, width, height):
+            drawn = self._drawn = _DrawnMap(block_map, width, height, render_block_map(block_map, width, height))
+        return drawn.text
 
 
 def render(picture: Picture, width: int, height: int | None = None, *, keys: bool = False) -> RenderableType:
-    """The whole picture, at most `height` lines of `width` columns if it is given."""
+    """The whole picture, at most `height` lines of `width` columns if it is given. Workers come first, then requests, then
+    blocks."""
     parts: list[RenderableType] = [_head(picture)]
     num_lines = 1
     if picture.away:
@@ -76,14 +109,35 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
         num_lines += 1
     if keys:
         num_lines += 1
-    room = None if height is None else height - num_lines - 1
-    if picture.block_map is not None and (room is None or room >= 6):
-        parts += [Text(), picture.draw_map(picture.block_map, width, room)]
-    elif picture.map_note:
-        parts += [Text(), Text(picture.map_note, style="dim", no_wrap=True, overflow="ellipsis")]
+    room = None if height is None else height - num_lines
+    if picture.misses_chosen and (room is None or room >= 2):
+        note = f"{picture.chosen} is not there; ↑ ↓ chooses another worker"
+        parts += [Text(), Text(note, style="dim", no_wrap=True, overflow="ellipsis")]
+        room = None if room is None else room - 2
+    block_map = _map(picture, width, room)
+    if picture.requests is not None:
+        # Each of the two has an empty line above it.
+        num_map_lines = 0 if block_map is None else 1 + block_map.plain.count("\n") + 1
+        max_lines = _ROWS_WITHOUT_A_TERMINAL + 3 if room is None else room - num_map_lines - 1
+        if max_lines > 0:
+            parts += [Text(), render_requests(picture.requests, picture.request_rates, width, max_lines)]
+    if block_map is not None:
+        parts += [Text(), block_map]
     if keys:
         parts.append(Text(KEYS, style="dim", no_wrap=True))
     return Group(*parts)
+
+
+def _map(picture: Picture, width: int, room: int | None) -> Text | None:
+    """The block map, if it finds a place in the `room` lines below the workers: what the requests leave, or half where they want
+    more. A map takes no more lines than it needs, and then the others are theirs."""
+    if picture.block_map is None:
+        return None
+    if room is None:
+        return picture.draw_map(picture.block_map, width, None)
+    num_lines = 0 if picture.requests is None else 1 + num_lines_wanted(picture.requests)
+    height = max(room - num_lines, room // 2) - 1
+    return picture.draw_map(picture.block_map, width, height) if height >= _MAP_LINES_MIN else None
 
 
 def _head(picture: Picture) -> Text:

@@ -16,16 +16,21 @@ import grpc
 import pytest
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from rich.console import Console
+from rich.text import Text
 
 from cache_service.epoch import EpochStore
 from cache_service.server import Server
 from cache_service.settings import ManagerSettings
+from client import Client, ClientConfig
 from client.block_map import BlockMap
+from client.cli import top_view
 from client.cli.rates import WINDOW_SECONDS, RateMeter
+from client.cli.top import Observer
 from client.cli.top_view import Picture, render
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
 from tests.client.test_cli_commands import kvpool
+from tests.cluster.polling import eventually
 
 # -- rates
 
@@ -92,6 +97,21 @@ def worker_of(name: str, **counts: int) -> cache_pb2.WorkerDescription:
     return worker
 
 
+def picture_with(num_requests: int, num_blocks: int = 0) -> Picture:
+    """Of one worker."""
+    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=[worker_of("w", capacity=10, held=10)]), chosen="w")
+    picture.requests = worker_of("w")
+    picture.requests.num_sequences = num_requests
+    for index in range(num_requests):
+        picture.requests.sequences.add(key=common_pb2.SequenceKey(sequence_id=f"request-{index}"), num_tokens=10)
+    if num_blocks:
+        # No two rows of cells alike, or the map would fold them.
+        states = (cache_pb2.BLOCK_STATE_FREE, cache_pb2.BLOCK_STATE_CACHED)
+        blocks = (cache_pb2.BlockDescription(block_id=block, state=states[block % 2]) for block in range(1, num_blocks))
+        picture.block_map = BlockMap("w", 16, num_blocks, tuple(blocks))
+    return picture
+
+
 def drawn(picture: Picture, width: int = 120, height: int | None = None, *, keys: bool = False) -> list[str]:
     console = Console(width=width, height=height or 25)
     with console.capture() as capture:
@@ -151,6 +171,90 @@ def test_names_and_rates_are_whole_in_every_usual_width(width: int) -> None:
         assert lines[2].startswith("worker-0  serving  ")
         assert "gen/s  hits" in lines[1]
     assert ("lease" in lines[1]) == (width >= 104)
+
+
+def num_rows(lines: list[str]) -> int:
+    """Of requests."""
+    return len([line for line in lines if line.startswith("request-")])
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 5, 100])
+@pytest.mark.parametrize("num_blocks", [0, 17, 4000])
+def test_workers_come_first_then_requests_then_blocks(num_requests: int, num_blocks: int) -> None:
+    """Never more lines than there are. Requests leave the map half of what is below the workers, if that is enough for it; what
+    it does not need is theirs."""
+    picture = picture_with(num_requests, num_blocks)
+    for height in (*range(4, 40), 60, 200):
+        lines = drawn(picture, 100, height, keys=True)
+        assert len(lines) <= height
+        assert lines[2].startswith("w ")
+        assert "q quit" in lines[-1]
+        room = height - 4
+        text = "\n".join(lines)
+        assert ("requests of w" in text) == (room >= 2)
+        has_map = "blocks of 16 tokens" in text
+        if room // 2 - 1 >= 6:
+            assert has_map == bool(num_blocks)
+            assert num_rows(lines) >= min(num_requests, room // 2 - 4)
+        if not has_map:
+            assert num_rows(lines) == (num_requests if room >= 3 + num_requests else max(0, room - 4))
+        if num_rows(lines) < num_requests and room >= 5:
+            assert f"… and {num_requests - num_rows(lines)} more" in lines
+            assert len(lines) == height or (num_blocks == 4000 and has_map)
+    assert num_rows(lines) == num_requests
+    assert has_map == bool(num_blocks)
+
+
+def test_on_a_low_terminal_requests_put_the_map_out_and_few_of_them_do_not() -> None:
+    for num_requests, has_map in ((100, False), (1, True), (0, True)):
+        lines = drawn(picture_with(num_requests, 4000), 100, 16, keys=True)
+        assert num_rows(lines) == min(num_requests, 8)
+        assert ("blocks of 16 tokens" in "\n".join(lines)) == has_map
+
+
+def test_without_a_terminal_the_first_twenty_requests_are_printed() -> None:
+    lines = drawn(picture_with(25, 100))
+    assert num_rows(lines) == 20
+    assert "… and 5 more" in lines
+    assert "w: 100 blocks of 16 tokens" in lines
+
+
+def test_the_map_of_a_large_pool_is_not_drawn_anew_for_each_request_that_comes_or_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes half a second; only one that does not fit any more, or has much more room, is."""
+    heights: list[int | None] = []
+
+    def draw(block_map: BlockMap, width: int, height: int | None) -> Text:
+        heights.append(height)
+        return Text("the map")
+
+    monkeypatch.setattr(top_view, "render_block_map", draw)
+    picture = picture_with(0, 100)
+    block_map = picture.block_map
+    for num_requests in (2, 3, 4, 5, 4, 3, 2, 5):
+        one = picture_with(num_requests)
+        picture.requests = one.requests
+        assert "the map" in drawn(picture, 100, 40)
+    assert len(heights) == 4
+    picture.requests = None
+    drawn(picture, 100, 40)
+    assert len(heights) == 4
+    drawn(picture, 100, 80)
+    drawn(picture, 90, 80)
+    assert len(heights) == 6
+    assert block_map is not None
+    picture.block_map = BlockMap("w", 16, 100, block_map.blocks)
+    drawn(picture, 90, 80)
+    assert len(heights) == 7
+
+
+def test_a_chosen_worker_that_has_gone_is_told() -> None:
+    workers = [worker_of("a", capacity=10, free=10)]
+    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), chosen="b")
+    assert drawn(picture)[-1] == "b is not there; ↑ ↓ chooses another worker"
+    assert "b is not there" in drawn(picture, height=8, keys=True)[-2]
+    assert "is not there" not in "\n".join(drawn(Picture("m:1", cache_pb2.DescribeResponse(), chosen="b")))
 
 
 def test_a_manager_that_is_away_is_told_beside_what_was() -> None:
@@ -228,6 +332,93 @@ async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
     assert "0 ∅22" in output  # two blocks that both have, behind the null block
 
 
+async def test_once_lists_the_requests_of_the_chosen_worker(
+    server: Server, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the first one if none is named. Between the two looks "a" has 400 tokens more, and "b" none; names do nothing."""
+    first, second = workers
+    name = "\x1b[2J[red]c"
+    await second.allocate(item("b", prompt(2 * BLOCK_SIZE + 1), attempt=2), item(name, prompt(2, first=100)))
+    address = f"127.0.0.1:{server.port}"
+    looking = asyncio.create_task(kvpool("top", "--once", "--interval", "0.5", "--manager", address))
+
+    async def has_looked() -> bool:
+        # At the workers, and at the requests of one.
+        return server._servicer.counts.calls["Describe", "OK"] == 2
+
+    await eventually(has_looked, "the first look")
+    await first.append(cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400))))
+    assert await looking == 0
+    output = capsys.readouterr().out
+    assert "requests of first: 2 hold blocks, the oldest first; 2 wait for a turn" in output
+    (_, state, known, computed, cached, rate, blocks, attempt, round_) = row(output, "a")
+    assert (state, known, computed, cached, blocks, attempt, round_) == ("prefilling", "413", "3%", "0", "4", "1", "0")
+    assert 0 < int(rate.replace(",", "")) <= 800
+    assert row(output, "b") == ["b", "fenced", "9", "89%", "8", "0", "3", "1", "0"]
+
+    assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "second", "--manager", address) == 0
+    output = capsys.readouterr().out
+    assert "requests of second: 2 hold blocks, the oldest first\n" in output
+    assert row(output, "b") == ["b", "prefilling", "9", "0%", "0", "0", "3", "2", "0"]
+    assert row(output, r"\x1b[2J[red]c") == [r"\x1b[2J[red]c", "decoding", "2", "0%", "0", "0", "1", "1", "0"]
+    assert "\x1b" not in output
+
+
+async def test_an_observer_counts_requests_anew_when_another_look_begins(
+    server: Server, workers: tuple[Worker, Worker]
+) -> None:
+    """With every choice: what would be compared may be far apart, or a moment."""
+    first, second = workers
+    await second.allocate(item("c", prompt(9)))
+    config = ClientConfig(manager=f"127.0.0.1:{server.port}")
+    async with Client(config=config) as client:
+        observer = Observer(client, config.manager, None)
+        picture = observer.picture
+        await observer.look_at_requests()
+        assert picture.requests is None  # nobody is chosen yet
+        await observer.look(1.0)
+        assert observer.wants_requests.is_set()
+
+        async def rates() -> dict[str, float | None]:
+            await observer.look_at_requests()
+            assert picture.requests is not None
+            assert picture.requests.worker_id == picture.chosen
+            return {name[1]: rate for name, rate in picture.request_rates.items()}
+
+        assert await rates() == {"a": None, "b": None}
+        await first.append(cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(1, 2)))
+        found = await rates()
+        assert (found.pop("a") or 0) > 0
+        assert found == {"b": 0}
+        observer.toggle_map()
+        assert (await rates())["b"] == 0
+        observer.choose(1)
+        assert picture.requests is None
+        assert await rates() == {"c": None}
+        observer.choose(1)
+        assert await rates() == {"a": None, "b": None}
+        observer.toggle_requests()
+        await observer.look_at_requests()
+        assert picture.requests is None
+        observer.toggle_requests()
+        assert await rates() == {"a": None, "b": None}
+        # A key that is pressed while the answer is on its way: it is for nobody any more.
+        looking = asyncio.create_task(observer.look_at_requests())
+        await asyncio.sleep(0)
+        observer.choose(1)
+        await looking
+        assert picture.requests is None
+        # A worker that leaves takes its requests along.
+        assert await rates() == {"c": None}
+        await second.stub.Deregister(cache_pb2.DeregisterRequest(session=second.session))
+        await observer.look_at_requests()
+        assert picture.requests is None
+        await observer.look(1.0)
+        assert picture.misses_chosen
+        observer.choose(1)
+        assert await rates() == {"a": None, "b": None}
+
+
 async def test_without_a_terminal_it_looks_once(server: Server, workers: tuple[Worker, Worker]) -> None:
     """So that `kvpool top | head` and cron do what is meant."""
     command = [sys.executable, "-m", "kvpool.client.cli", "top", "--interval", "0.1"]
@@ -265,7 +456,8 @@ def see(user: TerminalUser, is_there: Callable[[str], bool]) -> str:
     while True:
         last = user.output.rpartition(b"\x1b[H")[2].decode(errors="replace")
         screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
-        if is_there(screen):
+        # The last line is there when all of it is.
+        if "q quit" in screen and is_there(screen):
             return screen
         assert time.monotonic() < deadline, screen
         if select.select([user._master], [], [], 0.1)[0]:
@@ -287,6 +479,15 @@ async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
             see(user, lambda screen: "first: 1,025 blocks" in screen)
             user.press(b"b")
             see(user, lambda screen: "blocks of" not in screen and "second" in screen)
+            screen = see(user, lambda screen: "requests of first: 2 hold blocks" in screen)
+            assert re.search(r"^a +decoding +13 +92% ", screen, re.MULTILINE), screen
+            user.press(b"r")
+            see(user, lambda screen: "requests of" not in screen and "second" in screen)
+            user.press(b"j")
+            user.press(b"r")
+            see(user, lambda screen: "requests of second: none holds blocks" in screen)
+            user.press(b"k")
+            see(user, lambda screen: "requests of first: 2 hold blocks" in screen)
             user.press(b"\x1b[C?")  # means nothing
             user.press(b"q")
             assert user.end() == 0
