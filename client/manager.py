@@ -21,6 +21,10 @@ from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, 
 MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
+_ATTEMPTS_MIN: Final = 3
+"""Before a manager that was never heard counts as absent, however much time has passed: this process may have stood still."""
+_ATTEMPT_SECONDS_MIN: Final = 0.5
+"""What an attempt is given where the time for the first contact is over."""
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -111,17 +115,22 @@ class Manager:
         """One call, repeated while the manager is away: until the deadline if it ever answered, else for first_contact."""
         contact = Deadline(self._config.first_contact, deadline.clock)
         backoff = _BACKOFF_SECONDS_MIN
+        num_attempts = 0
         while True:
+            num_attempts += 1
             deadline.check(f"asking the manager at {self._config.manager}")
             patience = deadline if self._has_answered else contact
             try:
-                timeout = min(self._config.unary_timeout, deadline.remaining(), max(patience.remaining(), 0.1))
+                longest = max(patience.remaining(), _ATTEMPT_SECONDS_MIN)
+                timeout = min(self._config.unary_timeout, deadline.remaining(), longest)
                 response = await method(request, timeout=timeout)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc_error(rpc_error, f"the manager at {self._config.manager}")
                 if not isinstance(error, Unavailable | DeadlineExceeded):
                     raise error from rpc_error
-                left = min(patience.remaining(), deadline.remaining())
+                left = deadline.remaining()
+                if num_attempts >= _ATTEMPTS_MIN:
+                    left = min(left, patience.remaining())
                 if left <= 0:
                     # A request that was given little time says nothing of the manager.
                     if isinstance(error, DeadlineExceeded):

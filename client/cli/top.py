@@ -31,7 +31,9 @@ _MAP_PAGE_BLOCKS: Final = 512
 _MAX_REQUESTS: Final = 200
 """More rows than a terminal has; the manager says how many there are besides."""
 _LOOK_SECONDS_MIN: Final = 2.0
-"""How long a look may take at least before the manager counts as away."""
+"""How long a look may take at least before the manager counts as away: it is asked again at once."""
+_ONCE_SECONDS: Final = 10.0
+"""The same where it is not asked again."""
 
 
 def top(
@@ -61,11 +63,11 @@ async def _print_once(config: ClientConfig, console: Console, worker: str | None
     """Raises KvpoolError if the manager is away, or does not know the worker."""
     async with Client(config=config) as client:
         observer = Observer(client, config.manager, worker)
-        await observer.look(interval)
+        await observer.look(_ONCE_SECONDS)
         if observer.error is None:
             await observer.look_at_requests()
             await asyncio.sleep(interval)
-            await observer.look(interval)
+            await observer.look(_ONCE_SECONDS)
             await observer.look_at_requests()
         if observer.error is not None:
             raise observer.error
@@ -107,7 +109,7 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
 async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
     while True:
         draw()
-        await observer.look(interval)
+        await observer.look(max(interval, _LOOK_SECONDS_MIN))
         draw()
         await asyncio.sleep(interval)
 
@@ -167,11 +169,11 @@ class Observer:
         self._sequence_meter = SequenceMeter()
         self._answered_at: float | None = None
 
-    async def look(self, interval: float) -> None:
-        """At the workers. A manager that does not answer is no error here: the picture says so."""
+    async def look(self, seconds: float) -> None:
+        """At the workers. A manager that does not answer in that time is no error here: the picture says so."""
         picture = self.picture
         try:
-            response = await self._client.describe(timeout=max(interval, _LOOK_SECONDS_MIN))
+            response = await self._client.describe(timeout=seconds)
         except KvpoolError as error:
             self.error = error
             picture.away = self._say_away(error)

@@ -313,6 +313,7 @@ async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
     )
     while not server._servicer.counts.calls["Describe", "OK"]:
         await asyncio.sleep(0.005)
+        assert not looking.done()
     update = cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400)))
     answer = await workers[0].append(update)
     assert not answer.results[0].status.code
