@@ -38,6 +38,8 @@ WAIT_POLICIES: Final = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     # Not ACTIVE: that lets idle processes spin for minutes, on the cores that the other side is being measured on.
     "spinning": {"GOMP_SPINCOUNT": "300000"},
+    # As --model-spin of a worker; here for both sides.
+    "brief": {"GOMP_SPINCOUNT": "30000"},
 }
 
 WORKER_ARGUMENTS: Final = (

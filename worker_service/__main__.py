@@ -9,6 +9,7 @@ import sys
 import structlog
 from kvpool.process.logs import configure_logging
 
+from .priority import spin_between_products
 from .settings import WorkerSettings, settings_of_this_process
 
 
@@ -17,6 +18,8 @@ def main() -> None:
     go on."""
     settings = settings_of_this_process()
     configure_logging(settings.log_format, settings.log_level)
+    if settings.model_spin:
+        spin_between_products()
     try:
         from kvpool.process.address import PortError
 

@@ -109,6 +109,11 @@ class WorkerSettings(ProcessSettings):
         description="On a CPU, how far the forward pass stands back, as by nice(1), behind everything else on the machine: this "
         "worker's own RPCs, a manager. 0: not at all.",
     )
+    model_spin: bool = Field(
+        False,
+        description="On a CPU, whether the threads of a forward pass spin between two products, for a millisecond at most, instead "
+        "of sleeping: up to twice as fast where the cores are this worker's own, several times slower where others want them.",
+    )
     scheduling_policy: SchedulingPolicy = Field(
         SchedulingPolicy.fcfs,
         description="fcfs: first come, first served. priority: by the requests' priority, smaller first. Both share fairly between "

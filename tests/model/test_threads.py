@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import os, sys
@@ -28,3 +31,27 @@ def test_threads_wait_passively_unless_told_otherwise() -> None:
     """Set before torch is imported: OpenMP reads it when its library is loaded."""
     assert policy() == "PASSIVE False"
     assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE False"
+
+
+def spin_count(*arguments: str, **environment: str) -> str:
+    """What the OpenMP of a worker's process says that it was told when it was loaded."""
+    result = subprocess.run(
+        [sys.executable, "-m", "kvpool.worker_service", "--dry-run", "--model", "/nowhere", *arguments],
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
+            "OMP_DISPLAY_ENV": "VERBOSE",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (told,) = set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", result.stderr))
+    return str(told)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU's OpenMP on Linux only")
+def test_a_worker_spins_only_if_it_is_told_to() -> None:
+    assert spin_count() == "0"
+    assert spin_count("--model-spin") == "30000"
+    assert spin_count("--model-spin", GOMP_SPINCOUNT="5") == "5"
