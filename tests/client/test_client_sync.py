@@ -40,7 +40,7 @@ async def test_leaving_the_block_cancels_the_call() -> None:
                 next(stream)
 
         await asyncio.to_thread(use)
-        await asyncio.wait_for(worker.cancelled.wait(), 5)
+        await asyncio.wait_for(worker.cancelled.wait(), 30)
 
 
 async def test_a_stream_that_is_dropped_cancels_its_call() -> None:
@@ -53,7 +53,7 @@ async def test_a_stream_that_is_dropped_cancels_its_call() -> None:
 
         client = SyncClient(config=config(manager))
         await asyncio.to_thread(use, client)
-        await asyncio.wait_for(worker.cancelled.wait(), 5)
+        await asyncio.wait_for(worker.cancelled.wait(), 30)
         await asyncio.to_thread(client.close)
 
 
@@ -94,7 +94,7 @@ async def closed_while(client: SyncClient, use: Callable[[], object], is_waiting
     thread.start()
     while not is_waiting():
         await asyncio.sleep(0.01)
-    await asyncio.wait_for(asyncio.to_thread(client.close), 5)
+    await asyncio.wait_for(asyncio.to_thread(client.close), 30)
     await asyncio.to_thread(thread.join, 5)
     assert not thread.is_alive(), "the thread still waits for a client that is closed"
     (error,) = outcome
@@ -146,7 +146,7 @@ async def test_closing_wakes_a_thread_in_the_middle_of_an_answer() -> None:
         await asyncio.to_thread(next, stream)
         started = time.monotonic()
         await closed_while(client, stream.collect, lambda: time.monotonic() > started + 0.2)
-        await asyncio.wait_for(worker.cancelled.wait(), 5)
+        await asyncio.wait_for(worker.cancelled.wait(), 30)
         stream.close()
         with pytest.raises(FailedPrecondition, match="closed"):
             next(stream)

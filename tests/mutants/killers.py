@@ -27,6 +27,8 @@ TESTS = (
 )
 """What pytest runs for a mutant that names no tests. Left out are the tests of the audit itself, and long histories, of which the
 simulator has more."""
+_TEST_SECONDS = 60
+"""Beyond that a single test has failed: none takes ten, and a mutant may have it wait for ever."""
 _SECONDS = 600.0
 """Beyond that a killer has not come to an end, which is no verdict."""
 
@@ -106,7 +108,8 @@ def _tests(mutant: Mutant | None, root: Path) -> str:
 
 
 def _pytest(root: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *arguments]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command += [f"--timeout={_TEST_SECONDS}", *arguments]
     return _run(command, root)
 
 

@@ -21,7 +21,7 @@ from worker_service.engine.errors import EngineError, ErrorKind
 async def until(condition: object) -> None:
     """Poll until the callable says yes."""
     assert callable(condition)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -54,7 +54,7 @@ class TracerModel:
 
     def execute(self, step: Step) -> list[PartResult]:
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         if self.step_seconds:
             time.sleep(self.step_seconds)
         if self.fail_next:

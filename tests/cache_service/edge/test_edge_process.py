@@ -63,7 +63,7 @@ async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larg
                 assert (await worker.register()).epoch == life
                 assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
             process.send_signal(number)
-            assert process.wait(timeout=10) == (-number if number == signal.SIGKILL else 0)
+            assert process.wait(timeout=60) == (-number if number == signal.SIGKILL else 0)
             assert process.stderr is not None
             events = [json.loads(line)["event"] for line in process.stderr]
             assert events == ["worker registered"] + ([] if number == signal.SIGKILL else ["stopped"])
@@ -84,7 +84,7 @@ async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path) -> None:
             process.terminate()
             found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
             assert "shutting down" in found.message
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Path) -> None:
