@@ -109,6 +109,8 @@ class Models:
             try:
                 facts, files = await receive_model(aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS)
             except TimeoutError:
+                # If both times are over, the caller's own is what to tell of.
+                deadline.check(f"asking {who} for its model")
                 failure = _silent(who, f"the facts of its model within {_FACTS_TIMEOUT_SECONDS:g} s")
                 continue
             except grpc.aio.AioRpcError as rpc_error:

@@ -45,7 +45,7 @@ async def test_a_frozen_worker_is_passed_over_when_the_model_is_fetched() -> Non
     async with fake_cluster(frozen, live) as manager, quick(manager) as client:
         started = time.monotonic()
         assert (await client.model()).name == "tiny"
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 20
     assert (frozen.num_model_calls, live.num_model_calls) == (1, 1)
 
 
