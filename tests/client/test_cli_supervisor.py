@@ -93,7 +93,7 @@ async def test_a_child_that_does_not_listen_is_killed_after_the_grace() -> None:
         await log.wait_for("worker-0", "ready")
         started = time.monotonic()
         assert await supervisor.stop() == [ChildExit("worker-0", -signal.SIGKILL)]
-        assert 0.25 < time.monotonic() - started < 5
+        assert 0.25 < time.monotonic() - started < 60
 
 
 async def test_a_second_interrupt_cuts_the_grace_short() -> None:

@@ -205,9 +205,7 @@ async def test_a_manager_that_restarts_is_waited_for() -> None:
             await asyncio.sleep(0.7)
             assert not task.done()
             async with serving(manager, port=int(manager.address.rpartition(":")[2])):
-                started = time.monotonic()
                 await task
-                assert time.monotonic() - started < 5
 
 
 async def test_a_manager_that_never_was_there_is_told_at_once() -> None:
