@@ -308,9 +308,7 @@ async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
 ) -> None:
     """Between the two looks the first worker states 400 tokens."""
     address = f"127.0.0.1:{server.port}"
-    looking = asyncio.create_task(
-        kvpool("top", "--once", "--worker", "first", "--interval", "0.5", "--manager", address)
-    )
+    looking = asyncio.create_task(kvpool("top", "--once", "--worker", "first", "--interval", "2", "--manager", address))
     while not server._servicer.counts.calls["Describe", "OK"]:
         await asyncio.sleep(0.005)
         assert not looking.done()
@@ -324,7 +322,7 @@ async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
     assert (name, state, used, run, wait, prompt_rate, hits, evictions) == (
         "first", "serving", "0%", "3", "2", "0", "–", "0",
     )  # fmt: skip
-    assert 0 < int(generated_rate.replace(",", "")) <= 800
+    assert 0 < int(generated_rate.replace(",", "")) <= 200
     assert float(lease[0]) > 500
     assert row(output, "second")[4:6] == ["0", "0"]
     assert "first: 1,025 blocks of 4 tokens" in output
@@ -341,11 +339,11 @@ async def test_once_lists_the_requests_of_the_chosen_worker(
     name = "\x1b[2J[red]c"
     await second.allocate(item("b", prompt(2 * BLOCK_SIZE + 1), attempt=2), item(name, prompt(2, first=100)))
     address = f"127.0.0.1:{server.port}"
-    looking = asyncio.create_task(kvpool("top", "--once", "--interval", "0.5", "--manager", address))
+    looking = asyncio.create_task(kvpool("top", "--once", "--interval", "2", "--manager", address))
 
     async def has_looked() -> bool:
         # At the workers, and at the requests of one.
-        return server._servicer.counts.calls["Describe", "OK"] == 2
+        return server._servicer.counts.calls["Describe", "OK"] >= 2
 
     await eventually(has_looked, "the first look")
     await first.append(cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400))))
@@ -354,7 +352,7 @@ async def test_once_lists_the_requests_of_the_chosen_worker(
     assert "requests of first: 2 hold blocks, the oldest first; 2 wait for a turn" in output
     (_, state, known, computed, cached, rate, blocks, attempt, round_) = row(output, "a")
     assert (state, known, computed, cached, blocks, attempt, round_) == ("prefilling", "413", "3%", "0", "4", "1", "0")
-    assert 0 < int(rate.replace(",", "")) <= 800
+    assert 0 < int(rate.replace(",", "")) <= 200
     assert row(output, "b") == ["b", "fenced", "9", "89%", "8", "0", "3", "1", "0"]
 
     assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "second", "--manager", address) == 0
@@ -377,7 +375,7 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
         picture = observer.picture
         await observer.look_at_requests()
         assert picture.requests is None  # nobody is chosen yet
-        await observer.look(1.0)
+        await observer.look(30.0)
         assert observer.wants_requests.is_set()
 
         async def rates() -> dict[str, float | None]:
@@ -414,7 +412,7 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
         await second.stub.Deregister(cache_pb2.DeregisterRequest(session=second.session))
         await observer.look_at_requests()
         assert picture.requests is None
-        await observer.look(1.0)
+        await observer.look(30.0)
         assert picture.misses_chosen
         observer.choose(1)
         assert await rates() == {"a": None, "b": None}

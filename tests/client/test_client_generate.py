@@ -114,7 +114,8 @@ async def test_a_prompt_that_can_never_work_is_refused_before_anybody_is_asked(p
 async def test_the_model_is_fetched_once() -> None:
     """Sixteen requests at once fetch one tokenizer; later ones ask for nothing but Route and Generate."""
     worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager, quick(manager) as client:
+    # Whoever waits for long looks whether the worker lives, which is a Describe too.
+    async with fake_cluster(worker) as manager, quick(manager, liveness_interval=60.0) as client:
         await asyncio.gather(*(client.generate("the").collect() for _ in range(16)))
         await client.generate("the").collect()
     assert worker.num_model_calls == 1

@@ -48,7 +48,8 @@ class InProcessCluster:
         return worker
 
     async def sealed_chain(self, num_blocks: int) -> list[int]:
-        """The blocks of the only sealed chain, first block first."""
+        """The blocks of the only sealed chain, first block first, as soon as nothing runs."""
+        await self.until_idle()
         sealed = {block.table_index: block.block_id for block in (await self.describe()).blocks if block.sealed}
         assert sorted(sealed) == list(range(num_blocks))
         return [sealed[index] for index in range(num_blocks)]

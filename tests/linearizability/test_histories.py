@@ -36,12 +36,15 @@ async def test_a_recorded_history_has_an_order(tmp_path: Path, seed: int) -> Non
 async def test_histories_hold_what_is_worth_checking(tmp_path: Path) -> None:
     """Hits, waits, fences, stale calls and lost answers occur; else the test above would be an empty one."""
     history: list[Operation] = []
-    for seed in range(3):
+    refused: set[str] = set()
+    for seed in range(20):  # what a history holds depends on the machine too; three are nearly always enough
         recorded, _ = await record(tmp_path / str(seed), seed, num_calls=40)
         history += recorded
+        refused |= {op.answer.reason for op in recorded if isinstance(op.answer, Refused)}
+        if seed >= 2 and {"STALE_CALL", "STALE_SESSION"} <= refused:
+            break
     outcomes = [one for op in history if isinstance(op.answer, Told) for one in op.answer.outcomes]
     reasons = {one.reason for one in outcomes if isinstance(one, Refused)}
-    refused = {op.answer.reason for op in history if isinstance(op.answer, Refused)}
     assert any(isinstance(one, Granted) and one.num_cached_tokens for one in outcomes)
     assert any(isinstance(one, Appended) and one.num_sealed_tokens for one in outcomes)
     assert {"STALE_CALL", "STALE_SESSION"} <= refused
