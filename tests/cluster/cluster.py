@@ -222,7 +222,7 @@ class Cluster:
     async def describe(self) -> list[cache_pb2.WorkerDescription]:
         """All live workers; none while the manager does not answer."""
         try:
-            return list((await self.manager_stub.Describe(cache_pb2.DescribeRequest(), timeout=2.0)).workers)
+            return list((await self.manager_stub.Describe(cache_pb2.DescribeRequest(), timeout=5.0)).workers)
         except grpc.aio.AioRpcError:
             return []
 
