@@ -22,6 +22,7 @@ from bench.peer_process import PEERS, PeerBatch, TransformersPeer
 from bench.report import Ratio, Series, facts, progress
 from worker_service.model.cache_dir import default_cache_dir
 from worker_service.model.resolve import resolve_model
+from worker_service.priority import SPIN_COUNT
 
 CASES: Final = ("cold", "warm")
 NUM_REQUESTS: Final = 16
@@ -39,7 +40,7 @@ WAIT_POLICIES: Final = {
     # Not ACTIVE: that lets idle processes spin for minutes, on the cores that the other side is being measured on.
     "spinning": {"GOMP_SPINCOUNT": "300000"},
     # As --model-spin of a worker; here for both sides.
-    "brief": {"GOMP_SPINCOUNT": "30000"},
+    "brief": {"GOMP_SPINCOUNT": SPIN_COUNT},
 }
 
 WORKER_ARGUMENTS: Final = (

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Final
 
-_SPIN_COUNT: Final = "30000"
+SPIN_COUNT: Final = "30000"
 """Each a pause of the CPU, some 40 ns: longer than what lies between two products of a step, shorter than an idle worker's rest."""
 
 
@@ -29,4 +29,4 @@ def spin_between_products() -> None:
     takes longer than a product of a small model does, so a step has little of its second thread without it; but a thread that
     spins on a core that another one needs holds all of them up. What the environment says already stays.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
