@@ -148,7 +148,7 @@ def _peer(index: int, peer: Peer) -> Form:
             for form in forms:
                 numbers.stamps += form.stamps
             told = tuple(form.template for form in forms), link.report._num_told
-        linked = in_flight, told, link.is_unanswered
+        linked = in_flight, told, link.is_unanswered, link.num_stale_calls
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
     for reserved in (*state.reserve.spare(), *state.reserve.returning):
         numbers.stamps.append(reserved.generation)

@@ -176,7 +176,7 @@ class World:
             self.wire.is_cut, self.wire.lose_request, self.wire.lose_reply = False, 0.0, 0.0
             await self.until_idle()
             assert self.manager.check().violations == []
-            counts = self.manager.worker(self.link._introduction.worker_id).pool.counts()
+            counts = self.manager.worker(self.link._registration.introduction.worker_id).pool.counts()
             assert (counts.held, counts.reserved) == (0, 0)
         finally:
             for task in tasks:
