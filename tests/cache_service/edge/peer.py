@@ -156,6 +156,13 @@ async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -
     return status
 
 
+def reason_in(error: grpc.aio.AioRpcError) -> str:
+    """The ErrorInfo's reason of a call that has failed."""
+    found = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+    assert isinstance(found, bytes), error
+    return reason_of(status_pb2.Status.FromString(found))
+
+
 def detail(status: status_pb2.Status, kind: type[Detail]) -> Detail:
     """The one detail of a kind that a status has."""
     found = kind()
