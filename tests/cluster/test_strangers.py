@@ -35,7 +35,8 @@ def truths_of(tiny: TinyModel) -> list[Truth]:
 async def is_serving(cluster: InProcessCluster) -> bool:
     """What the worker's health says."""
     async with grpc.aio.insecure_channel(cluster.worker.address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

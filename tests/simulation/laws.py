@@ -201,14 +201,13 @@ class Laws:
 
     def on_exit(self, worker: WorkerProcess) -> None:
         """A worker that was told to leave exits. Whatever it has said may still be on its way."""
-        manager = self._said_good_bye.get(worker)
+        manager: Any = self._said_good_bye.get(worker)
         if not worker.link.has_left or manager is None:
             return
         self.count("who has left is gone")
         self._left.add((manager, worker.plan.worker_id, worker.incarnation))
-        if manager is self.world.manager and not manager.is_dead:
-            core: Any = self.world.manager.core
-            for session in core.sessions:
+        if not manager.is_dead:
+            for session in manager.core.sessions:
                 introduction = session.registration
                 if (introduction.worker_id, introduction.incarnation) == (worker.plan.worker_id, worker.incarnation):
                     self.world.fail("who has left is gone", f"{worker.name} has left, and {session!r} lives")
