@@ -84,7 +84,7 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
     if row.bad_request:
         violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    metadata = {name: str(number) for name, number in refusal.known.items()}
+    metadata = dict(refusal.metadata)
     if refusal.position is not None:
         metadata["position"] = str(refusal.position)
     return _status(row.code, refusal.reason.value, message, details, metadata)

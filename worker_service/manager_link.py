@@ -14,7 +14,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link import SESSION_OVER, Call
 from .engine.engine import Engine
-from .registration import Registration
+from .registration import FINAL, Registration
 from .status import reason_of_failure
 
 log = structlog.get_logger("kvpool.link")
@@ -161,14 +161,17 @@ class ManagerLink:
 
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
         self._is_away = _is_of_nobody(error)
+        reason = reason_of_failure(error)
         code = error.code()
-        if not self._registration.on_error(error):
+        self._registration.on_error(error)
+        if code not in FINAL and reason != "STALE_INCARNATION":
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
             return
-        reason = reason_of_failure(error) or code.name
-        raise RegistrationRefused(f"the manager at {self._address} refused this worker: {error.details()} ({reason})")
+        raise RegistrationRefused(
+            f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
+        )
 
     def _announce_if_ready(self) -> None:
         """Say that the session works, if its report is in."""
@@ -197,12 +200,13 @@ class ManagerLink:
         """
         registration = self._registration
         give_up_at = self._clock() + LEAVE_SECONDS
-        while not registration.is_settled and self._clock() < give_up_at:
+        while not registration.is_settled and (seconds_left := give_up_at - self._clock()) > 0:
             request = registration.next_request(holds_state=True)
             try:
-                registration.on_answer(await stub.Register(request, timeout=CALL_SECONDS))
+                registration.on_answer(await stub.Register(request, timeout=seconds_left))
             except grpc.aio.AioRpcError as error:
-                if not registration.on_error(error):
+                registration.on_error(error)
+                if not registration.is_settled:
                     await asyncio.sleep(REGISTER_RETRY_SECONDS)
         if not registration.is_settled:
             log.info("left without a good-bye", why="a registration was not answered")
@@ -229,7 +233,7 @@ class ManagerLink:
             except grpc.aio.AioRpcError as error:
                 reason = reason_of_failure(error)
                 if reason in SESSION_OVER:
-                    self._cache.lose(f"the manager no longer takes this session for ours ({reason})")
+                    self._cache.lose(SESSION_OVER[reason])
                     self._engine.on_cache_changed()
                     self._engine.changed_for_link.set()
                     return

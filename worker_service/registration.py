@@ -7,7 +7,7 @@ from kvpool.v1 import cache_pb2
 
 from .status import number_in_failure, reason_of_failure
 
-_FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 """A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
 
 
@@ -49,13 +49,12 @@ class Registration:
         self.highest_epoch = max(self.highest_epoch, response.epoch)
         self.session, self.session_key = response.session, response.session_key
 
-    def on_error(self, error: grpc.aio.AioRpcError) -> bool:
-        """The last Register was refused or not answered; returns whether any other of this process would be refused too."""
+    def on_error(self, error: grpc.aio.AioRpcError) -> None:
+        """The last Register was refused or not answered."""
         reason = reason_of_failure(error)
-        is_final = error.code() in _FINAL or reason == "STALE_INCARNATION"
-        if is_final:
+        if error.code() in FINAL or reason == "STALE_INCARNATION":
+            # The others of this process have been, or will be, refused too; a session of one that was not has been fenced.
             self._settled_register_no = self._register_no
         elif reason == "STALE_REGISTER":
             # By a number that is not ours, for ours are stated in order: strangers can register under any name. The next is larger.
             self._register_no = max(self._register_no, number_in_failure(error, "register_no") or 0)
-        return is_final

@@ -225,6 +225,7 @@ class Server:
             preemptions=engine.scheduler.num_preemptions,
             calls_to_manager=engine.cache.num_calls,
             decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
+            has_left_the_manager=self._link.has_left,
         )
 
     async def _drain(self) -> None:

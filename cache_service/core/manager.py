@@ -195,7 +195,7 @@ class CacheManager:
                 Reason.STALE_REGISTER,
                 f"register_no {registration.register_no} of worker {registration.worker_id!r} was overtaken by {register_no}: "
                 "register again with a larger one",
-                known={"register_no": register_no},
+                metadata={"register_no": str(register_no)},
             )
         known = register_no if registration.incarnation == incarnation else 0
         most = max(MAX_FIRST_REGISTER_NO, known + limits.max_numbers_skipped)

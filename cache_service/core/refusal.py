@@ -38,8 +38,7 @@ class Refusal(Exception):
     """A request that the core turned down, having changed nothing.
 
     `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
-    `position` is the token position needed after GAP and TOKENS_DIFFER. `known` has other numbers by their names, for programs:
-    what the peer must know to state a number that will be taken.
+    `position` is the token position needed after GAP and TOKENS_DIFFER. `metadata` is what else programs may want to know, by name.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Refusal(Exception):
         *,
         field: str = "",
         position: int | None = None,
-        known: Mapping[str, int] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.field = field
         self.position = position
-        self.known = dict(known or {})
+        self.metadata = dict(metadata or {})
 
     def __repr__(self) -> str:
         return f"Refusal({self.reason.value}: {self.message})"

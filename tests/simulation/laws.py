@@ -81,7 +81,8 @@ class Laws:
         self._said_good_bye: dict[Process, Process] = {}
         """Workers whose Deregister was executed, and the life of the manager that did."""
         self._left: set[tuple[Process, str, int]] = set()
-        """Life of the manager, worker_id and incarnation of those who were told that nothing of them is left."""
+        """Life of the manager, worker_id and incarnation of those who were told that nothing of them is left, until a newer process
+        of the worker has registered."""
 
     def count(self, law: str) -> None:
         """A law was looked at."""
@@ -137,8 +138,11 @@ class Laws:
             return
         if method == "Deregister":
             self._said_good_bye[caller] = server
-        elif method == "Register" and (server, request.worker_id, request.incarnation) in self._left:
-            world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
+        elif method == "Register":
+            name, incarnation = request.worker_id, request.incarnation
+            if (server, name, incarnation) in self._left:
+                world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
+            self._left = {gone for gone in self._left if gone[1] != name or gone[2] >= incarnation}
         if method in _MUTATING:
             if method == "Allocate":
                 world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)

@@ -266,7 +266,7 @@ class EngineCache:
             return
         link.failed(now)
         if reason in SESSION_OVER:
-            self.lose(f"the manager no longer takes this session for ours ({reason})")
+            self.lose(SESSION_OVER[reason])
             return
         if reason == "STALE_CALL":
             link.num_stale_calls += 1

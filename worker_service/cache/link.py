@@ -17,8 +17,11 @@ from .sequence import CacheSequence
 if TYPE_CHECKING:
     from .report import Report
 
-SESSION_OVER = frozenset({"STALE_SESSION", "WRONG_KEY"})
-"""Reasons that say that the session is not, or no longer, this worker's: it registers again."""
+SESSION_OVER = {
+    "STALE_SESSION": "the manager no longer knows this session",
+    "WRONG_KEY": "the manager knows this session under another key",
+}
+"""Reasons after which the worker registers again, and what they say of the session."""
 MAX_STALE_CALLS = 3
 """STALE_CALLs in a row after which the session is given up: call numbers are used up that this worker has not used."""
 BACKOFF_FIRST_SECONDS = 0.05

@@ -116,7 +116,10 @@ def test_a_restarted_manager_takes_the_register_no_of_a_worker_that_has_tried_fo
     )
     manager.register(registration(register_no=MAX_FIRST_REGISTER_NO), 0.0)
     overtaken = refused(lambda: manager.register(registration(register_no=7), 0.0))
-    assert (overtaken.reason, overtaken.known) == (Reason.STALE_REGISTER, {"register_no": MAX_FIRST_REGISTER_NO})
+    assert (overtaken.reason, overtaken.metadata) == (
+        Reason.STALE_REGISTER,
+        {"register_no": str(MAX_FIRST_REGISTER_NO)},
+    )
     furthest = MAX_FIRST_REGISTER_NO + Limits().max_numbers_skipped
     assert refused(lambda: manager.register(registration(register_no=furthest + 1), 0.0)).field == "register_no"
     manager.register(registration(register_no=furthest), 0.0)
