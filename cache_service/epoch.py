@@ -17,7 +17,8 @@ MAX_EPOCH = (1 << 24) - 1
 """Stamps are 64 bits, of which the counter takes 40."""
 
 MAX_FOREIGN_EPOCH = MAX_EPOCH >> 1
-"""The largest epoch that a worker may claim to have seen: one corrupt message must not use up all that are left."""
+"""The largest epoch that ours may be raised to because a worker has seen a large one: the upper half is left for lives of the
+manager, whatever messages say."""
 
 _FILE = "epoch"
 _TEMPORARY_FILE = "epoch.tmp"
@@ -54,6 +55,8 @@ class EpochStore:
         self._mutex = threading.Lock()
         self.epoch = 0
         """The current epoch; durable."""
+        self.found_state = False
+        """Whether there was a life before this one whose epoch the directory held."""
 
     @classmethod
     def open(cls, directory: Path) -> EpochStore:
@@ -69,7 +72,9 @@ class EpochStore:
         store = cls(directory, lock)
         try:
             store._take_lock()
-            store._write(store._read() + 1)
+            before = store._read()
+            store.found_state = before > 0
+            store._write(before + 1)
         except OSError as error:
             store.close()
             raise StateError(f"state directory {directory} cannot be used: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 
@@ -19,6 +20,8 @@ class Reason(Enum):
     STALE_SESSION = "STALE_SESSION"
     STALE_REGISTER = "STALE_REGISTER"
     STALE_INCARNATION = "STALE_INCARNATION"
+    WORKER_ELSEWHERE = "WORKER_ELSEWHERE"
+    FOREIGN_EPOCH = "FOREIGN_EPOCH"
     STALE_CALL = "STALE_CALL"
     STALE_ATTEMPT = "STALE_ATTEMPT"
     STALE_ROUND = "STALE_ROUND"
@@ -36,15 +39,27 @@ class Refusal(Exception):
     """A request that the core turned down, having changed nothing.
 
     `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
-    `position` is the token position needed after GAP and TOKENS_DIFFER.
+    `position` is the token position needed after GAP and TOKENS_DIFFER. `retry_seconds` is how long to wait before asking again,
+    where the reason alone does not say it. `metadata` is what else a program may want to know, by name.
     """
 
-    def __init__(self, reason: Reason, message: str, *, field: str = "", position: int | None = None) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str = "",
+        position: int | None = None,
+        retry_seconds: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.field = field
         self.position = position
+        self.retry_seconds = retry_seconds
+        self.metadata = dict(metadata or {})
 
     def __repr__(self) -> str:
         return f"Refusal({self.reason.value}: {self.message})"
