@@ -30,7 +30,8 @@ class StateError(Exception):
     """The state directory cannot be used; the message says why and what to do."""
 
 
-def _encode(epoch: int) -> bytes:
+def encode(epoch: int) -> bytes:
+    """The content of the state file."""
     return b"kvpool epoch %d %08x\n" % (epoch, zlib.crc32(b"%d" % epoch))
 
 
@@ -40,7 +41,7 @@ def _decode(data: bytes) -> int | None:
     if match is None:
         return None
     epoch = int(match[1])
-    return epoch if _encode(epoch) == data and 1 <= epoch <= MAX_EPOCH else None
+    return epoch if encode(epoch) == data and 1 <= epoch <= MAX_EPOCH else None
 
 
 class EpochStore:
@@ -133,7 +134,7 @@ class EpochStore:
             )
         temporary = self._directory / _TEMPORARY_FILE
         with open(temporary, "wb") as file:
-            file.write(_encode(epoch))
+            file.write(encode(epoch))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._directory / _FILE)

@@ -1,8 +1,8 @@
 """What becomes of a worker that has seen an epoch of another life of the manager, one as large as ours or larger.
 
-It holds blocks under generations that are larger than those we would grant, because our state file is lost or is an old copy. Either
-our epoch is raised above the one it has seen, and it keeps its blocks; or it alone drops them and registers holding nothing. The first
-is for honest workers after such a loss; the second bounds what a message can do, since anybody can claim any epoch.
+It may hold blocks under generations that are larger than those we would grant, because our state file is lost or is an old copy.
+Either our epoch is raised above the one it has seen, and it keeps its blocks; or it alone drops them and registers holding nothing.
+The first is for honest workers after such a loss; the second bounds what a message can do, since anybody can claim any epoch.
 """
 
 from __future__ import annotations

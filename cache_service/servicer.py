@@ -149,9 +149,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if not self._foreign_epochs.may_outgrow(seen, self.clock()):
                 raise Refusal(
                     Reason.FOREIGN_EPOCH,
-                    f"worker {worker_id!r} has seen epoch {seen} of another life of the manager, and this one, at {self._manager.epoch}, "
-                    "may not be raised above it: drop all blocks, then register with holds_state false, highest_epoch_seen 0 and "
-                    "last_session 0",
+                    f"worker {worker_id!r} has seen epoch {seen} of another life of the manager, and the epoch of this one, "
+                    f"{self._manager.epoch}, may not be raised above it: drop all blocks, then register with holds_state false, "
+                    "highest_epoch_seen 0 and last_session 0",
                     metadata={"epoch": str(self._manager.epoch)},
                 )
             try:

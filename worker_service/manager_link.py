@@ -13,7 +13,8 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link import Call
 from .engine.engine import Engine
-from .status import reason_of_failure
+from .patience import PASSING, Patience
+from .status import reason_of_failure, retry_seconds_of_failure
 
 log = structlog.get_logger("kvpool.link")
 
@@ -44,7 +45,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 class RegistrationRefused(Exception):
-    """The manager will not have this worker, and asking again would not help."""
+    """The manager does not take this worker, and asking again does not help."""
 
 
 class ManagerLink:
@@ -65,8 +66,9 @@ class ManagerLink:
         self._on_session = on_session
         self._clock = clock
         self._register_no = 0
+        self._patience = Patience()
         self.highest_epoch = 0
-        """Of the manager, that this process has seen."""
+        """Of the manager, that this process has seen since its books were last empty."""
         self.num_sessions = 0
         """Registrations that the manager has taken."""
         self.num_failed_calls = 0
@@ -128,10 +130,13 @@ class ManagerLink:
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
-                self._on_register_failed(error)
-                await asyncio.sleep(REGISTER_RETRY_SECONDS)
+                if reason_of_failure(error) == "FOREIGN_EPOCH":
+                    await self._drop_blocks(error.details() or "")
+                    continue
+                await asyncio.sleep(self._on_register_failed(error))
                 continue
             self._complained = self._is_away = False
+            self._patience.restore()
             self.highest_epoch = max(self.highest_epoch, response.epoch)
             self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
@@ -152,18 +157,34 @@ class ManagerLink:
                 self.send_heartbeat()  # the new session does not know it yet
             return
 
-    def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
+    def _on_register_failed(self, error: grpc.aio.AioRpcError) -> float:
+        """Seconds to the next Register. Raises RegistrationRefused if there should be none."""
         self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
         code = error.code()
-        if code not in _FINAL and reason != "STALE_INCARNATION":
+        pause: float | None = REGISTER_RETRY_SECONDS
+        if reason in PASSING:
+            if not self._patience.is_tried:
+                log.warning("another process has this worker's name", manager=self._address, why=error.details())
+            pause = self._patience.pause(retry_seconds_of_failure(error), self._clock())
+        elif code in _FINAL:
+            pause = None
+        else:
+            self._patience.restore()
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
-            return
-        raise RegistrationRefused(
-            f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
-        )
+        if pause is None:
+            raise RegistrationRefused(
+                f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
+            )
+        return pause
+
+    async def _drop_blocks(self, why: str) -> None:
+        """The manager cannot outgrow the epoch of what is held here: end all streams, forget all blocks, and begin anew."""
+        self._cache.give_up(why, is_defect=False)
+        await self._until_reset()
+        self.highest_epoch = self._session = 0
 
     def _announce_if_ready(self) -> None:
         """Say once in a session that the worker serves: when its report is in, if it has one."""

@@ -79,8 +79,9 @@ class Incarnations:
                 )
         else:
             ends_at = known.expires_at if live is None else live.lease_end + self._lease_seconds
-            if now < ends_at:
-                wait = ends_at - now
+            # A session lives until a tick ends it: after a gap its lease may seem to be over, while its KeepAlive waits to be read.
+            if live is not None or now < ends_at:
+                wait = max(0.0, ends_at - now)
                 raise Refusal(
                     Reason.STALE_INCARNATION,
                     f"worker {worker_id!r} is known with incarnation {known.incarnation}, and that of this process, {incarnation}, "

@@ -260,6 +260,17 @@ def test_an_older_incarnation_is_accepted_a_lease_after_the_end_of_the_newer(how
     assert clock.refused(incarnation=(1 << 64) - 1, replaces=6).reason is Reason.WORKER_ELSEWHERE
 
 
+def test_a_manager_that_stood_still_gives_no_live_worker_s_place_away() -> None:
+    """The Registers of others are read before the tick that would lengthen the lease."""
+    clock = Clockwork()
+    session = clock.register(incarnation=5)
+    clock.now += 100 * LEASE
+    assert clock.refused(incarnation=4).reason is Reason.STALE_INCARNATION
+    assert clock.refused(incarnation=6).reason is Reason.WORKER_ELSEWHERE
+    assert clock.refused(incarnation=6).retry_seconds == 0.0
+    clock.keep_alive(session)
+
+
 def test_what_the_newer_process_still_has_under_way_does_nothing_when_the_older_one_has_returned() -> None:
     """Its calls name a session that has ended; its Register waits for the older one's end."""
     clock = Clockwork()

@@ -11,9 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 
-from cache_service import epoch as epoch_module
 from cache_service.core.manager import CacheManager
-from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, EpochStore
+from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, EpochStore, encode
 from cache_service.foreign_epochs import MAX_RAISE
 from cache_service.server import Server
 from cache_service.servicer import CacheServicer
@@ -40,6 +39,7 @@ class Life:
         context = Context()
         response = await self.servicer.Register(request, context)  # type: ignore[arg-type]
         if context.failure is None:
+            assert isinstance(response, pb.RegisterResponse)
             return response
         assert context.failure.trailing is not None
         status = status_pb2.Status.FromString(context.failure.trailing)
@@ -69,7 +69,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
         if lives:
             lives[-1].epochs.close()
         if epoch:
-            (tmp_path / "epoch").write_bytes(epoch_module._encode(epoch))
+            (tmp_path / "epoch").write_bytes(encode(epoch))
         else:
             (tmp_path / "epoch").unlink(missing_ok=True)
         lives.append(Life(tmp_path))
@@ -110,7 +110,7 @@ async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begi
     made_up = registration("w")
     made_up.incarnation = LARGEST
     assert (await life.servicer.Register(made_up, Context())).session  # type: ignore[arg-type]
-    answers = []
+    answers: list[pb.RegisterResponse | str] = []
     while life.now < 3 * LEASE:
         answers.append(await life.register("w", no=2 + len(answers)))
         life.now += 0.5
