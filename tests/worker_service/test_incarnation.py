@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvpool.process.settings import load_settings
 from structlog.testing import capture_logs
 
 from worker_service import incarnation as module
@@ -174,16 +175,16 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 # -- where it is
 
 
-def folder_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, port: int = 7001, **settings: object) -> Path | None:
+def folder_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> Path | None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return WorkerSettings(**settings).state_folder(port)  # type: ignore[arg-type]
+    return load_settings(WorkerSettings, arguments).state_folder(7001)
 
 
 def test_each_worker_of_each_manager_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Names are unique in a cluster, not on a machine; none leads out of the folder, and none is too long for a file system."""
     strange = ["worker-0", "..", ".", "a/b", "a%2Fb", "é" * 64, "é" * 63 + "è", "\x1b[31m"]
-    found = [folder_of(monkeypatch, tmp_path, worker_id=name) for name in strange]
-    found += [folder_of(monkeypatch, tmp_path, worker_id="worker-0", manager="10.0.0.1:50051")]
+    found = [folder_of(monkeypatch, tmp_path, f"--worker-id={name}") for name in strange]
+    found += [folder_of(monkeypatch, tmp_path, "--worker-id=worker-0", "--manager=10.0.0.1:50051")]
     assert found[0] == tmp_path / "kvpool" / "workers" / "127.0.0.1:50051" / "worker-0"
     assert len(set(found)) == len(found)
     for folder in found:
@@ -194,7 +195,7 @@ def test_each_worker_of_each_manager_has_a_folder_of_its_own(monkeypatch: pytest
 
 def test_a_name_that_is_made_up_at_every_start_has_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert folder_of(monkeypatch, tmp_path) is None
-    named = WorkerSettings(port=7001).state_folder(7001)
+    named = load_settings(WorkerSettings, ["--port", "7001"]).state_folder(7001)
     assert named is not None
     assert named.name.endswith("-7001")
-    assert folder_of(monkeypatch, tmp_path, state_dir=tmp_path / "own") == tmp_path / "own"
+    assert folder_of(monkeypatch, tmp_path, f"--state-dir={tmp_path / 'own'}") == tmp_path / "own"
