@@ -16,8 +16,8 @@ _SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].f
 _ROOM: Final = 64 << 10
 """For everything but the prompt. The other fields at their limits take a third of it: biases 15 KB, stop strings 4 KB, names."""
 
-_KEEP_EVERYTHING: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts"})
-"""Pre-tokenizers that drop no character, apart from Split."""
+_KEEP_EVERYTHING: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+"""Pre-tokenizers that drop no character, whatever their settings."""
 
 
 def request_limits(max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None) -> Mapping[str, RequestLimit]:

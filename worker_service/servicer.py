@@ -93,9 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """End a request whose reader takes nothing. Its blocks are free from now on; the status follows when the reader takes the
         message that waits before it, since a stream of HTTP/2 has one order."""
         self._engine.give_up_reader(request, self._reader_seconds)
-        self._slow_readers.note(
-            sequence_id=request.params.sequence_id, peer=peer, num_generated_tokens=request.num_generated
-        )
+        self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
 
     def on_unread(self, method: str, reason: str) -> None:
         """A call was refused before its request was read."""

@@ -30,7 +30,7 @@ GENERATE = f"/{SERVICE}/Generate".encode()
 NO_MESSAGE = b"\x0a\x04\xff\xfe"
 """A field of four bytes, of which two are there: no message has it."""
 MAX_MODEL_LEN = 2048
-READER_SECONDS = 0.5
+READER_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
