@@ -88,8 +88,9 @@ class Model:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.name} has no tokenizer; pass the prompt as token ids", reason="NO_TOKENIZER")
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
+        # For a single text too: encode() holds the GIL, and a long text would stop the caller's event loop.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

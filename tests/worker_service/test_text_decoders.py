@@ -89,7 +89,7 @@ def stream_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = 
 def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     found = [tokenizer.token_to_id(token) for token in tokens]
     assert None not in found, tokens
-    return found
+    return [token_id for token_id in found if token_id is not None]
 
 
 @st.composite
@@ -97,7 +97,7 @@ def streams(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     """Words, special tokens in any number, and characters of one to four bytes as that many tokens, special ones between."""
     if tokenizer.token_to_id("▁hello") is not None:
         words = [*PIECES, "<|extra|>"] if tokenizer.token_to_id("<|extra|>") is not None else PIECES
-        as_bytes = [tokenizer.token_to_id(token) for token in BYTES]
+        as_bytes = ids_of(tokenizer, *BYTES)
     else:
         words = ["Ġhello", "Ġworld", "Ġthe", "Ġa", "lo", "Ġ"]
         as_bytes = byte_level_ids(tokenizer)
@@ -198,7 +198,7 @@ def test_the_window_stays_small_whatever_has_no_text(token: str) -> None:
     tokenizer.add_tokens(["nothing"])
     counting = CountingTokenizer(tokenizer)
     hello, word = ids_of(tokenizer, "▁hello", "▁world")
-    silent = 10_000 if token == "out of the vocabulary" else tokenizer.token_to_id(token)
+    silent = 10_000 if token == "out of the vocabulary" else ids_of(tokenizer, token)[0]
     decoder = TextDecoder(counting, [hello], [])  # type: ignore[arg-type]
     assert [decoder.add(silent) for _ in range(500)] == [""] * 500
     assert decoder.add(word).endswith("world")
