@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from worker_service.codec import check_generate, decode_generate
 from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.prompt import NORMAL_FORM_FACTOR, PromptEncoder, max_text_bytes
+from worker_service.engine.prompt import NORMAL_FORM_FACTOR, PromptEncoder, byte_letters, text_bound
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁hello", "▁world", "▁", "▁▁▁▁▁▁▁▁", "lo", "é", "hello", "world", " "]
@@ -26,9 +26,9 @@ def bpe(*further: str, **options: Any) -> Tokenizer:
     return Tokenizer(models.BPE(vocab=vocabulary, merges=[], **options))
 
 
-def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+def byte_level(normalizer: normalizers.Normalizer | None = None, missing: bytes = b"") -> Tokenizer:
     """As GPT-2, Llama 3, Qwen and DeepSeek have it."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [letter for byte, letter in enumerate(byte_letters()) if byte not in missing]
     vocabulary = {token: index for index, token in enumerate([*letters, "he", "ll", "hell", "hello", "Ġw", "ÃŃÃŃ"])}
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -61,6 +61,8 @@ KEEP_EVERY_BYTE: dict[str, Callable[[], Tokenizer]] = {
     ),
     "Mistral": lambda: with_parts(bpe(), None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
     "GPT-2": byte_level,
+    # Some of these occur in no text that it was trained on, the others in no text at all.
+    "SmolLM2": lambda: byte_level(missing=b"\x04\x06\x13\x1d\xf1\xf2\xc0\xc1\xf5\xff"),
     "Qwen": lambda: byte_level(normalizers.NFC()),
     "byte level over NFKC": lambda: byte_level(normalizers.Sequence([normalizers.NFKC()])),
     "an unknown token for each character": lambda: bpe("<unk>", byte_fallback=False, fuse_unk=False, unk_token="<unk>"),
@@ -100,6 +102,11 @@ SHORTEN: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     ),
     "spaces dropped between words": (lambda: with_parts(bpe(), None, pre_tokenizers.WhitespaceSplit()), " " * 60_000),
     "split and removed": (lambda: with_parts(bpe(), None, pre_tokenizers.Split("-", "removed")), "-" * 60_000 + "lo"),
+    "bytes dropped": (lambda: byte_level(missing=b"\x04\xf1"), "hello" + "\x04" * 60_000),
+    "bytes dropped after a normal form": (
+        lambda: byte_level(normalizers.NFC(), missing=b"\x04"),
+        "hello" + "\x04" * 60_000,
+    ),
     "a byte without a token": (lambda: without_a_byte(), "lo" + "\x01" * 60_000),
 }
 """Each with a text of few tokens."""
@@ -130,6 +137,8 @@ PIECES = [
     "東京",
     "🤖",
     "\x00",
+    "\x04",
+    "\U00040000",
     "\n",
     "한",
     "7",
@@ -140,14 +149,16 @@ PIECES = [
 def test_a_text_that_fits_is_never_refused(tokenizer: Tokenizer, text: str) -> None:
     """The bound for as many tokens as it has is not below its size."""
     num_tokens = len(tokenizer.encode(text).ids)
-    assert len(text.encode()) <= max_text_bytes(tokenizer, num_tokens) or not text
+    assert text_bound(tokenizer, num_tokens).excess(text) is None
 
 
 def test_the_bound_is_that_of_the_longest_token(tokenizer: Tokenizer) -> None:
     """Not larger: these tokenizers are not among those that may shorten a text."""
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     forms = 4 if "NF" in repr(tokenizer.normalizer) else 1
-    assert max_text_bytes(tokenizer, 100) <= 100 * longest * forms
+    bound = text_bound(tokenizer, 100)
+    assert bound.max_bytes <= 100 * longest * forms
+    assert bound.excess("x" * (100 * longest * forms + 1)) == 100 * longest * forms + 1
 
 
 @pytest.mark.parametrize(("kind", "text"), SHORTEN.values(), ids=SHORTEN.keys())
@@ -161,17 +172,23 @@ def test_a_text_that_the_tokenizer_shortens_is_not_refused(kind: Callable[[], To
 
 def test_normal_forms_shorten_no_more_than_the_bound_allows() -> None:
     """For all characters of Unicode: bytes that can have become one character, by way of its decomposition."""
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     forms: list[tuple[Literal["NFC", "NFKC"], Literal["NFD", "NFKD"]]] = [("NFC", "NFD"), ("NFKC", "NFKD")]
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     for composed, decomposed in forms:
-        parts = {character: unicodedata.normalize(decomposed, character) for character in characters}
-        most = {character: len(character.encode()) for character in characters}
+        parts = {
+            character: decomposition
+            for character in characters
+            if (decomposition := unicodedata.normalize(decomposed, character)) != character
+        }
+        assert len(parts) > 10_000
+        most: dict[str, int] = {}
+        """Bytes of the longest character that has become this one."""
         for character, decomposition in parts.items():
             assert decomposition
             if len(decomposition) == 1:
-                most[decomposition] = max(most[decomposition], len(character.encode()))
-        for character, decomposition in parts.items():
-            before = sum(most[part] for part in decomposition)
+                most[decomposition] = max(most.get(decomposition, 0), len(character.encode()))
+        for character, decomposition in [*parts.items(), *((character, character) for character in most)]:
+            before = sum(max(most.get(part, 0), len(part.encode())) for part in decomposition)
             assert len(character.encode()) <= before
             if unicodedata.normalize(composed, character) == character:
                 assert before <= NORMAL_FORM_FACTOR * len(character.encode()), hex(ord(character))
@@ -228,17 +245,18 @@ def test_a_text_of_15_megabytes_is_refused_untouched() -> None:
         with pytest.raises(EngineError) as caught:
             decode(asked(text="hello world " * 1_300_000), prompts, "fp")
         assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "prompt")
-        for word in ("15600000 bytes", str(prompts.max_text_bytes), "2048 tokens", "--max-model-len"):
+        for word in ("15600000 bytes", str(prompts.text_bound.max_bytes), "2048 tokens", "--max-model-len"):
             assert word in caught.value.message
 
 
 def test_text_is_measured_in_bytes() -> None:
     """A text of few characters of many bytes too."""
     prompts = PromptEncoder(UntouchedTokenizer(byte_level()), 100)  # type: ignore[arg-type]
-    text = "€" * (prompts.max_text_bytes // 3 + 1)
-    assert len(text) < prompts.max_text_bytes
-    with pytest.raises(EngineError, match="at least"):
+    text = "€" * (prompts.text_bound.max_bytes // 3 + 1)
+    assert len(text) < prompts.text_bound.max_bytes
+    with pytest.raises(EngineError, match=f"has {len(text.encode())} bytes"):
         prompts.check_text(text)
+    prompts.check_text(text[:-1])
 
 
 class Ids:
@@ -294,3 +312,11 @@ def test_a_text_without_a_tokenizer_is_refused() -> None:
         check_generate(asked(text="x"), PromptEncoder(None, 100), "fp")
     with pytest.raises(EngineError, match="got neither"):
         check_generate(asked(), PromptEncoder(None, 100), "fp")
+
+
+def test_the_letters_of_bytes_are_those_of_tokenizers() -> None:
+    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = byte_level()
+    for byte in b"\x00 a~\x7f":
+        assert tokenizer.encode(chr(byte)).tokens == [byte_letters()[byte]]
+    assert tokenizer.encode("é").tokens == [byte_letters()[0xC3], byte_letters()[0xA9]]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from .errors import invalid
 
@@ -25,6 +25,9 @@ SHORTENING_FACTOR = 16
 MIN_SHORTENED_BYTES = 1 << 20
 """And never less than this: it is tokenised in under a second."""
 
+_UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+"""Those that text in UTF-8 can have."""
+
 _LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"}
 _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 
@@ -37,25 +40,21 @@ class PromptEncoder:
         left over from training in some files."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self.max_text_bytes = 0
-        """UTF-8 bytes of the longest text that is tokenised. Any longer one has more than `max_model_len` tokens, unless the
-        tokenizer drops text."""
+        self.text_bound = TextBound(0)
+        """Of the texts that are tokenised."""
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            self.max_text_bytes = max_text_bytes(tokenizer, max_model_len)
+            self.text_bound = text_bound(tokenizer, max_model_len)
 
     def check_text(self, text: str) -> None:
-        """EngineError if the text cannot be tokenised or is certain to be too long. Constant memory, microseconds per megabyte."""
+        """EngineError if the text cannot be tokenised or is certain to be too long. A millisecond per megabyte at most."""
         if self._tokenizer is None:
             raise invalid("prompt", "this model has no tokenizer: send token_ids")
-        # A character has at least one byte, so most texts that are too long need not be encoded to be measured.
-        num_bytes = len(text) if len(text) > self.max_text_bytes or text.isascii() else len(text.encode())
-        if num_bytes > self.max_text_bytes:
-            at_least = "" if text.isascii() else "at least "
+        if (num_bytes := self.text_bound.excess(text)) is not None:
             raise invalid(
                 "prompt",
-                f"the text has {at_least}{num_bytes} bytes, and {self.max_text_bytes} are the most that can fit into the "
+                f"the text has {num_bytes} bytes, and {self.text_bound.max_bytes} are the most that can fit into the "
                 f"{self._max_model_len} tokens that this worker takes for prompt and answer together; shorten the text, or start "
                 "the workers with a larger --max-model-len",
             )
@@ -79,8 +78,27 @@ class PromptEncoder:
         return list(encoding.ids)
 
 
-def max_text_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
-    """UTF-8 bytes of the longest text that may have no more than `max_model_len` tokens."""
+class TextBound(NamedTuple):
+    """How long a text may be. Any longer one has more tokens than allowed, unless the tokenizer drops text."""
+
+    max_bytes: int
+    """In UTF-8."""
+    uncounted: bytes = b""
+    """Bytes that the vocabulary does not have: the tokenizer drops them, so they do not count."""
+
+    def excess(self, text: str) -> int | None:
+        """The bytes of a text that is too long; None if it is not."""
+        if 4 * len(text) <= self.max_bytes:
+            return None
+        encoded = text.encode()
+        if len(encoded) <= self.max_bytes:
+            return None
+        num_counted = len(encoded.translate(None, self.uncounted))
+        return num_counted if num_counted > self.max_bytes else None
+
+
+def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
+    """The bound of texts that may have no more than `max_model_len` tokens."""
     normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
     pretokenizers = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
     is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pretokenizers))
@@ -91,14 +109,19 @@ def max_text_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
     longest_token = max(longest_token, MAX_CHARACTER_BYTES, *(len(token.content.encode()) for token in added))
     num_forms = sum(part["type"] in _NORMAL_FORMS for part in normalizers)
     max_bytes: int = max_model_len * longest_token * NORMAL_FORM_FACTOR**num_forms
-    keeps_every_byte = (
+    dropped = _dropped_bytes(tokenizer, vocabulary, is_byte_level)
+    is_exact = (
         all(_is_lossless_normalizer(part) for part in normalizers)
         and all(_is_lossless_pretokenizer(part) for part in pretokenizers)
-        and _has_tokens_for_every_byte(tokenizer, vocabulary, is_byte_level)
+        and dropped is not None
+        # A normal form may make one of them of other bytes.
+        and not (dropped and num_forms)
         # These swallow the spaces before or after them.
         and not any(token.lstrip or token.rstrip for token in added)
     )
-    return max_bytes if keeps_every_byte else max(SHORTENING_FACTOR * max_bytes, MIN_SHORTENED_BYTES)
+    if is_exact and dropped is not None:
+        return TextBound(max_bytes, dropped)
+    return TextBound(max(SHORTENING_FACTOR * max_bytes, MIN_SHORTENED_BYTES))
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
@@ -128,13 +151,26 @@ def _is_lossless_pretokenizer(part: dict[str, Any]) -> bool:
     return part["type"] in _LOSSLESS_PRE_TOKENIZERS
 
 
-def _has_tokens_for_every_byte(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Whether no text, whatever its characters, is dropped or fused into one token for what is unknown."""
+def _dropped_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_level: bool) -> bytes | None:
+    """The bytes of UTF-8 that are dropped for want of a token, one by one; every other one is in some token. None: more may be
+    dropped, or any number of bytes be fused into one token for what is unknown."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
-        return False
-    if is_byte_level and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet()):
-        return True
-    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return True
-    return model.unk_token in vocabulary and not model.fuse_unk
+        return None
+    if model.unk_token in vocabulary and not model.fuse_unk:
+        return b""
+    if is_byte_level and model.unk_token is None:
+        return bytes(
+            byte for byte, letter in enumerate(byte_letters()) if byte in _UTF8_BYTES and letter not in vocabulary
+        )
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in _UTF8_BYTES):
+        return b""
+    return None
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary, as in GPT-2: printable Latin-1 for itself, and the others in
+    order from U+0100 on."""
+    others = iter(range(0x100, 0x200))
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
