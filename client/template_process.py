@@ -93,7 +93,10 @@ class TemplateProcess:
         if self._child is not None and self._child.is_alive():
             return self._child
         self._end_child()
-        child = self._child = _Child()
+        try:
+            child = self._child = _Child()
+        except OSError as error:
+            raise _cannot_start(str(error)) from error
         # Not a method of this object: it would keep it alive. It runs at the interpreter's end too.
         self._ending = weakref.finalize(self, child.end)
         try:
@@ -101,11 +104,7 @@ class TemplateProcess:
         except _Ended:
             status = self._end_child()
             self._require_open()
-            raise ServiceError(
-                f"the process that renders chat templates cannot be started ({_describe(status)}); to see why, run: "
-                f"{' '.join(_COMMAND)}",
-                reason="NO_TEMPLATE_PROCESS",
-            ) from None
+            raise _cannot_start(_describe(status)) from None
         except BaseException:
             self._end_child()
             raise
@@ -125,6 +124,13 @@ class TemplateProcess:
 
 def _bad_template(what: str) -> InvalidRequest:
     return InvalidRequest(f"the model's chat template {what}", reason="BAD_TEMPLATE")
+
+
+def _cannot_start(why: str) -> ServiceError:
+    return ServiceError(
+        f"the process that renders chat templates cannot be started ({why}); to see more, run: {' '.join(_COMMAND)}",
+        reason="NO_TEMPLATE_PROCESS",
+    )
 
 
 def _exceeded(status: int | None) -> str | None:

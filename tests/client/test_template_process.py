@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from client import (
     InvalidRequest,
     KvpoolError,
     ProtocolError,
+    ServiceError,
     SyncClient,
     template_child,
 )
@@ -190,19 +190,37 @@ def test_closing_ends_it_while_it_renders() -> None:
     assert children() <= before
 
 
-def test_an_interrupt_in_the_middle_leaves_no_old_answer() -> None:
-    """The next one would get it."""
+def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as the answer comes: the next one would get it."""
+    read, interrupts = os.read, [KeyboardInterrupt]
+
+    def interrupted(descriptor: int, size: int) -> bytes:
+        if interrupts:
+            raise interrupts.pop()
+        return read(descriptor, size)
+
     with contextlib.closing(TemplateProcess()) as process:
         template = ChatTemplate(HONEST, {}, process=process)
         template.render(USER)
-        interrupting = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 — it may come at any time
-            while True:
-                template.render([{"role": "user", "content": "old"}])
-        interrupting.join()
+        monkeypatch.setattr("client.template_process.os.read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"role": "user", "content": "old"}])
         for n in range(3):
             assert template.render([{"role": "user", "content": str(n)}]) == f"<user>{n}"
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to look at, and without a process left."""
+    before = children()
+    for command in (("/nowhere/python",), (sys.executable, "-c", "raise SystemExit(7)")):
+        monkeypatch.setattr("client.template_process._COMMAND", command)
+        with (
+            contextlib.closing(TemplateProcess()) as process,
+            pytest.raises(ServiceError, match="cannot be started") as caught,
+        ):
+            ChatTemplate(HONEST, {}, process=process).render(USER)
+        assert command[0] in str(caught.value)
+    assert children() == before
 
 
 @pytest.mark.parametrize("value", [object(), b"bytes", {1, 2}])
@@ -216,7 +234,6 @@ def test_what_is_no_json_is_refused(value: object) -> None:
 
 SCRIPT = """
 import os, signal, sys, threading, time
-from client import template_child
 from client.chat_template import ChatTemplate
 template = ChatTemplate({source!r}, {{}})
 if {endless}:
