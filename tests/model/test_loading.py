@@ -119,14 +119,14 @@ def growth_mib(large: Path, tiny: Path, dtype: str, device: str) -> float:
     return int(done.stdout.split()[-1]) / 1024
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has of its own")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has of its own")
 def test_weights_do_not_pass_through_host_memory_on_their_way_to_a_device(large: Path, tmp_path: Path) -> None:
     """The meta device stands for a GPU: whatever grows here grew in host memory. Narrower than the file, so they are converted."""
     tiny = make_tiny_model("llama", tmp_path).path
     assert growth_mib(large, tiny, "bfloat16", "meta") < 24
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has of its own")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has of its own")
 def test_a_cpu_holds_converted_weights_once(large: Path, tmp_path: Path) -> None:
     """64 MiB in bfloat16, laid out for oneDNN one after the other; and not the 64 MiB before that as well."""
     tiny = make_tiny_model("llama", tmp_path).path
