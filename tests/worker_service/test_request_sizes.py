@@ -1,5 +1,7 @@
-"""The limit of Generate's bytes: no prompt that is tokenised, or that is ids, is refused by its size. Which texts are tokenised, whatever
-the tokenizer does to them, is in test_prompt.py."""
+"""The limit of Generate's bytes: no prompt that is tokenised, or that is ids, is refused by its size.
+
+Which texts are tokenised, whatever the tokenizer does to them, is in test_prompt.py.
+"""
 
 from __future__ import annotations
 
