@@ -25,7 +25,7 @@ import worker_service.manager_link
 import worker_service.servicer
 from cache_service import status
 from cache_service.core.refusal import Refusal
-from worker_service.cache.ledger import BlockLedger
+from worker_service.cache.ledger import BlockLedger, Content
 from worker_service.cache.link import Link
 
 if TYPE_CHECKING:
@@ -86,9 +86,12 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
-    def accept_hit(ledger: BlockLedger, block: int, generation: int, original: Any = BlockLedger.accept_hit) -> None:
-        original(ledger, block, generation)
+    def accept_hit(
+        ledger: BlockLedger, block: int, *about: Any, original: Callable[..., Content] = BlockLedger.accept_hit
+    ) -> Content:
+        content = original(ledger, block, *about)
         world.laws.on_hit(ledger, block)
+        return content
 
     def new_entries(link: Link, downlink: Any, original: Any = Link.new_entries) -> Any:
         entries = original(link, downlink)

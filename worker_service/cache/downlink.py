@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
-from .ledger import DisagreementError
+from .calls import TOKEN_BYTES, pack_tokens
+from .ledger import Content, DisagreementError
 from .link import Call, Link, Stated
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
@@ -90,11 +91,16 @@ def _on_allocated(state: CacheState, sequence: CacheSequence, result: cache_pb2.
 def _take_table(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
     """Enter a granted table: its leading blocks as hits, the others as grants."""
     run = granted.tables[0]
-    num_hits = granted.num_cached_tokens // state.settings.block_size
+    block_size = state.settings.block_size
+    num_hits = granted.num_cached_tokens // block_size
+    prompt = pack_tokens(sequence.tokens[: num_hits * block_size])
+    step = block_size * TOKEN_BYTES
+    before: Content | None = None
     sequence.uses_blocks = True
     for index, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True)):
         if index < num_hits:
-            state.ledger.accept_hit(block, generation)
+            tokens = prompt[index * step : (index + 1) * step]
+            before = state.ledger.accept_hit(block, generation, tokens, sequence.root, before)
         else:
             state.ledger.accept_grant(block, generation)
         state.ledger.use(block)
