@@ -85,14 +85,14 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
     """The entries that the update adds to the table; each named block must be the entry already, or be reserved here."""
     pool = sequence.pool
     table = sequence.table
-    blocks: list[int] = []
+    blocks: dict[int, None] = {}
     for index, block, generation in bound:
         if index < len(table):
             if table[index] == block and pool.generation(block) == generation:
                 continue
             found = f"entry {index} is block {table[index]} of generation {pool.generation(table[index])}"
         elif index == len(table) + len(blocks) and pool.is_reserved(block, generation) and block not in blocks:
-            blocks.append(block)
+            blocks[block] = None
             continue
         else:
             found = (
@@ -103,14 +103,23 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
             f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index}, but "
             f"{found}: the worker's state is not the manager's; register again",
         )
-    return blocks
+    return list(blocks)
 
 
 def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
     """Everything that can be wrong with an update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
     new_blocks = _new_blocks(sequence, update.bound)
-    num_tokens = sequence.num_tokens + len(new_tokens) // TOKEN_BYTES
+    num_new_tokens = len(new_tokens) // TOKEN_BYTES
+    if num_new_tokens > sequence.session.account.tokens_left:
+        raise sequence.session.account.too_many_tokens(num_new_tokens)
+    if new_blocks and len(sequence.table) + len(new_blocks) > limits.max_blocks_per_sequence:
+        raise bad_field(
+            "bound",
+            f"at most {limits.max_blocks_per_sequence} blocks per sequence, got {len(sequence.table) + len(new_blocks)}: end the "
+            "sequence, or register larger blocks",
+        )
+    num_tokens = sequence.num_tokens + num_new_tokens
     num_slots = (len(sequence.table) + len(new_blocks)) * sequence.pool.block_size
     if update.num_computed_tokens > min(num_tokens, num_slots):
         raise bad_field(
@@ -129,8 +138,10 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Make the checked update true, and seal the blocks that are full and computed now."""
     pool = sequence.pool
+    num_new_tokens = len(merge.new_tokens) // TOKEN_BYTES
     sequence.tokens += merge.new_tokens
-    sequence.session.num_generated_tokens += len(merge.new_tokens) // TOKEN_BYTES
+    sequence.session.account.add_tokens(num_new_tokens)
+    sequence.session.num_generated_tokens += num_new_tokens
     for block in merge.new_blocks:
         pool.bind(block)
     sequence.table += merge.new_blocks
@@ -162,12 +173,19 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     """Merge an update of a live sequence and, if `want_blocks` asks for it, lengthen its table.
 
     Raises Refusal (having changed nothing): UNKNOWN_SEQUENCE, STALE_ROUND, STALE_ATTEMPT, GAP, TOKENS_DIFFER, STALE_GENERATION,
-    BAD_FIELD, NEVER_FITS, NO_BLOCKS.
+    BAD_FIELD, NEVER_FITS, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
     sequence = _find(session, item.update)
     merge = _check(sequence, item.update, limits)
     pool = session.pool
     num_missing = item.want_blocks - len(sequence.table) - len(merge.new_blocks)
+    if item.want_blocks > limits.max_blocks_per_sequence:
+        raise Refusal(
+            Reason.NEVER_FITS,
+            f"a table of {item.want_blocks} blocks was wanted; a sequence has at most {limits.max_blocks_per_sequence}: end the "
+            "sequence, or register larger blocks",
+            field="want_blocks",
+        )
     if item.want_blocks > pool.capacity:
         raise Refusal(
             Reason.NEVER_FITS,
@@ -175,8 +193,11 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
             "end the sequence, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
             field="want_blocks",
         )
-    if num_missing > pool.num_available:
+    num_available = pool.num_available
+    if num_missing > num_available:
         counts = pool.counts()
+        if num_missing <= num_available + counts.withheld:
+            raise session.account.too_many_blocks(num_missing - num_available + session.account.blocks_left)
         raise Refusal(
             Reason.NO_BLOCKS,
             f"needed {num_missing} more blocks; worker {session.worker_id!r} has {counts.free} free and {counts.cached} evictable "
@@ -231,6 +252,7 @@ def leave(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
     deepest = nodes[-1] if nodes else sequence.root
     deepest.num_sequences -= 1
     tree.prune(deepest)
+    sequence.session.account.add_tokens(-sequence.num_tokens)
     sequence.nodes = []
     sequence.table = []
     del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]

@@ -23,8 +23,8 @@ def seal_under_invented_tokens(world: World) -> None:
 
 
 async def test_a_block_sealed_under_invented_tokens_is_never_served() -> None:
-    """The victim's Free seals nothing, for its tokens differ, and its block stays a hit for the invented prompt. The worker knows what
-    the block holds: it gives the session up, reports, and computes."""
+    """The victim's Free seals nothing, for its tokens differ, and its block stays a hit for the invented prompt. The worker knows
+    what the block holds: it gives the session up, reports, and computes."""
     world = World(num_blocks=64, block_size=4, report_seconds=60.0)
     async with world.running():
         victim = world.submit(PROMPT, 3)

@@ -12,7 +12,7 @@ from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 from .status import reason_of
 
-_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES"})
+_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})
 
 Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
 
@@ -39,7 +39,8 @@ def take_reply(state: CacheState, link: Link, call: Call, response: Response, no
             state.ending.remove(stated.sequence)
             state.end(stated.sequence)
         state.ask_again_at = now
-    num_available = sum(counts.free + counts.cached for counts in response.downlink.counts)
+    state.num_free = sum(counts.free for counts in response.downlink.counts)
+    num_available = state.num_free + sum(counts.cached for counts in response.downlink.counts)
     state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
 
 
@@ -118,6 +119,10 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
         reason = reason_of(result.status)
         if sequence.state is not SequenceState.LIVE:
             return  # the engine is done with it; Free takes whatever is there
+        if reason == "TOO_MANY_TOKENS":
+            # Nothing was taken in. What is computed here stays, and is stated again.
+            state.report_due_at = now + state.settings.no_blocks_retry_seconds
+            return
         if reason != "STALE_ATTEMPT":
             raise DisagreementError(f"an Append of {sequence!r} was refused with {reason}: {result.status.message}")
         state.events.append(events.Stopped(sequence))

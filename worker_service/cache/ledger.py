@@ -82,8 +82,8 @@ class BlockLedger:
         """A block is handed out as holding `tokens` after what `before` holds, or as the first block under `root`. Raises
         DisagreementError.
 
-        Returns the block's content, the `before` of the next one. A block's KV depends on its whole prefix, so `before` must be what
-        was returned for the block before it in the same table: then all tokens back to the root have been compared.
+        Returns the block's content, the `before` of the next one. A block's KV depends on its whole prefix, so `before` must be
+        what was returned for the block before it in the same table: then all tokens back to the root have been compared.
         """
         self._check_range(block)
         content = self._contents[block]

@@ -45,7 +45,14 @@ from tests.cache_service.core.lockstep import (
 )
 from tests.cache_service.core.model import Refused
 
-LIMITS = Limits(max_sequences_per_session=5, max_downlink_entries=3)
+LIMITS = Limits(
+    max_sequences_per_session=5,
+    max_downlink_entries=3,
+    max_total_blocks=17,
+    max_total_tokens=45,
+    max_reserve_blocks=4,
+    max_blocks_per_grant=2,
+)
 ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
 
 Outcome = Granted | Wait | Appended | Refused
