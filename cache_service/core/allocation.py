@@ -61,31 +61,33 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     # The KV of the last generated token is never computed.
     num_slots = num_tokens + max(item.max_new_tokens, 1) - 1
     num_blocks = -(-num_slots // pool.block_size)
+    if (
+        num_blocks > session.most_blocks_per_sequence
+        or num_tokens + item.max_new_tokens > session.account.budget.max_tokens
+    ):
+        raise _never_fits(session, num_tokens, max(item.max_new_tokens, 1), num_blocks, limits)
+
+
+def _never_fits(session: Session, num_tokens: int, num_new_tokens: int, num_blocks: int, limits: Limits) -> Refusal:
+    """The refusal of what no wait would help, with the limit that is the smallest."""
+    pool, budget = session.pool, session.account.budget
     if num_blocks > limits.max_blocks_per_sequence:
-        raise Refusal(
-            Reason.NEVER_FITS,
-            f"{num_tokens} prompt tokens and up to {max(item.max_new_tokens, 1)} new ones need {num_blocks} blocks of "
-            f"{pool.block_size}; a sequence has at most {limits.max_blocks_per_sequence}: shorten the prompt, lower max_tokens, or "
+        there, cure = (
+            f"a sequence has at most {limits.max_blocks_per_sequence}",
             "give the worker larger blocks (--block-size)",
-            field="tokens",
         )
-    if num_blocks > session.account.most_blocks or num_tokens + item.max_new_tokens > session.account.budget.max_tokens:
-        budget = session.account.budget
-        raise Refusal(
-            Reason.NEVER_FITS,
-            f"{num_tokens} prompt tokens and up to {max(item.max_new_tokens, 1)} new ones need {num_blocks} blocks of "
-            f"{pool.block_size}; all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens: shorten "
-            "the prompt, lower max_tokens, or raise --max-total-blocks and --max-total-tokens of the manager",
-            field="tokens",
-        )
-    if num_blocks > pool.capacity:
-        raise Refusal(
-            Reason.NEVER_FITS,
-            f"{num_tokens} prompt tokens and up to {max(item.max_new_tokens, 1)} new ones need {num_blocks} blocks of "
-            f"{pool.block_size}; the whole pool of worker {session.worker_id!r} has {pool.capacity}: shorten the prompt, "
-            "lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-            field="tokens",
-        )
+    elif num_blocks > pool.capacity:
+        there = f"the whole pool of worker {session.worker_id!r} has {pool.capacity}"
+        cure = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
+    else:
+        there = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
+        cure = "raise --max-total-blocks and --max-total-tokens of the manager"
+    return Refusal(
+        Reason.NEVER_FITS,
+        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {pool.block_size}; {there}: "
+        f"shorten the prompt, lower max_tokens, or {cure}",
+        field="tokens",
+    )
 
 
 def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:
@@ -197,7 +199,7 @@ def allocate(
             return wait
 
     num_fresh = -(-num_tokens // block_size) - len(hits)
-    num_available = pool.num_available - sum(map(pool.is_cached, hits))
+    num_available = pool.num_available - pool.num_cached_of(hits)
     if num_fresh > num_available:
         counts = pool.counts()
         if num_fresh <= num_available + counts.withheld:
@@ -209,7 +211,7 @@ def allocate(
             "reserved): wait until sequences end, or give the worker more blocks (--num-blocks)",
         )
 
-    if num_tokens > session.account.tokens_left:
+    if num_tokens > session.account.budget.tokens_left:
         raise session.account.too_many_tokens(num_tokens)
 
     if root is None:

@@ -60,6 +60,8 @@ class BlockPool:
         """The highest block that was ever granted in this session, or before it as its report says; 0: none was."""
         self._tree = tree
         self._account = account
+        self._budget = account.budget
+        account.declare(num_blocks - 1)
         self._state = bytearray(self.num_known)
         self._ref_count = array("I", bytes(4 * self.num_known))
         self._generation = array("Q", bytes(8 * self.num_known))
@@ -83,13 +85,15 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be granted now: free and cached, less those that are withheld."""
-        return self._num_free + self._num_cached - self.num_withheld
+        if self._budget.is_tight:
+            return self._num_free + self._num_cached - self.num_withheld
+        return self._num_free + self._num_cached
 
     @property
     def num_withheld(self) -> int:
         """Blocks that were never granted, and for which the budget of all workers leaves no room."""
         num_new = self.num_blocks - 1 - self.last_granted
-        return max(0, num_new - self._account.blocks_left) if num_new and not self.retired else 0
+        return max(0, num_new - self._account.blocks_left) if self._budget.is_tight and not self.retired else 0
 
     @property
     def num_reserved(self) -> int:
@@ -99,7 +103,7 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         """Blocks by state."""
         held = self.capacity - self._num_free - self._num_cached - self._num_reserved
-        num_withheld = self.num_withheld
+        num_withheld = self.num_withheld if self._budget.is_tight else 0
         return BlockCounts(
             self.capacity,
             self._num_free - num_withheld,
@@ -142,7 +146,15 @@ class BlockPool:
 
     def is_cached(self, block: int) -> bool:
         """Whether the block lies on the free list and is still a hit."""
-        return block < self.num_known and self._state[block] == CACHED
+        try:
+            return self._state[block] == CACHED
+        except IndexError:
+            return False
+
+    def num_cached_of(self, blocks: list[int]) -> int:
+        """How many of these known blocks lie on the free list and are still hits."""
+        states = self._state
+        return sum([states[block] == CACHED for block in blocks])
 
     def is_reserved(self, block: int, generation: int) -> bool:
         """Whether the block belongs to the reserve by the grant with that stamp."""
@@ -231,16 +243,15 @@ class BlockPool:
         follows, states = self._next, self._state
         blocks = []
         before, block = 0, follows[0]
-        last_granted, num_left = self.last_granted, -1
+        most = edge = self.last_granted
         for _ in range(count):
-            if block > last_granted:  # never granted before, as all after it up to the last known one
-                if num_left < 0:
-                    num_left = self._account.blocks_left
-                if num_left:
-                    num_left -= 1
-                    last_granted = block
+            if block > edge:  # never granted before, as all after it up to the last known one
+                if edge == self.last_granted:
+                    most = edge + self._account.blocks_left
+                if block <= most:
                     if block == self.num_known - 1:
                         self._grow()
+                    edge = max(block, min(most, self.num_known - 2))
                 else:
                     follows[before] = block
                     self._previous[block] = before
@@ -259,9 +270,10 @@ class BlockPool:
             block = follows[block]
         follows[before] = block
         self._previous[block] = before
-        if last_granted != self.last_granted:
-            self._account.add_blocks(last_granted - self.last_granted)
-            self.last_granted = last_granted
+        if edge > self.last_granted:
+            num_granted = max(blocks) - self.last_granted
+            self._account.add_blocks(num_granted)
+            self.last_granted += num_granted
         return blocks
 
     def _grow(self) -> None:

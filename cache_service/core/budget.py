@@ -24,19 +24,38 @@ class Budget:
         self.num_blocks = 0
         self.num_slots = 0
         """Token slots of these blocks."""
-        self.num_sequence_tokens = 0
+        self.tokens_left = max_tokens
+        """Further tokens that live sequences may have."""
+        self.is_tight = False
+        """Whether blocks could be withheld: not all that is declared would fit. Spares most managers the arithmetic."""
+        self._num_declared_blocks = 0
+        self._num_declared_slots = 0
+
+    @property
+    def num_sequence_tokens(self) -> int:
         """Tokens of live sequences, shared prefixes counted for each of them."""
+        return self.max_tokens - self.tokens_left
+
+    def declare(self, num_blocks: int, num_slots: int) -> None:
+        """So many more blocks could be granted."""
+        self._num_declared_blocks += num_blocks
+        self._num_declared_slots += num_slots
+        self.is_tight = self._num_declared_blocks > self.max_blocks or self._num_declared_slots > self.max_tokens
 
 
 class Account:
     """What one session has of the budget. `close` gives it back as a whole; from then on nothing counts any more."""
 
+    __slots__ = ("block_size", "budget", "most_blocks", "num_blocks", "num_declared", "num_sequence_tokens")
+
     def __init__(self, budget: Budget, block_size: int) -> None:
         self.block_size = block_size
         self.budget = budget
         self.num_blocks = 0
+        self.num_declared = 0
         self.num_sequence_tokens = 0
-        self.is_closed = False
+        self.most_blocks = min(budget.max_blocks, budget.max_tokens // block_size)
+        """Blocks that the session could be granted if it were the only one."""
 
     @property
     def blocks_left(self) -> int:
@@ -45,34 +64,29 @@ class Account:
         slots_left = budget.max_tokens - budget.num_slots
         return min(budget.max_blocks - budget.num_blocks, slots_left // self.block_size)
 
-    @property
-    def tokens_left(self) -> int:
-        """Further tokens that live sequences may have."""
-        return self.budget.max_tokens - self.budget.num_sequence_tokens
-
-    @property
-    def most_blocks(self) -> int:
-        """Blocks that the session could be granted if it were the only one."""
-        return min(self.budget.max_blocks, self.budget.max_tokens // self.block_size)
+    def declare(self, count: int) -> None:
+        """So many further blocks may come to be granted."""
+        self.num_declared += count
+        self.budget.declare(count, count * self.block_size)
 
     def add_blocks(self, count: int) -> None:
         """So many blocks are granted for the first time; the caller has checked `blocks_left`."""
-        if not self.is_closed:
-            self.num_blocks += count
-            self.budget.num_blocks += count
-            self.budget.num_slots += count * self.block_size
+        self.num_blocks += count
+        self.budget.num_blocks += count
+        self.budget.num_slots += count * self.block_size
 
     def add_tokens(self, count: int) -> None:
         """A live sequence keeps so many more tokens, or (count < 0) has ended; the caller has checked `tokens_left`."""
-        if not self.is_closed:
-            self.num_sequence_tokens += count
-            self.budget.num_sequence_tokens += count
+        self.num_sequence_tokens += count
+        self.budget.tokens_left -= count
 
     def close(self) -> None:
-        """The session is over. Idempotent."""
+        """The session is over."""
+        self.declare(-self.num_declared)
         self.add_blocks(-self.num_blocks)
         self.add_tokens(-self.num_sequence_tokens)
-        self.is_closed = True
+        # What the sweep takes off from now on is of no budget.
+        self.budget = Budget(0, 0)
 
     def too_many_blocks(self, num_needed: int) -> Refusal:
         """The refusal where `num_needed` further blocks are more than `blocks_left`; names the limit that is reached."""

@@ -150,7 +150,10 @@ class CacheManager:
         account = Account(self.budget, config.block_size)
         pool = BlockPool(config.num_blocks, config.block_size, self._tree, account)
         downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
-        session = Session(self._last_session, registration, pool, account, downlink, now + self.lease_seconds)
+        most_blocks = min(pool.capacity, self.limits.max_blocks_per_sequence, account.most_blocks)
+        session = Session(
+            self._last_session, registration, pool, account, downlink, now + self.lease_seconds, most_blocks
+        )
         is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
         if earlier is not None and earlier.drain is not None and is_same_process:
             # It may not have heard of the order.
@@ -399,14 +402,17 @@ class CacheManager:
     def _num_to_grant(self, session: Session) -> int:
         """Blocks that the reserve lacks and that can be granted at once. Entries on their way count: their blocks are reserved
         already."""
-        num_missing = session.reserve_wish - session.pool.num_reserved
-        if num_missing <= 0 or session.downlink.is_full:
+        if session.downlink.is_full:
             return 0
-        return min(num_missing, session.pool.num_available, self.limits.max_blocks_per_grant)
+        return min(
+            session.reserve_wish - session.pool.num_reserved,
+            session.pool.num_available,
+            self.limits.max_blocks_per_grant,
+        )
 
     def _top_up(self, session: Session, generation: int) -> None:
         """Grant to the reserve what is wanted and there, as much as one reply may bring: the rest follows with later ones."""
-        count = self._num_to_grant(session)
+        count = self._num_to_grant(session) if session.reserve_wish > session.pool.num_reserved else 0
         if count > 0:
             session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
 
@@ -457,7 +463,7 @@ class CacheManager:
         outcomes: list[AppendOutcome] = []
         num_blocks = 0
         for item in items:
-            if item.want_blocks and num_blocks >= self.limits.max_blocks_per_reply:
+            if num_blocks >= self.limits.max_blocks_per_reply and item.want_blocks:
                 outcomes.append(
                     Refusal(Reason.NOT_TRIED, "earlier items of the batch have filled the answer; ask again")
                 )

@@ -155,6 +155,7 @@ class Recovery:
         # A content without a block counts as one, so that whatever a report makes the manager keep is counted.
         num_without = run.blocks.count(0)
         self._require_budget(num_without)
+        self._session.account.declare(num_without)
         self._session.account.add_blocks(num_without)
         self._session.num_blockless_contents += num_without
         parent = self._contents[run.parent - 1] if run.parent else None
@@ -254,7 +255,7 @@ class Recovery:
             _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
         if len(reported.table) > limits.max_blocks_per_sequence:
             _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {len(reported.table)}")
-        if num_tokens > session.account.tokens_left:
+        if num_tokens > session.account.budget.tokens_left:
             raise session.account.too_many_tokens(num_tokens)
         if reported.root.model_fingerprint != self._fingerprint:
             _refuse("sequences", f"{name} has another model fingerprint than the worker")

@@ -71,7 +71,7 @@ class Downlink:
         entries = self._entries
         if entries and entries[0].number <= number:
             self._entries = [entry for entry in entries if entry.number > number]
-            self._weight = sum(_weight(entry.entry) for entry in self._entries)
+            self._weight = sum(_weight(entry.entry) for entry in self._entries) if self._entries else 0
 
     @property
     def last_number(self) -> int:
@@ -102,6 +102,7 @@ class Session:
         account: Account,
         downlink: Downlink,
         lease_end: float,
+        most_blocks_per_sequence: int,
     ) -> None:
         self.number = number
         self.registration = registration
@@ -110,6 +111,8 @@ class Session:
         self.pool = pool
         self.account = account
         """What it has of the budget of all workers."""
+        self.most_blocks_per_sequence = most_blocks_per_sequence
+        """Of a sequence that could ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0

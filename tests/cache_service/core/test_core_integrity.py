@@ -358,7 +358,7 @@ def test_check_sees_a_signature_that_is_not_of_its_pools() -> None:
     assert "signature" in violation.message
 
 
-@pytest.mark.parametrize("total", ["num_blocks", "num_slots", "num_sequence_tokens"])
+@pytest.mark.parametrize("total", ["num_blocks", "num_slots", "tokens_left"])
 def test_check_sees_a_budget_that_is_not_the_sum(total: str) -> None:
     """What is refused for the sake of all workers must be what all workers have."""
     scene = Scene()
