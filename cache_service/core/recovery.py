@@ -114,7 +114,8 @@ class Recovery:
         return bool(self._contents or self._blocks)
 
     def _make_room(self, part: ReportPart, limits: Limits) -> None:
-        """Grow the pool up to the highest block of the part, by so much at a time as others may be kept waiting for."""
+        """Grow the pool up to the highest block of the part, by so much at a time as others may be kept waiting for. Refuses what
+        the budget has no room for."""
         highest = max(
             max((max(run.blocks, default=0) for run in part.contents), default=0),
             max((entry.block for sequence in part.sequences for entry in sequence.table), default=0),
@@ -122,16 +123,17 @@ class Recovery:
         )
         if highest >= self._pool.num_blocks:
             return  # which is refused where it is named
-        self._require_budget(highest - self._pool.last_granted)
+        # A content without a block counts as one, so that whatever a report makes the manager keep is counted.
+        num_without = sum(run.blocks.count(0) for run in part.contents)
+        num_new = max(0, highest - self._pool.last_granted) + num_without
+        account = self._session.account
+        if num_new > account.blocks_left:
+            raise account.too_many_blocks(num_new)
         if not self._pool.make_room(highest, limits.max_growth_per_report_part):
             raise Refusal(
                 Reason.RECOVERING,
                 f"records of {self._pool.num_known} blocks are made, {highest + 1} are needed: send the same part again",
             )
-
-    def _require_budget(self, num_blocks: int) -> None:
-        if num_blocks > self._session.account.blocks_left:
-            raise self._session.account.too_many_blocks(num_blocks)
 
     # -- contents
 
@@ -152,9 +154,7 @@ class Recovery:
             _refuse(
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
-        # A content without a block counts as one, so that whatever a report makes the manager keep is counted.
         num_without = run.blocks.count(0)
-        self._require_budget(num_without)
         self._session.account.declare(num_without)
         self._session.account.add_blocks(num_without)
         self._session.num_blockless_contents += num_without
