@@ -209,7 +209,7 @@ def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:
         bar.append(sign * width, style=style)
         num_drawn += width
     bar.append(_FREE[0] * (bar_cells - num_drawn), style=_FREE[1])
-    return bar, f"{1 - (counts.free + counts.cached) / capacity:.0%}"
+    return bar, f"{1 - (counts.free + counts.cached + counts.withheld) / capacity:.0%}"
 
 
 def _sum(rates: Sequence[Rates | None]) -> Rates | None:
