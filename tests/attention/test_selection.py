@@ -394,4 +394,4 @@ def test_what_serves_on_a_gpu_has_passed_there(candidate: Candidate, block_size:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_passes_on_a_gpu(dtype: torch.dtype) -> None:
-    run_self_test(selection.make_torch(dtype, CUDA), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)

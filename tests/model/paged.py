@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_service.attention.torch_backend import FIXED_SHAPES, TorchAttention
+from worker_service.attention.invariance import FIXED_SHAPES
+from worker_service.attention.selection import make_torch
+from worker_service.attention.torch_backend import TorchAttention
 from worker_service.attention.torch_plan import Shapes
 from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel, load_model
@@ -21,7 +23,7 @@ from worker_service.model.settings import ModelSettings
 BLOCK_SIZE = 4
 NEVER = 1 << 60
 """As min_shared_tokens: no prefix is ever attended once for several sequences."""
-SHORT_SEGMENTS = FIXED_SHAPES._replace(partition=8, key_multiple=8)
+SHORT_SEGMENTS = FIXED_SHAPES[0]._replace(partition=8, key_multiple=8)
 """Segments of keys of which a short prefix fills one, so that it can be shared."""
 GREEDY = SamplingParams(num_logprobs=3)
 
@@ -84,6 +86,10 @@ class PagedModel:
     ) -> None:
         self._free = list(range(1, num_blocks))
         random.Random(3).shuffle(self._free)
+        """shapes: None takes those that a worker would take here."""
+        if shapes is None:
+            shapes = make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
+        self.partition = shapes.partition
         backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
         memory = MemorySettings(BLOCK_SIZE, num_blocks)
         self.runner: ModelRunner = loaded.runner(loaded.plan(memory).kv_cache, backend)
