@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from worker_service.model.runner import ModelRunner
 from worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE = 4
+NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
+"""Of torch. One by default: products are tiny, and tests that run beside others should not wait for their cores."""
 NEVER = 1 << 60
 """As min_shared_tokens: no prefix is ever attended once for several sequences."""
 SHORT_SEGMENTS = FIXED_SHAPES[0]._replace(partition=8, key_multiple=8)
@@ -47,7 +50,7 @@ def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) ->
         device=device,
         max_model_len=max_model_len,
         cache_dir=folder / "cache",
-        num_threads=1,  # tiny products, and tests that run beside others should not wait for their cores
+        num_threads=NUM_THREADS,
     )
     return load_model(settings, quiet)
 
