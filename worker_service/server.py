@@ -278,7 +278,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     loaded = load_model(settings.model_settings(), progress=log.info)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
     loaded = loaded.try_batch_invariance(backend)
-    _tell_of_invariance(loaded.facts)
+    tell_of_invariance(loaded.facts)
     budget = loaded.plan(settings.memory_settings(), backend)
     for line in budget.lines():
         log.info(str(line))
@@ -289,7 +289,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     return loaded, loaded.runner(plan, backend, sizes)
 
 
-def _tell_of_invariance(facts: ModelFacts) -> None:
+def tell_of_invariance(facts: ModelFacts) -> None:
     found = facts.batch_invariance
     # It is meant to hold in float32 on every CPU; elsewhere nothing is promised, and nothing is wrong.
     is_missing = not found.is_promised and facts.dtype == "float32" and facts.device == "cpu"

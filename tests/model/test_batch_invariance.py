@@ -9,14 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, load, quiet
+from tests.model.paged import BLOCK_SIZE, NEVER, NUM_THREADS, PagedModel, load, quiet
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 from worker_service.engine.step import SequencePart
 from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.packed_linear import packing_works
 from worker_service.model.settings import ModelSettings
-
-pytestmark = pytest.mark.skipif(not packing_works(torch.float32), reason="no packed float32 products on this CPU")
 
 NUM_BLOCKS = 1024
 SHARED = 268
@@ -93,9 +90,18 @@ class Subject:
         return PagedModel(self.loaded, NUM_BLOCKS, min_shared_tokens)
 
 
+def skip_unless_promised(loaded: LoadedModel) -> None:
+    """A worker that reports a difference promises nothing; test_batch_invariance_at_load tests that it does report one."""
+    backend = loaded.attention_backend("auto", BLOCK_SIZE, quiet)
+    said = loaded.try_batch_invariance(backend).facts.batch_invariance
+    if not said.is_promised:
+        pytest.skip(said.describe())
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     loaded = load(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path)
+    skip_unless_promised(loaded)
     return Subject(loaded, alone(PagedModel(loaded, NUM_BLOCKS), TEXTS))
 
 
@@ -173,7 +179,8 @@ def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
 def test_smollm2_too(min_shared_tokens: int) -> None:
     """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""
-    loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1), quiet)
+    loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=NUM_THREADS), quiet)
+    skip_unless_promised(loaded)
     numbers = random.Random(2)
     shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8
     common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 40, 30, 5))
