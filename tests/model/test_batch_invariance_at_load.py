@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from structlog.testing import capture_logs
 
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
+from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEVER, PagedModel, load, quiet
 from tests.tiny_models import make_tiny_model
 from worker_service.attention.invariance import forget_trials
@@ -140,6 +143,29 @@ def test_the_model_can_be_served_after_it_was_tried(loaded: LoadedModel) -> None
     before = rows(loaded, NUM_TOKENS)
     found(loaded)
     assert torch.equal(rows(loaded, NUM_TOKENS), before)
+
+
+async def test_a_client_learns_it_from_get_model(tmp_path: Path) -> None:
+    tiny = make_tiny_model("qwen3", tmp_path / "qwen3")
+    async with (
+        in_process_cluster(tiny.path, tmp_path) as cluster,
+        grpc.aio.insecure_channel(cluster.worker.address) as channel,
+    ):
+        (message,) = [
+            message
+            async for message in worker_pb2_grpc.WorkerServiceStub(channel).GetModel(
+                worker_pb2.GetModelRequest(facts_only=True)
+            )
+        ]
+        found = cluster.worker.facts.batch_invariance
+    told = message.facts.batch_invariance
+    assert (told.promised, told.attention_partition, told.reason) == (
+        found.is_promised,
+        found.attention_partition,
+        found.reason,
+    )
+    assert told.attention_partition > 0
+    assert told.reason
 
 
 @pytest.mark.parametrize("promised", [True, False])

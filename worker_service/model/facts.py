@@ -15,7 +15,7 @@ class BatchInvariance:
     is_promised: bool
     """They do not: one request gives one text, alone or in company."""
     attention_partition: int
-    """Keys that attention sums at once, at most; 0: not cut, because nothing is promised."""
+    """Keys that attention sums over at once, at most; 0: all of them."""
     reason: str
     """What the promise rests on, or why there is none; for people."""
 

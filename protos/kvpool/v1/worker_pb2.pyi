@@ -184,8 +184,8 @@ Global___ModelFacts: _TypeAlias = ModelFacts  # noqa: Y015
 
 @_typing.final
 class BatchInvariance(_message.Message):
-    """Whether the bits of a token's logits depend on what else the worker computes in the same step. Found by trying, at load: it
-    depends on the CPU, and on the number of threads.
+    """Whether the bits of a token's logits depend on what else the worker computes in the same step. Found by trying, at load: the CPU
+    and the number of threads decide.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -198,7 +198,7 @@ class BatchInvariance(_message.Message):
     other types than float32 and on a GPU, and where the worker found a difference.
     """
     attention_partition: _builtins.int
-    """Attention sums over at most this many keys at once, from position 0 on. 0: not cut, because nothing is promised."""
+    """Attention sums over at most this many keys at once. 0: over all of them."""
     reason: _builtins.str
     """What the promise rests on, or why there is none; for people."""
     def __init__(
