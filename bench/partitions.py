@@ -1,6 +1,6 @@
 """What batch invariance costs: SmolLM2-135M-Instruct in float32 with each partition of attention's keys, in a worker's own runner.
 
-python -m bench.partitions [CASE …] [--threads N] [--runs N] [--json]
+python -m bench.partitions [CASE …] [--partitions none,192,…] [--threads N] [--runs N] [--json]
 
 The partitions take turns, run after run, in one process, so that whatever else the machine does meets all of them. "none" calls the
 kernels as they are fastest, which is not batch-invariant. Times are CPU seconds of the process: with one thread these do not
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
@@ -56,12 +57,14 @@ CASES: Final = {
 }
 
 
-def _measure(runner: ModelRunner, backend: TorchAttention, step: Step, runs: int) -> dict[str, list[float]]:
+def _measure(
+    runner: ModelRunner, backend: TorchAttention, step: Step, names: Sequence[str], runs: int
+) -> dict[str, list[float]]:
     """CPU seconds of each run, by variant; one round more, to warm up, is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(runs + 1):
-        for name, shapes in VARIANTS.items():
-            backend.shapes = shapes
+        for name in names:
+            backend.shapes = VARIANTS[name]
             began = time.process_time()
             runner.execute(step)
             seconds[name].append(time.process_time() - began)
@@ -71,12 +74,16 @@ def _measure(runner: ModelRunner, backend: TorchAttention, step: Step, runs: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--partitions", default=",".join(VARIANTS), help="(default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="(default 1)")
     parser.add_argument("--runs", type=int, default=7, help="of each partition (default 7)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"no such case: {', '.join(unknown)}")
+    names = arguments.partitions.split(",")
+    if names[0] != "none" or (unknown := sorted(set(names) - set(VARIANTS))):
+        parser.error(f"--partitions begins with none, of which the others are ratios; there are {', '.join(VARIANTS)}")
     settings = ModelSettings(model="smollm2", dtype="float32", device="cpu", num_threads=arguments.threads)
     loaded = load_model(settings, progress)
     backend = make_torch(loaded.dtype, loaded.device, loaded.attention_needs)
@@ -86,11 +93,11 @@ def main() -> None:
     found = {}
     for name in arguments.cases or CASES:
         progress(name)
-        found[name] = _measure(runner, backend, CASES[name], arguments.runs)
+        found[name] = _measure(runner, backend, CASES[name], names, arguments.runs)
     if arguments.json:
         print(json.dumps({"seconds": found, "chosen": chosen, "facts": facts("torch", "transformers")}))
         return
-    table = Table("step", *VARIANTS, box=None)
+    table = Table("step", *names, box=None)
     for name, seconds in found.items():
         table.add_row(f"{name}, ms", *(f"{statistics.median(spent) * 1000:.0f}" for spent in seconds.values()))
         ratios = (

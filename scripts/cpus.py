@@ -15,27 +15,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
+CHOICE = "attention_choice"
+"""Property of a test, in pytest's report: what attention chose for some heads."""
 _LIMIT_S = 1800
-_TESTS = {
-    "tests/attention/test_torch_attention.py": "256 and (decodes or mixed)",
+TESTS = {
+    "tests/attention/test_torch_attention.py": "256 and mixed",
     "tests/attention/test_invariance.py": "this_cpu",
-    "tests/model/test_packed_linear.py": "",
+    "tests/model/test_packed_linear.py": "bits",
     "tests/model/test_invariant.py": "",
-    "tests/model/test_model_truth.py": "qwen3 or gpt_oss",
+    "tests/model/test_model_truth.py": "gpt_oss and alone",
     "tests/model/test_batch_invariance.py": (
-        "(gemma2 or gpt_oss or deepseek_v3) and (mixed or decoded_alone or attended_once or two_threads or preempted)"
-        " or smollm2 and attended_once"
+        "(gpt_oss or deepseek_v3) and (mixed or decoded_alone or 7-attended_once or two_threads) or gemma2 and mixed"
     ),
 }
-"""Files, and which of their tests: a soft cap and windows; sinks and experts; K and V of different sizes; a model of real size."""
-_HEADS = {"64": (9, 3, 64, 64, None), "10": (4, 2, 10, 10, None), "16 capped": (4, 2, 16, 16, 50.0)}
-"""Heads whose partition is shown: (query heads, KV heads, sizes of K and V, soft cap)."""
+"""Files, and which of their tests: sinks and experts; K and V of different sizes; a soft cap and windows."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Result:
     passed: int = 0
     failed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    partitions: str = ""
+    choices: str = ""
     seconds: float = 0.0
     trouble: str = ""
     """Why there is no result."""
@@ -88,23 +87,20 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.cpus", description=__doc__)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=" ".join(each.name for each in SETTINGS))
-    parser.add_argument("--partitions", action="store_true", help="only show what is chosen here, without tests")
     arguments = parser.parse_args()
-    if arguments.partitions:
-        print(_partitions())
-        return 0
     known = {setting.name: setting for setting in SETTINGS}
     unknown = sorted(set(arguments.settings) - set(known))
     if unknown:
         print(f"no such setting: {', '.join(unknown)}; there are {' '.join(known)}", file=sys.stderr)
         return 2
-    return _run_all([known[name] for name in arguments.settings or known])
+    return run_all([known[name] for name in arguments.settings or known])
 
 
-def _run_all(settings: Sequence[Setting]) -> int:
+def run_all(settings: Sequence[Setting]) -> int:
+    """Print the table, then each test that failed or was skipped. Returns the exit status."""
     name, flags = _cpu()
     print(f"{name}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}\n")
-    print("| setting | variables | threads | passed | failed | skipped | partition by head size | seconds |")
+    print("| setting | variables | threads | passed | failed | skipped | partition by size of V's heads | seconds |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     told: list[str] = []
     is_bad = False
@@ -117,7 +113,7 @@ def _run_all(settings: Sequence[Setting]) -> int:
         result = _run(setting)
         is_bad = is_bad or bool(result.failed or result.trouble)
         counts = f"{result.passed} | {len(result.failed)} | {len(result.skipped)}"
-        print(f"{start} {counts} | {result.trouble or result.partitions} | {result.seconds:.0f} |", flush=True)
+        print(f"{start} {counts} | {result.trouble or result.choices} | {result.seconds:.0f} |", flush=True)
         told += [f"{setting.name}: failed: {test}" for test in result.failed]
         told += [f"{setting.name}: skipped: {test}" for test in result.skipped]
     print("\n" + "\n".join(told) if told else "")
@@ -134,35 +130,35 @@ def _run(setting: Setting) -> Result:
             report = Path(folder) / "report.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             ended = subprocess.run(
-                [*command, "-k", _selection(), *_TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+                [*command, "-k", _selection(), *TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
             )  # fmt: skip
             if not report.is_file():
                 return Result(trouble=f"pytest ended with status {ended.returncode}: {ended.stderr[-300:]!r}")
-            passed, failed, skipped = _read(report)
-        chosen = subprocess.run(
-            [sys.executable, "-m", "scripts.cpus", "--partitions"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
-        )  # fmt: skip
+            result = read(report, list(TESTS))
     except subprocess.TimeoutExpired as error:
         return Result(trouble=f"took longer than {error.timeout:.0f} s")
-    if chosen.returncode:
-        return Result(passed, failed, skipped, trouble=f"no partition: {chosen.stderr[-300:]!r}")
-    return Result(passed, failed, skipped, chosen.stdout.strip(), time.monotonic() - started)
+    return replace(result, seconds=time.monotonic() - started)
 
 
 def _selection() -> str:
     """For pytest -k, which also takes the names of files."""
-    some = ((Path(path).name, names) for path, names in _TESTS.items())
+    some = ((Path(path).name, names) for path, names in TESTS.items())
     return " or ".join(f"({file} and ({names}))" if names else f"({file})" for file, names in some)
 
 
-def _read(report: Path) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Number of tests that passed, names of those that failed, and those that were skipped with their reasons."""
+def read(report: Path, files: Sequence[str]) -> Result:
+    """What passed, what failed, what was skipped and why, and the choices of attention that tests have recorded.
+
+    A file of which no test is in the report is trouble: a name in the selection may have changed.
+    """
     passed = 0
     failed: list[str] = []
     skipped: list[str] = []
+    choices: list[str] = []
+    missing = {path.removesuffix(".py").replace("/", ".") for path in files}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
+        missing.discard(case.get("classname", ""))
         reason = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(name)
@@ -170,22 +166,9 @@ def _read(report: Path) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
             skipped.append(f"{name}: {reason.get('message')}")
         else:
             passed += 1
-    return passed, tuple(failed), tuple(skipped)
-
-
-def _partitions() -> str:
-    """What the torch backend chooses here for some sizes of heads."""
-    from worker_service.attention.invariance import find_shapes
-    from worker_service.attention.layer import LayerNeeds
-
-    def choices() -> Iterator[str]:
-        for name, (heads, kv_heads, k_dim, v_dim, softcap) in _HEADS.items():
-            finding = find_shapes([LayerNeeds(heads, kv_heads, k_dim, v_dim, k_dim**-0.5, None, softcap, False)])
-            shapes = finding.shapes
-            chosen = "own sums" if shapes.own_sums else f"{shapes.partition}{' padded' * (shapes.value_multiple > 1)}"
-            yield f"{name}: {chosen if finding.holds else 'none'}"
-
-    return ", ".join(choices())
+        choices += [chosen.get("value", "") for chosen in case.iter("property") if chosen.get("name") == CHOICE]
+    trouble = f"no test was selected of {', '.join(sorted(missing))}" if missing else ""
+    return Result(passed, tuple(failed), tuple(skipped), ", ".join(choices), trouble=trouble)
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
