@@ -128,9 +128,9 @@ def _run(setting: Setting) -> Result:
     try:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
             ended = subprocess.run(
-                [*command, "-k", _selection(), *TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+                [*command, f"--junitxml={report}", "-k", _selection(), *TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
             )  # fmt: skip
             if not report.is_file():
                 return Result(trouble=f"pytest ended with status {ended.returncode}: {ended.stderr[-300:]!r}")
