@@ -157,6 +157,21 @@ class SlowReaders:
         for connection in self._connections:
             await connection.close()
 
-    async def held(self) -> int:
-        """Blocks of the worker that sequences hold now."""
-        return sum(counts.held for counts in (await self._arena.described(VICTIM)).counts)
+    async def until_ended(self, seconds: float) -> int:
+        """Wait until the worker has ended them; returns how many it has not ended within the time."""
+        waiting = [asyncio.create_task(_ended(connection)) for connection in self._connections]
+        _, left = await asyncio.wait(waiting, timeout=seconds)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return len(left)
+
+
+async def _ended(connection: http2.Connection) -> None:
+    """Until the peer ends stream 1, or the connection. Trailers need no window."""
+    while frame := await connection.read_frame(3600.0):
+        if frame.kind == http2.Kind.PING and not frame.flags & http2.Flag.ACK:
+            # Unanswered, the peer would take us for dead and close the connection itself.
+            await connection.send(http2.frame(http2.Kind.PING, http2.Flag.ACK, 0, frame.payload))
+        if frame.stream == 1 and (frame.kind == http2.Kind.RST_STREAM or frame.flags & http2.Flag.END_STREAM):
+            return

@@ -7,6 +7,7 @@ attacker takes for its own lead its calls with all that Register has answered it
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import sys
 import time
@@ -53,16 +54,14 @@ class Single:
     costs_a_session: bool = False
     """The cluster may have to wait for leases until it is as before."""
 
-    async def run(self, arena: Arena) -> Outcome:
+    async def run(self, arena: Arena, outcome: Outcome) -> None:
         """Do it. What ends it early is part of the outcome."""
-        outcome = Outcome()
         try:
             await self.attack(arena, outcome)
         except grpc.aio.AioRpcError as error:
             outcome.problems.append(f"a call that should work did not: {error.code().name}: {error.details()}")
         except (OSError, TimeoutError) as error:
             outcome.problems.append(f"could not connect: {error!r}")
-        return outcome
 
 
 async def _status(call: Awaitable[object]) -> grpc.StatusCode:
@@ -169,7 +168,7 @@ async def text_of_15_mb(arena: Arena, outcome: Outcome) -> None:
 
 
 async def oversize(arena: Arena, outcome: Outcome) -> None:
-    """Messages over the transport's limit, at it, and one that claims to be of 4 GiB."""
+    """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
     for name, path in ((MANAGER, "/kvpool.v1.CacheService/Route"), (VICTIM, "/kvpool.v1.WorkerService/Generate")):
         memory = _Memory(arena, name)
         async with arena.channel(name) as channel:
@@ -184,6 +183,14 @@ async def oversize(arena: Arena, outcome: Outcome) -> None:
             claim = http2.message(b"", length=LARGEST & 0xFFFFFFFF)
             await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path.encode())))
             await connection.send(http2.data(claim, flags=0))
+            await connection.read_until_end(0.3)
+        async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+            head = http2.headers(http2.request_headers(path.encode(), further=[(b"grpc-encoding", b"gzip")]))
+            # Under 64 KiB, so that it fits the window that a connection begins with.
+            bomb = http2.message(gzip.compress(bytes(48 << 20)), compressed=1)
+            await connection.send(http2.PREFACE, http2.settings(), head)
+            for at in range(0, len(bomb), 1 << 14):
+                await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
             await connection.read_until_end(0.3)
         memory.judge(outcome)
 
