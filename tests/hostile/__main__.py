@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts whose name contains one of these")
     parser.add_argument("--messages", type=int, default=defaults.num_messages, help="(default %(default)s)")
-    parser.add_argument("--malformed", type=int, default=defaults.num_malformed, help="connections (default %(default)s)")
+    parser.add_argument(
+        "--malformed", type=int, default=defaults.num_malformed, help="connections (default %(default)s)"
+    )
     parser.add_argument("--idle", type=int, default=defaults.num_idle, help="connections (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=defaults.num_rounds, help="(default %(default)s)")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of everything that is drawn (default 1)")
@@ -89,7 +91,9 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
     for name in result.memory[0]:
         sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)
-        console.print(f"{name}: {sizes} MiB after each round; {result.most_lines.get(name, 0)} log lines in a minute at most")
+        console.print(
+            f"{name}: {sizes} MiB after each round; {result.most_lines.get(name, 0)} log lines in a minute at most"
+        )
     if result.num_rebuilt:
         console.print(f"{result.num_rebuilt} attacks left a cluster that had to be replaced")
     for violation in result.violations:
@@ -105,7 +109,9 @@ def _markdown(result: Result, around: dict[str, object]) -> str:
     rows.append("")
     for name in result.memory[0]:
         sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)
-        rows.append(f"* {name}: {sizes} MiB after each round; at most {result.most_lines.get(name, 0)} log lines in a minute.")
+        rows.append(
+            f"* {name}: {sizes} MiB after each round; at most {result.most_lines.get(name, 0)} log lines in a minute."
+        )
     rows.append(f"* {len(result.violations)} violations. {around['date']}, load {around['load_1min']}.")
     return "\n".join(rows)
 

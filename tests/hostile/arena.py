@@ -42,7 +42,9 @@ class Arena:
     `async with` starts them. After an attack that they did not survive `rebuild` starts new ones.
     """
 
-    def __init__(self, folder: Path, *, lease_seconds: float = 6.0, worker_settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, lease_seconds: float = 6.0, worker_settings: dict[str, Any] | None = None
+    ) -> None:
         self._folder = folder
         self._lease_seconds = lease_seconds
         self._worker_settings = worker_settings or {}
@@ -57,10 +59,11 @@ class Arena:
     def _questions(self) -> list[Question]:
         """Some that share beginnings and some that do not, each with one right answer beyond doubt."""
         own = [tuple((7 * number + 11 * at) % 251 for at in range(10 + 5 * number)) for number in range(NUM_QUESTIONS)]
-        found = []
-        for prompt in (*prompts(), *own):
-            if self.oracle.margin(prompt, NUM_TOKENS) >= MIN_MARGIN:
-                found.append(Question(prompt, tuple(self.oracle.logits(prompt, NUM_TOKENS)[0])))
+        found = [
+            Question(prompt, tuple(self.oracle.logits(prompt, NUM_TOKENS)[0]))
+            for prompt in (*prompts(), *own)
+            if self.oracle.margin(prompt, NUM_TOKENS) >= MIN_MARGIN
+        ]
         assert len(found) >= NUM_QUESTIONS, "too few prompts prove something"
         return found[:NUM_QUESTIONS]
 
@@ -141,7 +144,9 @@ class Arena:
     async def answer(self, worker: str, prompt: Sequence[int], **fields: Any) -> tuple[int, ...]:
         """The tokens of one answer, from that very worker, over a new connection. Raises AioRpcError."""
         async with self.channel(worker) as channel:
-            return tuple([token async for part in self.open_stream(channel, prompt, **fields) for token in part.token_ids])
+            return tuple(
+                [token async for part in self.open_stream(channel, prompt, **fields) for token in part.token_ids]
+            )
 
     # -- how it must be
 

@@ -116,7 +116,9 @@ def _judge_memory(result: Result) -> None:
     for name, before in result.memory[0].items():
         grown = result.memory[-1][name] - before
         if grown > GROWTH_BYTES:
-            result.violations.append(f"the last round added {grown >> 20} MiB to {name}, more than {GROWTH_BYTES >> 20}")
+            result.violations.append(
+                f"the last round added {grown >> 20} MiB to {name}, more than {GROWTH_BYTES >> 20}"
+            )
 
 
 def allow_files() -> None:

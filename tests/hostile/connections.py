@@ -52,7 +52,9 @@ async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone = lambd
         draw = random.Random(f"{seed} {number}")
         payload = CASES[number % len(CASES)](draw)
         try:
-            connection = await http2.Connection.connect(arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2]))
+            connection = await http2.Connection.connect(
+                arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2])
+            )
         except (OSError, TimeoutError):
             outcomes["not accepted"] += 1
             return
@@ -97,7 +99,9 @@ async def idle(arena: Arena, count: int) -> AsyncIterator[Counter[str]]:
         yield outcomes
 
 
-async def rapid_reset(arena: Arena, num_connections: int, streams_each: int, on_done: OnDone = lambda done: None) -> Counter[str]:
+async def rapid_reset(
+    arena: Arena, num_connections: int, streams_each: int, on_done: OnDone = lambda done: None
+) -> Counter[str]:
     """Streams that are opened and reset in one breath: Describe at the manager, Generate at the worker."""
     outcomes: Counter[str] = Counter()
     request = _long_request("reset", 4).SerializeToString()

@@ -1,4 +1,4 @@
-"""Mutated messages over every RPC of every service, next to a session of the attacker's own, which lets some of them get further."""
+"""Mutated messages over every RPC of every service. A session of the attacker's own lets some of them get further."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -14,7 +15,7 @@ from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.messages import Known, MessageMaker
 from tests.hostile.services import Rpc, manager_rpcs, worker_rpcs
-from tests.hostile.stranger import Stranger
+from tests.hostile.stranger import FINGERPRINT, Stranger
 
 AT_ONCE: Final = 16
 NUM_CHANNELS: Final = 4
@@ -92,25 +93,24 @@ class Fuzzer:
         if rpc.name in ("Route", "Generate"):
             known["model_fingerprint"] = lambda draw: draw.choice(("", arena.model_fingerprint))
         elif rpc.name != "Register":
-            known["model_fingerprint"] = lambda draw: stranger.registered and "stranger"
+            known["model_fingerprint"] = lambda draw: FINGERPRINT
         if rpc.name != "Register":
             known["call_no"] = lambda draw: stranger.next_call_no()
             for field in stranger.registered.DESCRIPTOR.fields:
                 if field.name.startswith("session"):
-                    known[field.name] = lambda draw, name=field.name: getattr(stranger.registered, name)
+                    known[field.name] = partial(_answered, stranger, field.name)
         return known
 
     async def _send(self, channel: grpc.aio.Channel, rpc: Rpc, payload: bytes) -> None:
         code = grpc.StatusCode.OK
         try:
+            open_call: Any
             if not rpc.server_streams:
-                await channel.unary_unary(rpc.path)(payload, timeout=CALL_SECONDS)
+                open_call = channel.unary_unary(rpc.path)
+                await open_call(payload, timeout=CALL_SECONDS)
             else:
-                call: Any
-                if rpc.client_streams:
-                    call = channel.stream_stream(rpc.path)(iter([payload]), timeout=CALL_SECONDS)
-                else:
-                    call = channel.unary_stream(rpc.path)(payload, timeout=CALL_SECONDS)
+                open_call = channel.stream_stream(rpc.path) if rpc.client_streams else channel.unary_stream(rpc.path)
+                call = open_call(iter([payload]) if rpc.client_streams else payload, timeout=CALL_SECONDS)
                 num_answers = 0
                 async for _ in call:
                     num_answers += 1
@@ -127,3 +127,8 @@ class Fuzzer:
         elif code is grpc.StatusCode.OK and is_led:
             self._refused_in_a_row = 0
         self.outcomes[code.name] += 1
+
+
+def _answered(stranger: Stranger, name: str, draw: random.Random) -> Any:
+    """A field of what Register answered the stranger last."""
+    return getattr(stranger.registered, name)

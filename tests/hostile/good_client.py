@@ -1,7 +1,7 @@
 """A client that does nothing wrong: it asks, compares each answer with the right one, and times each call.
 
-`python -m tests.hostile.good_client MANAGER MODEL` reads questions from the first line of stdin and ends with stdin. It is a process of
-its own, so that its times do not contain the attacker's work.
+`python -m tests.hostile.good_client MANAGER MODEL` reads questions from the first line of stdin and ends with stdin. It is a
+process of its own, so that its times do not contain the attacker's work.
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ async def _generate(client: Client, model: str, question: Question) -> str | Non
     return None
 
 
-async def _ask_on(
-    client: Client, model: str, questions: Sequence[Question], first: int, ends: asyncio.Event
-) -> None:
+async def _ask_on(client: Client, model: str, questions: Sequence[Question], first: int, ends: asyncio.Event) -> None:
     number = first
     while not ends.is_set():
         number += ASKERS
@@ -147,7 +145,8 @@ async def _run(manager: str, model: str, questions: Sequence[Question]) -> None:
 def main() -> None:
     given: list[dict[str, Any]] = json.loads(sys.stdin.readline())
     questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in given]
-    asyncio.run(_run(*sys.argv[1:3], questions))
+    manager, model = sys.argv[1:3]
+    asyncio.run(_run(manager, model, questions))
 
 
 if __name__ == "__main__":

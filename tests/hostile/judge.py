@@ -145,7 +145,9 @@ class Judge:
         times = sorted(call.seconds for call in calls)
         if self._limit_seconds is not None and times and times[-1] > self._limit_seconds:
             slow = sum(one > self._limit_seconds for one in times)
-            found.append(f"good client: {slow} of {len(times)} calls over {self._limit_seconds:g} s, the longest {times[-1]:.2f} s")
+            found.append(
+                f"good client: {slow} of {len(times)} calls over {self._limit_seconds:g} s, the longest {times[-1]:.2f} s"
+            )
         lines = {process: count - lines_before.get(process, 0) for process, count in self.logs.look().items()}
         if is_broken:
             self.num_rebuilt += 1

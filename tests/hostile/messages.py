@@ -14,7 +14,25 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-_UNSIGNED: Final = (0, 1, 2, 3, 15, 16, 17, 64, 255, 256, 4095, 65_535, 65_536, 1 << 20, (1 << 20) + 1, 1 << 24, (1 << 31) - 1)
+_UNSIGNED: Final = (
+    0,
+    1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    64,
+    255,
+    256,
+    4095,
+    65_535,
+    65_536,
+    1 << 20,
+    (1 << 20) + 1,
+    1 << 24,
+    (1 << 31) - 1,
+)
 _UINT32: Final = (*_UNSIGNED, 1 << 31, (1 << 32) - 1)
 _UINT64: Final = (*_UINT32, 1 << 32, 1 << 40, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _INT32: Final = (*_UNSIGNED, -1, -(1 << 31))
@@ -23,7 +41,11 @@ _FLOATS: Final = (0.0, -0.0, 0.5, 1.0, 2.5, -1.0, 1e-45, 3.4e38, float("inf"), f
 _LENGTHS: Final = (0, 1, 2, 3, 4, 5, 7, 16, 31, 32, 33, 64, 128, 129, 256, 257, 1024, 4096, 70_000)
 _MARK: Final = "MARKMARK"
 """Replaced by bytes of the same length that are not UTF-8."""
-_NOT_UTF8: Final = (b"\xff\xfe\xfd\xfc\xff\xfe\xfd\xfc", b"\xc3\x28\xa0\xa1\xe2\x28\xa1\x80", b"\xed\xa0\x80\xed\xb0\x80\xf5\x80")
+_NOT_UTF8: Final = (
+    b"\xff\xfe\xfd\xfc\xff\xfe\xfd\xfc",
+    b"\xc3\x28\xa0\xa1\xe2\x28\xa1\x80",
+    b"\xed\xa0\x80\xed\xb0\x80\xf5\x80",
+)
 _STRINGS: Final = (
     "",
     "a",
@@ -131,7 +153,9 @@ class MessageMaker:
         """Often whole token ids of a small vocabulary, else anything."""
         draw = self._draw
         if draw.random() < 0.6:
-            return b"".join(draw.randrange(256).to_bytes(4, "little") for _ in range(draw.choice((1, 4, 16, 24, 33, 64))))
+            return b"".join(
+                draw.randrange(256).to_bytes(4, "little") for _ in range(draw.choice((1, 4, 16, 24, 33, 64)))
+            )
         return draw.randbytes(draw.choice(_LENGTHS))
 
     def _mutated(self, payload: bytes) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FileDescriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from kvpool.v1 import cache_pb2, worker_pb2
 
-_EVERYWHERE: tuple[FileDescriptor, ...] = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+_EVERYWHERE: tuple[Any, ...] = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Rpc:
         return self.path.rpartition("/")[2]
 
 
-def _rpcs(files: tuple[FileDescriptor, ...]) -> Iterator[Rpc]:
+def _rpcs(files: tuple[Any, ...]) -> Iterator[Rpc]:
     for file in files:
         for service in file.services_by_name.values():
             for method in service.methods:

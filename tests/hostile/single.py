@@ -29,7 +29,7 @@ from tests.hostile.stranger import Stranger, registration
 
 LARGEST: Final = (1 << 64) - 1
 GROWTH_BYTES: Final = 96 << 20
-"""What one message, or a handful, may add to a process at its highest: sixteen million bytes are held several times on their way."""
+"""What one message, or a handful, may add to a process at its highest: 16 MiB are held several times on their way."""
 LOOK_SECONDS: Final = 15.0
 COMMAND_SECONDS: Final = 60.0
 
@@ -133,7 +133,9 @@ async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
                     if code in DEFECTS:
                         defects.append(f"{rpc.name}: {code.name}")
     if defects:
-        outcome.problems.append(f"{len(defects)} of {num_sent} messages were answered no status of the table: {', '.join(defects[:4])}")
+        outcome.problems.append(
+            f"{len(defects)} of {num_sent} messages were answered no status of the table: {', '.join(defects[:4])}"
+        )
     await asyncio.sleep(0.2)
     for name, before in lines.items():
         added = arena.cluster.processes[name].log.count("\n") - before
@@ -142,9 +144,12 @@ async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
             outcome.problems.append(f"{name} logged {added} lines about {num_sent} messages")
 
 
-async def _first(channel: grpc.aio.Channel, path: str, payload: bytes, client_streams: bool, server_streams: bool) -> None:
+async def _first(
+    channel: grpc.aio.Channel, path: str, payload: bytes, client_streams: bool, server_streams: bool
+) -> None:
     if not server_streams:
-        await channel.unary_unary(path)(payload, timeout=CALL_SECONDS)
+        unary: Any = channel.unary_unary(path)
+        await unary(payload, timeout=CALL_SECONDS)
         return
     stream: Any = channel.stream_stream(path) if client_streams else channel.unary_stream(path)
     call = stream(iter([payload]) if client_streams else payload, timeout=CALL_SECONDS)
@@ -268,7 +273,9 @@ async def foreign_append(arena: Arena, outcome: Outcome) -> None:
                 outcome.said.append(error.code().name)
             await reading
             if was_taken:
-                outcome.problems.append("Append in the session of another was taken: a block is sealed under invented tokens")
+                outcome.problems.append(
+                    "Append in the session of another was taken: a block is sealed under invented tokens"
+                )
                 await asyncio.sleep(1.2)
                 await _ask(arena, [*prompt, *invented, 7, 8, 9], outcome)
                 return
@@ -355,7 +362,9 @@ async def foreign_deregister(arena: Arena, outcome: Outcome) -> None:
         request = cache_pb2.DeregisterRequest()
         stranger.led(request)
         request.session = worker.session
-        outcome.said.append(f"Deregister: {(await _status(stranger.stub.Deregister(request, timeout=CALL_SECONDS))).name}")
+        outcome.said.append(
+            f"Deregister: {(await _status(stranger.stub.Deregister(request, timeout=CALL_SECONDS))).name}"
+        )
         sessions = [one.session for one in (await arena.describe()).workers if one.worker_id == VICTIM]
         if sessions != [worker.session]:
             outcome.problems.append("Deregister in the session of another ended it")
@@ -367,7 +376,9 @@ async def largest_call_no(arena: Arena, outcome: Outcome) -> None:
     """In the attacker's own session: refused, and the session goes on with the numbers that it had."""
     async with arena.channel() as channel:
         stranger = await _own(arena, channel)
-        code = await _status(stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink(call_no=LARGEST)), timeout=CALL_SECONDS))
+        code = await _status(
+            stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink(call_no=LARGEST)), timeout=CALL_SECONDS)
+        )
         outcome.said.append(code.name)
         after = await _status(stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink()), timeout=CALL_SECONDS))
         if code is grpc.StatusCode.OK or after is not grpc.StatusCode.OK:
@@ -474,7 +485,9 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
             if code is grpc.StatusCode.OK:
                 strangers.append(stranger)
         commands = [[part.replace("NAME", f"{STRANGE_NAMES[2]}2") for part in command] for command in COMMANDS]
-        for command, shown in zip(commands, await asyncio.gather(*(_kvpool(arena, one) for one in commands)), strict=True):
+        for command, shown in zip(
+            commands, await asyncio.gather(*(_kvpool(arena, one) for one in commands)), strict=True
+        ):
             if b"Traceback" in shown:
                 outcome.problems.append(f"kvpool {command[0]} ended in a traceback: {shown.decode().splitlines()[-1]}")
             if b"\x1b" in shown or b"\x07" in shown:
