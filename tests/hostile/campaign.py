@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from tests.hostile import connections
 from tests.hostile.arena import Arena
 from tests.hostile.connections import SlowReaders
@@ -29,7 +31,7 @@ PATIENCE: Final = 15.0
 """Seconds until the cluster must be as before, where no lease has to end first."""
 NUM_LEASES: Final = 4
 """The same in leases, where one has: until the attacker's ends, one more, the worker's next try, and one for a busy machine."""
-READER_SECONDS: Final = 3
+READER_SECONDS: Final = 1
 READER_SLACK: Final = 30.0
 ATTACKER_NICE: Final = 10
 """A real attacker has a machine of its own; this one must not take the cores from those whom it attacks."""
@@ -197,9 +199,14 @@ async def hold_idle(arena: Arena, count: int, outcome: Outcome) -> None:
 
 
 async def hold_unread(arena: Arena, count: int, seconds: float, outcome: Outcome) -> None:
-    """Streams that nobody reads: each is ended by the worker within the time."""
+    """Streams that nobody reads: the worker ends them within the time, frees their blocks, and says so to who reads at last."""
     async with SlowReaders(arena, count) as readers:
-        left = await readers.until_ended(seconds)
-    outcome.said.append(f"{count - left} of {count} streams ended by the worker")
-    if left:
-        outcome.problems.append(f"{left} of {count} streams that are not read were open after {seconds:g} s")
+        if left := await readers.until_freed(seconds):
+            outcome.problems.append(f"{left} of {count} streams that are not read hold blocks after {seconds:g} s")
+        statuses = await readers.statuses(seconds)
+    outcome.said += _said(statuses)
+    exhausted = statuses[f"status {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}"]
+    if exhausted < count:
+        outcome.problems.append(
+            f"{count - exhausted} of {count} streams that were not read did not end with RESOURCE_EXHAUSTED"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +22,8 @@ from tests.hostile.malformed import CASES
 AT_ONCE: Final = 32
 LINGER_SECONDS: Final = 0.05
 """How long a malformed connection waits for what the server does about it."""
+REBUILT_SECONDS: Final = 3.0
+"""For a server that a malformed connection has ended to be there again."""
 SLOW: Final = 0.02
 """Share of the malformed connections that send their bytes one by one, and leave in the middle."""
 SLOW_SECONDS: Final = 1.0
@@ -51,11 +54,8 @@ async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone = lambd
     async def one(number: int) -> None:
         draw = random.Random(f"{seed} {number}")
         payload = CASES[number % len(CASES)](draw)
-        try:
-            connection = await http2.Connection.connect(
-                arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2])
-            )
-        except (OSError, TimeoutError):
+        connection = await _connect(arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2]))
+        if connection is None:
             outcomes["not accepted"] += 1
             return
         async with connection:
@@ -69,6 +69,18 @@ async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone = lambd
 
     await _at_once(count, one, on_done)
     return outcomes
+
+
+async def _connect(address: str) -> http2.Connection | None:
+    """None if nothing listens there for REBUILT_SECONDS: some of the connections end a server, which is then replaced."""
+    deadline = time.monotonic() + REBUILT_SECONDS
+    while True:
+        try:
+            return await http2.Connection.connect(address)
+        except (OSError, TimeoutError):
+            if time.monotonic() > deadline:
+                return None
+        await asyncio.sleep(0.05)
 
 
 async def _drip(connection: http2.Connection, payload: bytes) -> None:
@@ -133,18 +145,19 @@ def _long_request(sequence_id: str, num_prompt_tokens: int) -> worker_pb2.Genera
         sequence_id=sequence_id,
         attempt=1,
         token_ids=worker_pb2.TokenIds(ids=range(num_prompt_tokens)),
-        stop=worker_pb2.StopConditions(max_tokens=150, ignore_eos=True),
+        stop=worker_pb2.StopConditions(max_tokens=450, ignore_eos=True),
         logprobs=20,
     )
 
 
 class SlowReaders:
-    """Streams of Generate with a window of 0 bytes: the worker may send nothing but headers. `async with` opens them."""
+    """Streams of Generate with a window of 0 bytes: the worker may send no message. `async with` opens them."""
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._arena = arena
         self._count = count
         self._connections: list[http2.Connection] = []
+        self._reading: list[asyncio.Task[bytes]] = []
 
     async def __aenter__(self) -> SlowReaders:
         address = self._arena.cluster.address(VICTIM)
@@ -152,30 +165,54 @@ class SlowReaders:
             connection = await http2.Connection.connect(address)
             self._connections.append(connection)
             await connection.start((http2.Setting.INITIAL_WINDOW_SIZE, 0))
-            request = _long_request(f"slow-{time.monotonic_ns()}-{number}", 20)
+            request = _long_request(f"{SLOW_NAME}-{time.monotonic_ns()}-{number}", 20)
             request.token_ids.ids[0] = number
             await connection.send(http2.call(GENERATE, request.SerializeToString()))
+            self._reading.append(asyncio.create_task(_trailers(connection)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._reading:
+            task.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
         for connection in self._connections:
             await connection.close()
 
-    async def until_ended(self, seconds: float) -> int:
-        """Wait until the worker has ended them; returns how many it has not ended within the time."""
-        waiting = [asyncio.create_task(_ended(connection)) for connection in self._connections]
-        _, left = await asyncio.wait(waiting, timeout=seconds)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        return len(left)
+    async def until_freed(self, seconds: float) -> int:
+        """Wait until no sequence of theirs holds blocks; returns how many do after that time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            sequences = (await self._arena.described(VICTIM, max_sequences=1000)).sequences
+            left = sum(sequence.key.sequence_id.startswith(SLOW_NAME) for sequence in sequences)
+            if not left or time.monotonic() > deadline:
+                return left
+            await asyncio.sleep(0.2)
+
+    async def statuses(self, seconds: float) -> Counter[str]:
+        """Read at last, and return what the streams were ended with: a gRPC status, or nothing within the time."""
+        for connection in self._connections:
+            await connection.send(http2.window_update(1 << 24), http2.window_update(1 << 24, stream=1))
+        _, late = await asyncio.wait(self._reading, timeout=seconds)
+        found: Counter[str] = Counter({"nothing": len(late)} if late else {})
+        for task in set(self._reading) - late:
+            status = _STATUS.search(task.result())
+            found["a reset" if status is None else f"status {status[1].decode()}"] += 1
+        return found
 
 
-async def _ended(connection: http2.Connection) -> None:
-    """Until the peer ends stream 1, or the connection. Trailers need no window."""
+SLOW_NAME: Final = "slow"
+_STATUS: Final = re.compile(rb"grpc-status.(\d+)", re.DOTALL)
+"""In a header block without Huffman codes, as grpcio writes it: name, length of the value, value."""
+
+
+async def _trailers(connection: http2.Connection) -> bytes:
+    """The header block that ends stream 1; empty if the stream is reset, or the connection ends."""
     while frame := await connection.read_frame(3600.0):
         if frame.kind == http2.Kind.PING and not frame.flags & http2.Flag.ACK:
             # Unanswered, the peer would take us for dead and close the connection itself.
             await connection.send(http2.frame(http2.Kind.PING, http2.Flag.ACK, 0, frame.payload))
-        if frame.stream == 1 and (frame.kind == http2.Kind.RST_STREAM or frame.flags & http2.Flag.END_STREAM):
-            return
+        if frame.stream == 1 and frame.kind == http2.Kind.RST_STREAM:
+            return b""
+        if frame.stream == 1 and frame.kind == http2.Kind.HEADERS and frame.flags & http2.Flag.END_STREAM:
+            return frame.payload
+    return b""
