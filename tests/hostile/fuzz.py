@@ -26,7 +26,7 @@ RENEW_AFTER: Final = 20
 """Calls in the attacker's session that were refused in a row: it registers again."""
 DEFECTS: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 """No message may be answered with these: the service did not know what to say."""
-_STRANGERS: Final = tuple(f"stranger-{number}" for number in range(9))
+_STRANGERS: Final = tuple(f"fuzz-worker-{number}" for number in range(9))
 
 
 class Fuzzer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -15,10 +16,13 @@ FINGERPRINT = "stranger"
 """Of no model that anybody serves, so that no client is sent here."""
 
 
-def registration(worker_id: str = "stranger", *, num_blocks: int = 257, **fields: Any) -> cache_pb2.RegisterRequest:
-    """A Register that is in order, apart from `fields`."""
+_numbers = itertools.count(1)
+
+
+def registration(worker_id: str = "", *, num_blocks: int = 257, **fields: Any) -> cache_pb2.RegisterRequest:
+    """A Register that is in order, apart from `fields`; under a name that nobody has if none is given."""
     request = cache_pb2.RegisterRequest(
-        worker_id=worker_id,
+        worker_id=worker_id or f"stranger-{next(_numbers)}",
         incarnation=time.time_ns(),
         register_no=1,
         address="127.0.0.1:1",
@@ -35,7 +39,7 @@ def registration(worker_id: str = "stranger", *, num_blocks: int = 257, **fields
 class Stranger:
     """Its session, with the number of the next call. Whatever else Register answers, e.g. a key, leads its calls too."""
 
-    def __init__(self, channel: grpc.aio.Channel, worker_id: str = "stranger", **fields: Any) -> None:
+    def __init__(self, channel: grpc.aio.Channel, worker_id: str = "", **fields: Any) -> None:
         self.stub = cache_pb2_grpc.CacheServiceStub(channel)
         self._request = registration(worker_id, **fields)
         self.registered = cache_pb2.RegisterResponse()
