@@ -39,6 +39,7 @@ from .core.messages import (
     WorkerLoad,
 )
 from .core.refusal import Reason, Refusal, bad_field
+from .core.session_key import SessionKey
 
 Message = TypeVar("Message")
 Item = TypeVar("Item")
@@ -200,7 +201,8 @@ def decode_uplink(
         _check_place(message.reserve_wishes[0].group, message.reserve_wishes[0].tier, "uplink.reserve_wishes[0]")
         wish = message.reserve_wishes[0].num_blocks
     returned = _decode_blocks(message.returned, "uplink.returned")
-    return Uplink(message.session, message.call_no, message.downlink_ack, wish, returned)
+    key = SessionKey(message.session_key)
+    return Uplink(message.session, message.call_no, message.downlink_ack, wish, returned, key)
 
 
 def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[ReservedBlock, ...]:

@@ -24,9 +24,11 @@ from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
+from .core.session_key import SessionKey
 from .counts import EdgeCounts
 from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
 from .garbage import collect_young
+from .keys import make_session_key
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
@@ -82,10 +84,16 @@ def _fail(context: Context[Request, Response], found: status_pb2.Status) -> Resp
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """The RPCs. `clock` gives the monotonic seconds that leases are measured in."""
+    """The RPCs. `clock` gives the monotonic seconds that leases are measured in, `make_key` the secret of each new session."""
 
     def __init__(
-        self, manager: CacheManager, epochs: EpochStore, *, keep_alive_seconds: float, clock: Callable[[], float]
+        self,
+        manager: CacheManager,
+        epochs: EpochStore,
+        *,
+        keep_alive_seconds: float,
+        clock: Callable[[], float],
+        make_key: Callable[[], SessionKey] = make_session_key,
     ) -> None:
         self._manager = manager
         self._epochs = epochs
@@ -95,6 +103,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._lease_ms = round(manager.lease_seconds * 1000)
         self._keep_alive_ms = round(keep_alive_seconds * 1000)
         self.clock = clock
+        self._make_key = make_key
         self._stopping = False
 
     def require_serving(self) -> None:
@@ -115,7 +124,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         registration = codec.decode_registration(request)
         await self._outgrow(request.highest_epoch_seen, request.last_session, registration.worker_id)
         earlier = self._live(registration.worker_id)
-        epoch, number = self._manager.register(registration, self.clock())
+        key = self._make_key()
+        epoch, number = self._manager.register(registration, self.clock(), key)
         if earlier is not None:
             log.warning(
                 "session fenced", worker_id=earlier.worker_id, session=f"{earlier.number:#x}", by=f"{number:#x}"
@@ -127,6 +137,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             lease_ms=self._lease_ms,
             keep_alive_interval_ms=self._keep_alive_ms,
             report_wanted=registration.holds_state,
+            session_key=key,
         )
 
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
@@ -150,7 +161,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
             # tell the next life of the manager what to outgrow. So all register again.
             for session in self._manager.sessions:
-                self._manager.deregister(session.number, SessionEnd.EPOCH_RAISED)
+                self._manager.end_session(session.number, SessionEnd.EPOCH_RAISED)
 
     def _is_foreign(self, seen: int, last_session: int) -> bool:
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
@@ -187,7 +198,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.KeepAliveResponse:
         load = codec.decode_load(request.load)
         reply = self._manager.keep_alive(
-            request.session, request.downlink_ack, load, self.clock(), draining=request.draining
+            request.session,
+            request.downlink_ack,
+            load,
+            self.clock(),
+            draining=request.draining,
+            key=SessionKey(request.session_key),
         )
         return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=codec.encode_downlink(reply))
 
@@ -195,10 +211,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Deregister(
         self, request: cache_pb2.DeregisterRequest, context: Context[Any, Any]
     ) -> cache_pb2.DeregisterResponse:
-        for session in self._manager.sessions:
-            if session.number == request.session:
-                log.info("worker deregistered", worker_id=session.worker_id, session=f"{session.number:#x}")
-        self._manager.deregister(request.session)
+        session = self._manager.deregister(request.session, SessionKey(request.session_key))
+        if session is not None:
+            log.info("worker deregistered", worker_id=session.worker_id, session=f"{session.number:#x}")
         return cache_pb2.DeregisterResponse()
 
     @answering

@@ -44,6 +44,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.UNKNOWN_SEQUENCE: _Row(code_pb2.NOT_FOUND),
     Reason.UNKNOWN_WORKER: _Row(code_pb2.NOT_FOUND),
     Reason.STALE_SESSION: _Row(code_pb2.FAILED_PRECONDITION),
+    Reason.WRONG_KEY: _Row(code_pb2.PERMISSION_DENIED),
     Reason.STALE_REGISTER: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.STALE_INCARNATION: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.STALE_CALL: _Row(code_pb2.FAILED_PRECONDITION),
@@ -83,7 +84,9 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
     if row.bad_request:
         violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    metadata = {} if refusal.position is None else {"position": str(refusal.position)}
+    metadata = dict(refusal.metadata)
+    if refusal.position is not None:
+        metadata["position"] = str(refusal.position)
     return _status(row.code, refusal.reason.value, message, details, metadata)
 
 

@@ -39,16 +39,16 @@ def forward(kv: Any, table: Any, tokens: Any, first: int) -> Any:
 class Engine:
     """KV; of each block the stamp of its grant, its stamp when it was filled, and in how many tables it is; link to the manager."""
 
-    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, session: int, num_blocks: int) -> None:
+    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, hello: pb.RegisterResponse, num_blocks: int) -> None:
         self.kv = np.full((num_blocks, SIZE, LAYERS, 2, DIM), np.nan)  # read before it is written, it spoils the text
         self.stamp, self.filled, self.users = np.zeros((3, num_blocks), np.int64)
-        self.stub, self.uplink = stub, pb.Uplink(session=session)
-        self.one_call, self.stopped = asyncio.Lock(), set[str]()
+        self.who = dict[str, Any](session=hello.session, session_key=hello.session_key)  # the key is a secret
+        self.stub, self.uplink, self.one_call, self.stopped = stub, pb.Uplink(**self.who), asyncio.Lock(), set[str]()
 
     async def keep_lease(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)  # what is wrong, and what comes down, the next call hears again
-            await self.stub.KeepAlive(pb.KeepAliveRequest(session=self.uplink.session), timeout=2).code()
+            await self.stub.KeepAlive(pb.KeepAliveRequest(**self.who), timeout=2).code()
 
     async def call(self, rpc: Any, request: Any, name: str) -> Any:
         """The one mutating call in flight. Without an answer the same goes out again, under a larger number."""
@@ -126,13 +126,13 @@ async def main() -> None:
     async with grpc.aio.insecure_channel(args.manager, options=[("grpc.enable_retries", 0)]) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
         session = await stub.Register(hello, timeout=5)
-        engine = Engine(stub, session.session, args.num_blocks)
+        engine = Engine(stub, session, args.num_blocks)
         lease = asyncio.create_task(engine.keep_lease(session.keep_alive_interval_ms / 1000))
         try:
             texts = await asyncio.gather(*(engine.generate(prompt, args.max_tokens) for prompt in PROMPTS))
         finally:
             lease.cancel()
-            await stub.Deregister(pb.DeregisterRequest(session=session.session), timeout=2).code()
+            await stub.Deregister(pb.DeregisterRequest(**engine.who), timeout=2).code()
     for prompt, (tokens, logits, table, cached) in zip(PROMPTS, texts, strict=True):
         alone = forward(np.empty((len(tokens), SIZE, LAYERS, 2, DIM)), np.arange(len(tokens)), tokens[:-1], 0)
         if [*alone.argmax(axis=1)[len(prompt) - 1 :]] != [*tokens[len(prompt) :]] or not np.allclose(alone[-1], logits):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,8 +12,9 @@ import grpc
 import structlog
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from .cache.link import Call
+from .cache.link import SESSION_OVER, Call
 from .engine.engine import Engine
+from .registration import FINAL, Registration
 from .status import reason_of_failure
 
 log = structlog.get_logger("kvpool.link")
@@ -20,10 +22,10 @@ log = structlog.get_logger("kvpool.link")
 CALL_SECONDS = 2.0
 """Deadline of every call; a call that is given up goes out again with the state of then."""
 REGISTER_RETRY_SECONDS = 0.2
+LEAVE_SECONDS = 2.0
+"""For finding out, before leaving, what became of a Register that was not answered."""
 REGISTER_PAUSE_SECONDS = 0.02
 """Between the end of a session and the next: should sessions end as soon as they begin, this is what is left of the CPU."""
-_FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
-"""A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
 MAX_MESSAGE_BYTES = 16 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -48,7 +50,11 @@ class RegistrationRefused(Exception):
 
 
 class ManagerLink:
-    """Keeps one worker registered and the manager informed. `on_session(open)` is called whenever that changes."""
+    """Keeps one worker registered and the manager informed.
+
+    `on_session(works)` is called whenever that changes: a session works from when the worker serves in it, its report in, until it
+    ends or no heartbeat has been answered for the length of its lease.
+    """
 
     def __init__(
         self,
@@ -59,26 +65,33 @@ class ManagerLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
-        self._introduction = introduction
+        self._registration = Registration(introduction)
         self._engine = engine
         self._cache = engine.cache
         self._on_session = on_session
         self._clock = clock
-        self._register_no = 0
-        self.highest_epoch = 0
-        """Of the manager, that this process has seen."""
         self.num_sessions = 0
         """Registrations that the manager has taken."""
         self.num_failed_calls = 0
         """Mutating calls that were not executed or not answered."""
-        self._session = 0
+        self.has_left = False
+        """The manager has confirmed that no session of this process lives there, nor will one begin."""
         self._keep_alive_seconds = 1.0
         self._keep_alive_deadline = CALL_SECONDS
+        self._lease_seconds = 0.0
+        self._heard_at = 0.0
+        """When Register or a heartbeat of this session was answered last."""
         self._complained = False
         self._is_away = False
         """Nobody answered the last call: the next one waits for a connection, and is on its way as soon as somebody listens."""
         self._heartbeat_due = asyncio.Event()
         self._is_announced = False
+        """on_session has been told that the session works."""
+
+    @property
+    def highest_epoch(self) -> int:
+        """Of the manager, that this process has seen."""
+        return self._registration.highest_epoch
 
     def send_heartbeat(self) -> None:
         """Send the next heartbeat at once: there is something in it that the manager should know."""
@@ -95,12 +108,11 @@ class ManagerLink:
             while True:
                 await self._register(stub)
                 await self._hold_session(stub)
-                self._is_announced = False
-                self._on_session(False)
+                self._announce(False)
                 await self._until_reset()
                 await asyncio.sleep(REGISTER_PAUSE_SECONDS)
         finally:
-            await self._deregister(stub)
+            await self._leave(stub)
 
     # -- sessions
 
@@ -118,13 +130,7 @@ class ManagerLink:
 
     async def _register(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         while True:
-            self._register_no += 1
-            request = cache_pb2.RegisterRequest()
-            request.CopyFrom(self._introduction)
-            request.register_no = self._register_no
-            request.highest_epoch_seen = self.highest_epoch
-            request.last_session = self._session
-            request.holds_state = self._cache.holds_state
+            request = self._registration.next_request(holds_state=self._cache.holds_state)
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
@@ -132,12 +138,13 @@ class ManagerLink:
                 await asyncio.sleep(REGISTER_RETRY_SECONDS)
                 continue
             self._complained = self._is_away = False
-            self.highest_epoch = max(self.highest_epoch, response.epoch)
+            self._registration.on_answer(response)
             self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
+            self._lease_seconds = response.lease_ms / 1000
             # One that is lost must leave time for the next, also under a short lease.
-            self._keep_alive_deadline = min(CALL_SECONDS, response.lease_ms / 4000)
-            self._session = response.session
+            self._keep_alive_deadline = min(CALL_SECONDS, self._lease_seconds / 4)
+            self._heard_at = self._clock()
             self._cache.on_registered(response)
             log.info(
                 "registered",
@@ -156,7 +163,8 @@ class ManagerLink:
         self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
         code = error.code()
-        if code not in _FINAL and reason != "STALE_INCARNATION":
+        self._registration.on_error(error)
+        if code not in FINAL and reason != "STALE_INCARNATION":
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
@@ -166,10 +174,14 @@ class ManagerLink:
         )
 
     def _announce_if_ready(self) -> None:
-        """Say once in a session that the worker serves: when its report is in, if it has one."""
-        if self._cache.is_ready() and not self._is_announced:
-            self._is_announced = True
-            self._on_session(True)
+        """Say that the session works, if its report is in."""
+        if self._cache.is_ready():
+            self._announce(True)
+
+    def _announce(self, works: bool) -> None:
+        if works != self._is_announced:
+            self._is_announced = works
+            self._on_session(works)
 
     async def _until_reset(self) -> None:
         """If all is given up: until the engine has ended its streams and steps and forgotten all blocks."""
@@ -179,15 +191,37 @@ class ManagerLink:
             if self._cache.is_given_up:
                 await self._engine.changed_for_link.wait()
 
-    async def _deregister(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        if self._session:
+    async def _leave(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
+        """End this process's session at the manager, also one that it has not heard of.
+
+        A Register whose answer was not heard may be executed still, after any Deregister, and the session that it begins would
+        live until its lease ends. One more Register with a larger number settles that: it fences a session of the earlier one,
+        which, should it come later, is refused. It says that there is state, so that Route passes the session by.
+        """
+        registration = self._registration
+        give_up_at = self._clock() + LEAVE_SECONDS
+        while not registration.is_settled and (seconds_left := give_up_at - self._clock()) > 0:
+            request = registration.next_request(holds_state=True)
             try:
-                await stub.Deregister(cache_pb2.DeregisterRequest(session=self._session), timeout=CALL_SECONDS)
+                registration.on_answer(await stub.Register(request, timeout=seconds_left))
             except grpc.aio.AioRpcError as error:
-                log.info("left without a good-bye", why=error.details())
+                registration.on_error(error)
+                if not registration.is_settled:
+                    await asyncio.sleep(REGISTER_RETRY_SECONDS)
+        if not registration.is_settled:
+            log.info("left without a good-bye", why="a registration was not answered")
+        if not registration.session:
+            return
+        leave = cache_pb2.DeregisterRequest(session=registration.session, session_key=registration.session_key)
+        try:
+            await stub.Deregister(leave, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.info("left without a good-bye", why=error.details())
+        else:
+            self.has_left = registration.is_settled
 
     async def _keep_alive(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        session = self._session
+        session = self._registration.session
         while True:
             await _wait_at_most(self._heartbeat_due, self._keep_alive_seconds)
             self._heartbeat_due.clear()
@@ -197,14 +231,21 @@ class ManagerLink:
             try:
                 response = await stub.KeepAlive(request, timeout=self._keep_alive_deadline)
             except grpc.aio.AioRpcError as error:
-                if reason_of_failure(error) == "STALE_SESSION":
-                    self._cache.lose("the manager no longer knows this session")
+                reason = reason_of_failure(error)
+                if reason in SESSION_OVER:
+                    self._cache.lose(SESSION_OVER[reason])
                     self._engine.on_cache_changed()
                     self._engine.changed_for_link.set()
                     return
                 log.debug("heartbeat not answered", why=error.details())
+                if self._is_announced and self._clock() - self._heard_at > self._lease_seconds:
+                    # The manager, if there is one, has ended the session by now, or does not hear that it has not.
+                    log.warning("session does not work", silent_seconds=self._lease_seconds, why=error.details())
+                    self._announce(False)
                 continue
+            self._heard_at = self._clock()
             self._cache.on_keep_alive(session, response)
+            self._announce_if_ready()
             self._engine.on_cache_changed()
 
     # -- calls
@@ -212,7 +253,7 @@ class ManagerLink:
     async def _talk(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         """Send call after call until the session is lost. The engine may have reset the cache before we look."""
         engine, cache = self._engine, self._cache
-        while cache.session == self._session:
+        while cache.session == self._registration.session:
             engine.changed_for_link.clear()
             now = self._clock()
             call = cache.next_call(engine.scheduler.candidates, now)
@@ -251,12 +292,14 @@ class ManagerLink:
         self.num_failed_calls += 1
         self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
-        retriable = reason in ("STALE_CALL", "STALE_SESSION") or error.code() in (
+        is_told_by_its_end = reason == "STALE_CALL" or reason in SESSION_OVER
+        retriable = is_told_by_its_end or error.code() in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
             grpc.StatusCode.CANCELLED,
         )
-        log.log(20 if retriable else 40, "call not executed", why=error.details(), code=error.code().name)
+        level = logging.ERROR if not retriable else logging.DEBUG if is_told_by_its_end else logging.INFO
+        log.log(level, "call not executed", why=error.details(), code=error.code().name)
         if retriable:
             self._cache.on_failure(call, reason, self._clock())
         else:

@@ -225,6 +225,7 @@ class Server:
             preemptions=engine.scheduler.num_preemptions,
             calls_to_manager=engine.cache.num_calls,
             decodes_that_waited_for_a_call=engine.cache.num_reserve_waits,
+            has_left_the_manager=self._link.has_left,
         )
 
     async def _drain(self) -> None:
@@ -250,7 +251,7 @@ class Server:
             engine.fail_all(EngineError(ErrorKind.DRAINING, why))
 
     def _set_health(self, serving: bool) -> None:
-        """Tell the health service whether this worker takes requests: it has a session and is not about to leave."""
+        """Tell the health service whether this worker takes requests: it has a session that works and is not about to leave."""
         serving = serving and not self.engine.is_draining
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):

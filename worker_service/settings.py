@@ -90,7 +90,10 @@ class WorkerSettings(ProcessSettings):
         "or 4; torch: plain torch, everywhere. auto: the first of these that passes a self-test on the model's shapes.",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Largest sequence in tokens, prompt and generated together. Default: the model's own."
+        None,
+        ge=2,
+        description="Largest sequence in tokens, prompt and generated together. Default: the model's own; with longrope "
+        "the length up to which every text equals what transformers generates.",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one batch.")
     max_num_batched_tokens: int = Field(

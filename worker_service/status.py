@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from .cache.status import reason_of
+from .cache.status import number_of, reason_of
 from .engine.errors import EngineError, ErrorKind
 
 DOMAIN = "kvpool"
@@ -62,3 +62,9 @@ def reason_of_failure(error: grpc.aio.AioRpcError) -> str:
     """`ErrorInfo.reason` of a failed call; empty where the transport answered before the manager."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     return "" if status is None else reason_of(status)
+
+
+def number_in_failure(error: grpc.aio.AioRpcError, name: str) -> int | None:
+    """A number in the metadata of a failed call's ErrorInfo; None if it names none."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    return None if status is None else number_of(status, name)

@@ -40,9 +40,13 @@ from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
 from .session import Downlink, Session, SessionEnd
+from .session_key import NO_KEY, SessionKey
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
+
+MAX_FIRST_REGISTER_NO = 1 << 63
+"""The largest register_no of a worker of which none is known: a restarted manager takes it from one that has tried for long."""
 
 SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, give or take one sequence's path."""
@@ -122,8 +126,11 @@ class CacheManager:
         self.epoch = epoch
         self._last_stamp = epoch << EPOCH_SHIFT
 
-    def register(self, registration: Registration, now: float) -> Registered:
+    def register(self, registration: Registration, now: float, key: SessionKey = NO_KEY) -> Registered:
         """Begin a session and fence the worker's earlier one. A worker that holds state must report it before it is served.
+
+        `key` is the session's secret, new and random where strangers can reach the caller: every call of the session is refused
+        unless it states the same.
 
         Raises Refusal: BAD_FIELD, UNSUPPORTED, STALE_INCARNATION, STALE_REGISTER, TOO_MANY_WORKERS.
         """
@@ -141,7 +148,7 @@ class CacheManager:
         config = registration.pool
         pool = BlockPool(config.num_blocks, config.block_size, self._tree)
         downlink = Downlink(self.limits.max_downlink_entries)
-        session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds)
+        session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds, key)
         is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
         if earlier is not None and earlier.drain is not None and is_same_process:
             # It may not have heard of the order.
@@ -188,7 +195,12 @@ class CacheManager:
                 Reason.STALE_REGISTER,
                 f"register_no {registration.register_no} of worker {registration.worker_id!r} was overtaken by {register_no}: "
                 "register again with a larger one",
+                metadata={"register_no": str(register_no)},
             )
+        known = register_no if registration.incarnation == incarnation else 0
+        most = max(MAX_FIRST_REGISTER_NO, known + limits.max_numbers_skipped)
+        if registration.register_no > most:
+            raise bad_field("register_no", f"at most {most}, got {registration.register_no}: count up by one")
 
     def _remember(self, registration: Registration) -> None:
         known = self._incarnations
@@ -204,24 +216,43 @@ class CacheManager:
         return self._sessions_from < session <= self._last_session
 
     def keep_alive(
-        self, session_number: int, downlink_ack: int, load: WorkerLoad, now: float, *, draining: bool = False
+        self,
+        session_number: int,
+        downlink_ack: int,
+        load: WorkerLoad,
+        now: float,
+        *,
+        draining: bool = False,
+        key: SessionKey = NO_KEY,
     ) -> Reply:
-        """Renew the lease, take the load, answer with what waits on the downlink. Raises Refusal: STALE_SESSION.
+        """Renew the lease, take the load, answer with what waits on the downlink.
 
         A heartbeat that was overtaken may be from before the draining began, so nothing ends that but the session.
+
+        Raises Refusal: STALE_SESSION, WRONG_KEY, BAD_FIELD.
         """
-        session = self._session(session_number)
+        session = self._own_session(session_number, key)
+        _check_acknowledgement(session, downlink_ack)
         session.lease_end = now + self.lease_seconds
         session.load = load
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         return self._reply(session)
 
-    def deregister(self, session_number: int, why: SessionEnd = SessionEnd.DEREGISTERED) -> None:
-        """End a session; nothing happens if it has ended already."""
-        session = self._sessions.get(session_number)
-        if session is not None:
-            self._retire(session, why)
+    def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
+        """End a session because its worker leaves, and return it. None, and nothing happens, if it has ended already.
+
+        Raises Refusal: WRONG_KEY.
+        """
+        if session_number not in self._sessions:
+            return None
+        session = self._own_session(session_number, key)
+        self._retire(session, SessionEnd.DEREGISTERED)
+        return session
+
+    def end_session(self, session_number: int, why: SessionEnd) -> None:
+        """End a live session because the manager says so."""
+        self._retire(self._sessions[session_number], why)
 
     def drain(self, worker_id: str, grace_seconds: float | None = None) -> Session:
         """Name the worker in no route any more and tell it to leave; nothing more happens if it is draining already.
@@ -266,11 +297,22 @@ class CacheManager:
             )
         return session
 
+    def _own_session(self, number: int, key: SessionKey) -> Session:
+        """The live session that a call speaks in. The key comes before anything else of the session is looked at or changed."""
+        session = self._session(number)
+        if not session.key.matches(key):
+            raise Refusal(
+                Reason.WRONG_KEY,
+                f"the call does not carry the key of session {number:#x}: state the session_key that Register answered; a worker "
+                "that has none registers",
+            )
+        return session
+
     def report(self, uplink: Uplink, part: ReportPart) -> tuple[Session, Reply]:
         """Take in the next part of a worker's report; with the last one the worker is served again.
 
-        Raises Refusal: STALE_SESSION, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the reports of
-        too many other workers are on their way in: ask again), BAD_REPORT (the session has ended).
+        Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the
+        reports of too many other workers are on their way in: ask again), BAD_REPORT (the session has ended).
         """
         session = self._begin(uplink, 0, reporting=True)
         recovery = session.recovery
@@ -346,7 +388,7 @@ class CacheManager:
 
     def _begin(self, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
         """Accept a mutating call, or refuse it whole, having done nothing."""
-        session = self._session(uplink.session)
+        session = self._own_session(uplink.session, uplink.key)
         if session.recovery is not None and not reporting:
             raise Refusal(
                 Reason.RECOVERING,
@@ -362,6 +404,14 @@ class CacheManager:
                 Reason.STALE_CALL,
                 f"call {uplink.call_no} was overtaken by call {session.last_call_no}: send the state anew under a larger call_no",
             )
+        most = session.last_call_no + self.limits.max_numbers_skipped
+        if uplink.call_no > most:
+            raise bad_field(
+                "uplink.call_no",
+                f"at most {most}, which is {self.limits.max_numbers_skipped} above the last call executed, got {uplink.call_no}: "
+                "count up by one",
+            )
+        _check_acknowledgement(session, uplink.downlink_ack)
         session.last_call_no = uplink.call_no
         session.num_calls += 1
         session.downlink.acknowledge(uplink.downlink_ack)
@@ -395,7 +445,8 @@ class CacheManager:
     def allocate(self, uplink: Uplink, items: List[AllocateItem]) -> tuple[list[AllocateOutcome], Reply]:
         """Grant block tables, in order; the first item that finds no blocks ends the batch. Refilling the reserve comes first.
 
-        Raises Refusal for the call as a whole: STALE_SESSION, STALE_CALL, BAD_FIELD (too many items).
+        Raises Refusal for the call as a whole: STALE_SESSION, WRONG_KEY, STALE_CALL, RECOVERING, BAD_FIELD (too many items, a
+        number out of bounds).
         """
         session = self._begin(uplink, len(items))
         generation = self._stamp()
@@ -491,3 +542,10 @@ class CacheManager:
 
     def _world(self) -> World:
         return World(self._tree, self._attempts, self._sessions, self._retired, lambda: self._last_stamp)
+
+
+def _check_acknowledgement(session: Session, downlink_ack: int) -> None:
+    """Refuse to drop entries that were never sent: what comes under their numbers later would not be heard."""
+    last = session.downlink.last_number
+    if downlink_ack > last:
+        raise bad_field("downlink_ack", f"at most {last}, the number of the last entry sent, got {downlink_ack}")

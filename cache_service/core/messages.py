@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .refusal import Refusal
+from .session_key import NO_KEY, SessionKey
 
 TOKEN_BYTES = 4
 """Bytes of one token id on the manager plane."""
@@ -29,6 +30,8 @@ class Limits(NamedTuple):
     max_downlink_entries: int = 8192
     """Beside these a session may have one Drain."""
     max_grace_seconds: float = 3600.0
+    max_numbers_skipped: int = 1 << 20
+    """How far above the last one known a number may be that a worker counts up: one message must not use up all that are left."""
     max_contents_per_report_part: int = 4096
     """Of contents, and of sequences' tables: what takes a part as long as others may be kept waiting."""
     max_reports_at_once: int = 4
@@ -113,6 +116,7 @@ class Uplink(NamedTuple):
     downlink_ack: int = 0
     reserve_wish: int | None = None
     returned: tuple[ReservedBlock, ...] = ()
+    key: SessionKey = NO_KEY
 
 
 class Grant(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 
@@ -17,6 +18,7 @@ class Reason(Enum):
     UNKNOWN_SEQUENCE = "UNKNOWN_SEQUENCE"
     UNKNOWN_WORKER = "UNKNOWN_WORKER"
     STALE_SESSION = "STALE_SESSION"
+    WRONG_KEY = "WRONG_KEY"
     STALE_REGISTER = "STALE_REGISTER"
     STALE_INCARNATION = "STALE_INCARNATION"
     STALE_CALL = "STALE_CALL"
@@ -36,15 +38,24 @@ class Refusal(Exception):
     """A request that the core turned down, having changed nothing.
 
     `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
-    `position` is the token position needed after GAP and TOKENS_DIFFER.
+    `position` is the token position needed after GAP and TOKENS_DIFFER. `metadata` is what else programs may want to know, by name.
     """
 
-    def __init__(self, reason: Reason, message: str, *, field: str = "", position: int | None = None) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str = "",
+        position: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.field = field
         self.position = position
+        self.metadata = dict(metadata or {})
 
     def __repr__(self) -> str:
         return f"Refusal({self.reason.value}: {self.message})"

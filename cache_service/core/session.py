@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .block_pool import BlockPool
 from .messages import DownlinkEntry, Drain, Grant, Registration, Stop, WorkerLoad
 from .sequence import Sequence
+from .session_key import NO_KEY, SessionKey
 
 if TYPE_CHECKING:
     from .recovery import Recovery
@@ -65,9 +66,17 @@ class Session:
     """A worker's registration, from Register until it is fenced, expires or deregisters."""
 
     def __init__(
-        self, number: int, registration: Registration, pool: BlockPool, downlink: Downlink, lease_end: float
+        self,
+        number: int,
+        registration: Registration,
+        pool: BlockPool,
+        downlink: Downlink,
+        lease_end: float,
+        key: SessionKey = NO_KEY,
     ) -> None:
         self.number = number
+        self.key = key
+        """What every call of the session must carry."""
         self.registration = registration
         self.name = registration.worker_id.encode()
         """The worker's id as bytes, for hashes."""

@@ -29,9 +29,13 @@ Every type that `transformers` has a causal language model for, tried as a tiny 
 * **not built here**: transformers itself cannot make or run the type in this environment.
 * **WRONG**: taken, and something else came out. There must be none; the script then fails.
 
-What was tried is each type's default config, its sizes made small. A checkpoint with other settings is looked at in the same way
-when it is loaded: some of a type that runs may be refused, for example with `dynamic` RoPE beyond the original length, and some
-of a type that is refused may run.
+What was tried is each type's default config, its sizes made small; `+longrope` is the type with the RoPE of Phi-3.5 and Phi-4-mini.
+Such a model runs up to its original length (4,096 tokens there), which is its default `--max-model-len`. A larger one serves longer
+texts too, with the factors for long texts for all of them, so that texts up to the original length differ from `generate`. That is
+not what this page calls runs.
+
+A checkpoint with other settings is looked at in the same way when it is loaded: some of a type that runs may be refused, for
+example with `dynamic` RoPE beyond the original length, and some of a type that is refused may run.
 """
 
 

@@ -28,6 +28,40 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # As Phi-3.5-mini and Phi-3.5-MoE are published. The lists have an entry per pair of rotated dimensions.
+    "phi3+longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + pair / 48 for pair in range(48)],
+                "long_factor": [1.0 + pair for pair in range(48)],
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    "phimoe+longrope": (
+        "phimoe",
+        {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + pair / 64 for pair in range(64)],
+                "long_factor": [1.0 + pair for pair in range(64)],
+                "short_mscale": 1.243,
+                "long_mscale": 1.271,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+}
+"""Types of which published models compute positions in another way than their default config."""
 _IS_DECODER = frozenset(
     {"bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"}
     | {"big_bird", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
@@ -36,12 +70,15 @@ _IS_DECODER = frozenset(
 
 
 def all_types() -> list[str]:
-    """Every model_type that the installed transformers has a causal language model for."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every model_type that the installed transformers has a causal language model for, and the variants."""
+    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_VARIANTS])
 
 
 def default_config(kind: str) -> Any:
     """The type's config as transformers has it by default, completed where it cannot be run. Raises anything."""
+    if kind in _VARIANTS:
+        of, fields = _VARIANTS[kind]
+        return CONFIG_MAPPING[of](**fields)
     fields = dict(_FIELDS.get(kind, {}))
     if kind in _IS_DECODER:
         fields["is_decoder"] = True

@@ -15,10 +15,11 @@ import torch
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
 from worker_service.engine.step import SamplingParams
+from worker_service.model.config import choose_max_model_len
 from worker_service.model.errors import ModelError
 from worker_service.model.guard import check_config, check_twin
 from worker_service.model.load import LoadedModel
-from worker_service.model.rope import fix_longrope
+from worker_service.model.rope import fix_longrope, longest_exact
 from worker_service.model.twin import NUM_PLAIN_TOKENS, THRESHOLD, build_twin, twin_config, twin_length
 
 from .outcome import Outcome, Result
@@ -75,12 +76,12 @@ def _try(kind: str, folder: Path) -> Outcome:
     if limit is not None and (again := _refusal(config, limit)) is not None:
         return Outcome(kind, Result.WRONG, f"it says that --max-model-len {limit} works, and then: {again}")
     # So that everything begins within the prompts; not where texts that long would be refused.
-    length = limit or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
+    length = limit or longest_exact(config) or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
     try:
         save(twin_config(config, length), folder)
     except Exception as error:
         return Outcome(kind, Result.NOT_BUILT, _shown(error))
-    return _compare(kind, folder, twin_length(config, length), limit)
+    return _compare(kind, folder, twin_length(config, length), limit or longest_exact(config))
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
@@ -90,7 +91,10 @@ def save(config: Any, folder: Path, seed: int = 0) -> None:
 
 
 def _longest(config: Any) -> int:
-    return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _ENDLESS)
+    try:
+        return choose_max_model_len(config, None)
+    except ModelError:  # the config names none
+        return _ENDLESS
 
 
 def _refusal(config: Any, max_model_len: int) -> str | None:

@@ -292,7 +292,11 @@ async def workers(server: Server) -> AsyncIterator[tuple[Worker, Worker]]:
         )
         await first.allocate(item("b", prompt(2 * BLOCK_SIZE + 1)))
         await stub.KeepAlive(
-            cache_pb2.KeepAliveRequest(session=first.session, load=common_pb2.WorkerLoad(num_running=3, num_waiting=2))
+            cache_pb2.KeepAliveRequest(
+                session=first.session,
+                session_key=first.session_key,
+                load=common_pb2.WorkerLoad(num_running=3, num_waiting=2),
+            )
         )
         yield first, second
 
@@ -409,7 +413,7 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
         assert picture.requests is None
         # A worker that leaves takes its requests along.
         assert await rates() == {"c": None}
-        await second.stub.Deregister(cache_pb2.DeregisterRequest(session=second.session))
+        await second.deregister()
         await observer.look_at_requests()
         assert picture.requests is None
         await observer.look(30.0)

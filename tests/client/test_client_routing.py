@@ -159,6 +159,56 @@ async def test_when_all_are_full_the_error_says_when_to_come_back() -> None:
     assert (caught.value.reason, caught.value.retry_after) == ("BUSY", 2.5)
 
 
+async def test_of_several_full_workers_the_one_that_is_free_first_says_when_to_come_back() -> None:
+    """The caller may be served as soon as any of them has room."""
+    workers = [
+        FakeWorker(
+            f"w{seconds}",
+            [
+                error_status(
+                    code_pb2.RESOURCE_EXHAUSTED,
+                    "BUSY",
+                    "queue full",
+                    error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds)),
+                )
+            ],
+        )
+        for seconds in (9, 3, 7)
+    ]
+    async with fake_cluster(*workers) as manager, quick(manager) as client:
+        with pytest.raises(ResourceExhausted) as caught:
+            await client.generate("the").collect()
+    assert caught.value.retry_after == 3
+
+
+async def test_a_lease_that_is_seen_again_has_not_ended() -> None:
+    """Missing, there, missing: a manager that restarts twice. Only missing twice in a row means that the worker has gone."""
+    may_answer = asyncio.Event()
+    slow, other = FakeWorker("slow", [may_answer, *answer(CAT)]), FakeWorker("other")
+
+    class RestartingManager(FakeManager):
+        """Every second look does not find the worker."""
+
+        num_looks = 0
+
+        async def Describe(
+            self,
+            request: cache_pb2.DescribeRequest,
+            context: Context[cache_pb2.DescribeRequest, Awaitable[cache_pb2.DescribeResponse]],
+        ) -> cache_pb2.DescribeResponse:
+            if slow.asked.is_set():
+                self.num_looks += 1
+                self.workers = [other] if self.num_looks % 2 else [slow, other]
+                if self.num_looks == 6:
+                    may_answer.set()
+            return await super().Describe(request, context)
+
+    manager = RestartingManager([slow, other])
+    async with serving(slow, other, manager), quick(manager) as client:
+        completion = await client.generate("the").collect()
+    assert (completion.worker_id, completion.num_attempts) == ("slow", 1)
+
+
 @pytest.mark.parametrize(
     ("code", "exception"),
     [

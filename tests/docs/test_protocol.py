@@ -192,8 +192,9 @@ def test_the_table_of_reasons_of_workers_is_theirs() -> None:
     [
         ("Register", CacheManager.register, set()),
         ("KeepAlive", CacheManager.keep_alive, set()),
-        ("Allocate", allocation.allocate, {"STALE_SESSION", "STALE_CALL", "NOT_TRIED"}),
-        ("Append", updates.append, {"STALE_SESSION", "STALE_CALL"}),
+        ("Allocate", allocation.allocate, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL", "NOT_TRIED"}),
+        ("Append", updates.append, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL"}),
+        ("Deregister", CacheManager.deregister, set()),
         ("Drain", CacheManager.drain, set()),
         ("Report", CacheManager.report, {"BAD_FIELD"}),
     ],
@@ -217,6 +218,7 @@ def test_the_limits_are_the_managers() -> None:
         limits.max_items_per_call,
         limits.max_blocks_per_pool,
         limits.max_block_size,
+        limits.max_numbers_skipped,
     ):
         assert f"{number:,}" in TEXT
     assert f"at most {limits.max_contents_per_report_part:,} in one" in " ".join(TEXT.split())

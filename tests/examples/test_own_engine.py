@@ -236,7 +236,7 @@ def registration(worker_id: str, num_blocks: int) -> pb.RegisterRequest:
 
 async def registered(cluster: Cluster, stub: Any, num_blocks: int) -> own_engine.Engine:
     answer = await cluster.manager_stub.Register(registration("here", num_blocks))
-    return own_engine.Engine(stub, answer.session, num_blocks)
+    return own_engine.Engine(stub, answer, num_blocks)
 
 
 class Unanswered:
@@ -334,13 +334,15 @@ async def test_texts_that_live_elsewhere_under_a_larger_attempt_end(cluster: Clu
         for name in names
     ]
     taken = await cluster.manager_stub.Allocate(
-        pb.AllocateRequest(uplink=pb.Uplink(session=other.session, call_no=1), items=items)
+        pb.AllocateRequest(
+            uplink=pb.Uplink(session=other.session, session_key=other.session_key, call_no=1), items=items
+        )
     )
     assert all(result.HasField("granted") for result in taken.results)
     await generating
     assert engine.stopped == {*names}
     assert (await cluster.worker("here")).num_sequences == 0
-    alive = await cluster.manager_stub.KeepAlive(pb.KeepAliveRequest(session=engine.uplink.session))
+    alive = await cluster.manager_stub.KeepAlive(pb.KeepAliveRequest(**engine.who))
     assert list(alive.downlink.entries) == [], "not acknowledged"
 
 
@@ -362,7 +364,7 @@ def run(blocks: list[int], generations: list[int]) -> common_pb2.BlockRun:
 async def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
     blocks: list[int], generations: list[int], num_hits: int
 ) -> None:
-    engine = own_engine.Engine(None, 1, 8)  # type: ignore[arg-type]  # it calls nobody
+    engine = own_engine.Engine(None, pb.RegisterResponse(session=1), 8)  # type: ignore[arg-type]  # it calls nobody
     engine.enter(run([2, 3, 4, 5], [5, 5, 6, 5]))
     engine.filled[4] = 6
     engine.filled[5] = 5

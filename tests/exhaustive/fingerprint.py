@@ -148,6 +148,7 @@ def _peer(index: int, peer: Peer) -> Form:
             for form in forms:
                 numbers.stamps += form.stamps
             told = tuple(form.template for form in forms), link.report._num_told
+        # Not how many calls were stale: that decides something from MAX_STALE_CALLS on, which no world has faults enough for.
         linked = in_flight, told, link.is_unanswered
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
     for reserved in (*state.reserve.spare(), *state.reserve.returning):

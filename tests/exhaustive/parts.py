@@ -111,6 +111,7 @@ _NAMES = {
     "cache_service.core.recovery": "Recovery",
     "cache_service.core.sequence": "Sequence",
     "cache_service.core.session": "Downlink Session",
+    "cache_service.core.session_key": "SessionKey",
     "collections": "Counter OrderedDict deque",
     "tests.exhaustive.engine": "Part TinyEngine",
     "tests.exhaustive.parts": "_of_kind _parse _root",

@@ -16,7 +16,7 @@ from cache_service.core.sequence import Sequence
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
-from worker_service.cache.link import Call
+from worker_service.cache.link import MAX_STALE_CALLS, Call
 from worker_service.cache.sequence import CacheSequence
 from worker_service.cache.settings import CacheSettings
 
@@ -133,6 +133,9 @@ class World:
     def __init__(
         self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int, *, at_once: bool = False
     ) -> None:
+        assert budget.faults < MAX_STALE_CALLS, (
+            "each fault can make one call stale: their number belongs into the fingerprint"
+        )
         self.at_once = at_once
         settings = CacheSettings(
             block_size=block_size, num_blocks=num_blocks, report_seconds=0.0, no_blocks_retry_seconds=0.0

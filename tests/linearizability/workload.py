@@ -55,6 +55,7 @@ class Worker:
         self.stub = stub
         self.random = random.Random(seed)
         self.session = 0
+        self.session_key = b""
         self.register_no = 0
         self.call_no = 0
         self.applied = 0
@@ -80,7 +81,7 @@ class Worker:
                     await self._register()
         elif dice < 0.01:
             session, self.session = self.session, 0
-            await self.stub.Deregister(cache_pb2.DeregisterRequest(session=session))
+            await self.stub.Deregister(cache_pb2.DeregisterRequest(session=session, session_key=self.session_key))
         elif dice < 0.15:
             await self._keep_alive()
         elif dice < 0.40 or not self.sequences:
@@ -108,13 +109,15 @@ class Worker:
             )
         )
         if response.session > self.session:
-            self.session = response.session
+            self.session, self.session_key = response.session, response.session_key
             self.call_no = self.applied = 0
             self.sequences, self.reserve = {}, []
 
     async def _keep_alive(self) -> None:
         session = self.session
-        response = await self.stub.KeepAlive(cache_pb2.KeepAliveRequest(session=session, downlink_ack=self.applied))
+        response = await self.stub.KeepAlive(
+            cache_pb2.KeepAliveRequest(session=session, session_key=self.session_key, downlink_ack=self.applied)
+        )
         self._take(session, response.downlink)
 
     def _take(self, session: int, downlink: cache_pb2.Downlink) -> None:
@@ -131,7 +134,12 @@ class Worker:
     def _uplink(self) -> cache_pb2.Uplink:
         if self.random.random() < 0.9:
             self.call_no += 1
-        uplink = cache_pb2.Uplink(session=self.session, call_no=max(1, self.call_no), downlink_ack=self.applied)
+        uplink = cache_pb2.Uplink(
+            session=self.session,
+            session_key=self.session_key,
+            call_no=max(1, self.call_no),
+            downlink_ack=self.applied,
+        )
         if self.random.random() < 0.5:
             uplink.reserve_wishes.add(tier=common_pb2.TIER_DEVICE, num_blocks=self.random.randrange(3))
         if self.reserve and self.random.random() < 0.2:

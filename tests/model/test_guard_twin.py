@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
 from worker_service.attention.interface import ATTENTION_NAME, register
@@ -162,14 +163,17 @@ def test_a_length_is_named_if_it_makes_the_model_right(monkeypatch: pytest.Monke
     check_twin(large, 4096)
 
 
-def rope_model(kind: str, rope_type: str, length: int) -> Any:
+def rope_model(kind: str, rope_type: str, length: int, head_dim: int = 16) -> Any:
     """A tiny config whose RoPE changes behind ORIGINAL tokens, with max_position_embeddings = length."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
     if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + pair for pair in range(8)]}
+        rope |= {
+            "short_factor": [1.0] * (head_dim // 2),
+            "long_factor": [1.0 + pair for pair in range(head_dim // 2)],
+        }
         rope |= {"original_max_position_embeddings": ORIGINAL}
     return config(
-        kind, vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        kind, vocab_size=264, hidden_size=4 * head_dim, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=length, pad_token_id=0, eos_token_id=None, rope_parameters=rope,
         **({"original_max_position_embeddings": ORIGINAL} if kind == "phi3" else {}),
     )  # fmt: skip
@@ -206,20 +210,42 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
     oracle = Oracle.of(longrope)
     short_text, long_text = list(range(20, 32)), list(range(40, 40 + ORIGINAL + 8))
     short_truth, long_truth = (oracle.logits(tuple(text), 8)[0] for text in (short_text, long_text))
-    endless = load(longrope)
+    endless = load(longrope, max_model_len=4 * ORIGINAL)
     assert greedy(endless, short_text, long_text)[1] == greedy(endless, long_text)[0] == long_truth
     assert greedy(endless, short_text, long_text)[0] == greedy(endless, short_text)[0]
-    brief = load(longrope, max_model_len=ORIGINAL)
-    assert greedy(brief, short_text, short_text[:5])[0] == short_truth
+    for brief in (load(longrope, max_model_len=ORIGINAL), load(longrope)):
+        assert brief.facts.max_model_len == ORIGINAL, "by default only texts that are exact"
+        assert greedy(brief, short_text, short_text[:5])[0] == short_truth
     assert greedy(endless, short_text)[0] != short_truth
 
 
-def test_the_choice_of_factors_is_told(longrope: Path) -> None:
-    """Whoever compares short texts with transformers must be able to know."""
-    for length, is_told in ((ORIGINAL, False), (2 * ORIGINAL, True)):
-        lines: list[str] = []
-        load_model(ModelSettings(str(longrope), "float32", "cpu", length, longrope / "cache"), lines.append)
-        assert any(f"--max-model-len {ORIGINAL}" in line for line in lines) == is_told
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (None, f"at most {ORIGINAL} tokens, computed as transformers computes them"),
+        (2 * ORIGINAL, f"differ from what transformers generates; --max-model-len {ORIGINAL}"),
+    ],
+)
+def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, words: str) -> None:
+    """And whether short texts equal those of transformers."""
+    lines: list[str] = []
+    load_model(ModelSettings(str(longrope), "float32", "cpu", length, longrope / "cache"), lines.append)
+    assert any(words in line for line in lines), lines
+
+
+def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_twin() -> None:
+    """Phi-3.5-MoE scales its rotations by the length of the row: refused before weights are read, with the length that works."""
+    moe = default_config("phimoe+longrope")
+    fix_longrope(moe, 8192)
+    with pytest.raises(UnsupportedModel, match=r"computes something else[^G]*Give --max-model-len 4096 or less"):
+        check_twin(moe, 8192)
+    check_twin(moe, 4096)
+
+
+def test_lists_of_factors_for_small_heads_are_long_enough_for_the_twin() -> None:
+    """Heads of 12 have 6 factors, heads of the twin more."""
+    for kind in ("llama", "phi3"):
+        check_twin(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
 
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:

@@ -122,13 +122,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--killer", action="append", choices=killers.KILLERS, help="only this one; may be repeated")
     parser.add_argument("--every", action="store_true", help="do not stop at the first killer that kills")
     parser.add_argument("--source", type=Path, default=tree.ROOT, help="another checkout to take the code from")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/TESTING.md")
+    parser.add_argument("--write", action="store_true", help="put the rows of these mutants into docs/TESTING.md")
     options = parser.parse_args(arguments)
     console = Console()
     chosen = options.killer or list(killers.KILLERS)
-    if options.write and options.names:
-        console.print("--write needs all mutants: name none")
-        return 2
     began = time.monotonic()
     try:
         mutants = [patch.read(name) for name in options.names or patch.names()]
@@ -160,7 +157,7 @@ def main(arguments: list[str]) -> int:
         console.print(f"[red]alive: {', '.join(living)}[/]: no test sees these mistakes")
         return 1
     if options.write:
-        document.write([(outcome.mutant, outcome.killed_by) for outcome in outcomes])
+        document.write([(outcome.mutant, outcome.killed_by) for outcome in outcomes], patch.names())
     return 0
 
 

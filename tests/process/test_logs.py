@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 SCRIPT = """
 import logging
 from kvpool.process.logs import LogFormat, LogLevel, configure_logging
@@ -36,3 +38,26 @@ def test_a_caller_that_leaves_as_it_is_answered_is_no_error() -> None:
     left, failed = lines("debug")
     assert (left["level"], failed["level"]) == ("debug", "error")
     assert "exception" not in left
+
+
+SECRETIVE = """
+import structlog
+from kvpool.process.logs import LogFormat, LogLevel, configure_logging
+configure_logging(LogFormat.{format}, LogLevel.info)
+def execute(request):
+    raise RuntimeError("a defect")
+try:
+    execute("what nobody may read")
+except RuntimeError:
+    structlog.get_logger("kvpool").exception("call failed")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_traceback_shows_no_values(log_format: str) -> None:
+    """Among the local variables of a call that fails are prompts and session keys."""
+    done = subprocess.run(
+        [sys.executable, "-c", SECRETIVE.format(format=log_format)], capture_output=True, text=True, check=True
+    )
+    assert "a defect" in done.stderr
+    assert "what nobody may read" not in done.stderr

@@ -52,6 +52,7 @@ OF_THE_WHOLE = (
     "explained errors",
     "nothing leaks",
     "all goes quiet",
+    "who has left is gone",
 )
 _OF_A_SESSION = (
     "conservation",
@@ -77,6 +78,11 @@ class Laws:
         self._num_sessions = 0
         """How often the laws of one session were looked at; counted together at the end."""
         self._before: Any = None
+        self._said_good_bye: dict[Process, Process] = {}
+        """Workers whose Deregister was executed, and the life of the manager that did."""
+        self._left: set[tuple[Process, str, int]] = set()
+        """Life of the manager, worker_id and incarnation of those who were told that nothing of them is left, until a newer process
+        of the worker has registered."""
 
     def count(self, law: str) -> None:
         """A law was looked at."""
@@ -130,6 +136,13 @@ class Laws:
                         f"{method} was refused with {reason} and changed {expected} to {found}",
                     )
             return
+        if method == "Deregister":
+            self._said_good_bye[caller] = server
+        elif method == "Register":
+            name, incarnation = request.worker_id, request.incarnation
+            if (server, name, incarnation) in self._left:
+                world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
+            self._left = {gone for gone in self._left if gone[1] != name or gone[2] >= incarnation}
         if method in _MUTATING:
             if method == "Allocate":
                 world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
@@ -189,6 +202,19 @@ class Laws:
             if is_prefill or num_missing <= num_spare:
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
                 return
+
+    def on_exit(self, worker: WorkerProcess) -> None:
+        """A worker that was told to leave exits. Whatever it has said may still be on its way."""
+        manager: Any = self._said_good_bye.get(worker)
+        if not worker.link.has_left or manager is None:
+            return
+        self.count("who has left is gone")
+        self._left.add((manager, worker.plan.worker_id, worker.incarnation))
+        if not manager.is_dead:
+            for session in manager.core.sessions:
+                introduction = session.registration
+                if (introduction.worker_id, introduction.incarnation) == (worker.plan.worker_id, worker.incarnation):
+                    self.world.fail("who has left is gone", f"{worker.name} has left, and {session!r} lives")
 
     def on_grant(self, ledger: BlockLedger, block: int, generation: int) -> None:
         """A worker has accepted a grant."""

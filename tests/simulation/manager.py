@@ -10,7 +10,9 @@ from kvpool.v1 import cache_pb2_grpc
 
 from cache_service.core.manager import CacheManager
 from cache_service.core.messages import Limits
+from cache_service.core.session_key import SessionKey
 from cache_service.epoch import EpochStore, StateError
+from cache_service.keys import SESSION_KEY_BYTES
 from cache_service.servicer import CacheServicer
 from tests.simulation.disk import Path, PowerLoss
 from tests.simulation.process import Process
@@ -36,6 +38,7 @@ class ManagerProcess(Process):
         self.counted: Counter[Any] = Counter()
         """Cases of reconciliation that were added to the world's counts."""
         self._limits = limits
+        self._keys = self.kernel.random(f"keys of {self.name}")
 
     def boot(self) -> None:
         """Read the epoch, and listen. Dies if the state file is damaged or the power goes meanwhile."""
@@ -57,13 +60,20 @@ class ManagerProcess(Process):
         )
         self.kernel.trace(self.name, f"listens with epoch {epochs.epoch}")
         self.servicer = CacheServicer(
-            self.core, epochs, keep_alive_seconds=KEEP_ALIVE_SECONDS, clock=self.loop.clock.now
+            self.core,
+            epochs,
+            keep_alive_seconds=KEEP_ALIVE_SECONDS,
+            clock=self.loop.clock.now,
+            make_key=self._make_key,
         )
         methods = Methods()
         cache_pb2_grpc.add_CacheServiceServicer_to_server(self.servicer, methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.world.bus.endpoints[ADDRESS] = self
         self.spawn(self._tick_for_ever())
+
+    def _make_key(self) -> SessionKey:
+        return SessionKey(self._keys.randbytes(SESSION_KEY_BYTES))
 
     async def _tick_for_ever(self) -> None:
         """As cache_service/server.py does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cache_service.core.manager import CacheManager
+from cache_service.core.session import SessionEnd
 from cache_service.epoch import EpochStore
 from cache_service.server import Server
 from cache_service.servicer import CacheServicer
@@ -59,7 +60,7 @@ async def test_a_worker_that_registers_again_raises_no_epoch(tmp_path: Path) -> 
     """Its lease ran out: it has seen our epoch from us, and so have all others, who are left alone."""
     life = _Life(tmp_path)
     other, number = await life.register("other"), await life.register("w")
-    life.manager.deregister(number)
+    life.manager.end_session(number, SessionEnd.EXPIRED)
     again = await life.register("w", 2, seen=1, last=number)
     assert again >> 40 == life.manager.epoch == 1
     assert {session.number for session in life.manager.sessions} == {other, again}

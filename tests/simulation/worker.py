@@ -167,6 +167,7 @@ class WorkerProcess(Process):
 
     def _exit(self) -> None:
         self.kernel.trace(self.name, "exits")
+        self.world.laws.on_exit(self)
         self.crash()
 
     def on_death(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from typing import Any
 
 import pytest
 
 from cache_service.core.manager import CacheManager
+from cache_service.core.messages import Limits
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
 from worker_service.cache.sequence import SequenceState
 from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.request import Request
 
 
 def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
@@ -385,3 +388,47 @@ async def test_a_link_that_breaks_in_part_breaks_as_a_whole() -> None:
     world.engine.load = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(world.link.talk_to(world.wire), 30)  # type: ignore[arg-type]
+
+
+async def run_until_preempted(world: World, **params: Any) -> Request:
+    """A long text fills the pool, so that the request next to it is preempted while it decodes; both end."""
+    first = world.submit(list(range(100, 104)), 40)
+    second = world.submit(list(range(12)), 40, **params)
+    assert await read(first) == expected_text(list(range(100, 104)), 40)
+    assert await read(second) == expected_text(list(range(12)), 40)
+    assert second.num_preemptions > 0
+    return second
+
+
+async def test_a_preempted_request_reports_the_cached_tokens_of_its_first_round() -> None:
+    """Its later rounds hit its own blocks, which is no saving of the prompt."""
+    world = World(num_blocks=14, block_size=4, max_num_seqs=2)
+    async with world.running():
+        request = await run_until_preempted(world)
+        assert request.sequence.num_cached_tokens > 0, "the last round had a hit"
+        assert request.usage().num_cached_tokens == 0
+
+
+async def test_prompt_logprobs_take_no_hits_in_later_rounds_either() -> None:
+    """Rows that are not computed have no logits, so a prompt must not be skipped after a preemption."""
+    world = World(num_blocks=14, block_size=4, max_num_seqs=2)
+    async with world.running():
+        request = await run_until_preempted(world, num_prompt_logprobs=0)
+        assert request.sequence.num_cached_tokens == 0
+
+
+async def test_a_worker_with_more_places_than_the_manager_takes_sequences_lets_the_others_wait() -> None:
+    """TOO_MANY_SEQUENCES is an answer for now: it ends no request."""
+    limits = Limits(max_sequences_per_session=2)
+    world = World(num_blocks=64, block_size=4, max_num_seqs=6, wire=Wire(CacheManager(1, limits=limits)))
+    prompts = [[10 * index, 1, 2] for index in range(6)]
+    async with world.running():
+        texts = await asyncio.gather(*(world.generate(prompt, 6) for prompt in prompts))
+    assert texts == [expected_text(prompt, 6) for prompt in prompts]
+
+
+async def test_as_many_tokens_as_fit_fill_the_pool() -> None:
+    """The last token needs no slot: 16 slots take 6 prompt tokens and 11 new ones."""
+    world = World(num_blocks=5, block_size=4)
+    async with world.running():
+        assert await world.generate(list(range(6)), 0) == expected_text(list(range(6)), 11)

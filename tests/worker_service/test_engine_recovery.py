@@ -11,6 +11,7 @@ import pytest
 from cache_service.core.manager import CacheManager
 from cache_service.core.messages import TOKEN_BYTES
 from cache_service.core.recovery import Case
+from cache_service.core.session import SessionEnd
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
@@ -103,7 +104,7 @@ async def test_a_session_that_the_manager_ends_is_followed_by_a_report(seed: int
         for _ in range(4):
             await asyncio.sleep(0.03)
             for session in world.manager.sessions:
-                world.manager.deregister(session.number)
+                world.manager.end_session(session.number, SessionEnd.EXPIRED)
             while world.manager.sweep():
                 pass
         assert await reading == [expected_text(prompt, 30) for prompt in prompts]
@@ -184,7 +185,7 @@ async def test_a_sequence_that_moved_on_is_stopped_when_its_worker_reports_it() 
     async with right.running(), left.running():
         old = left.submit(prompt, 150, sequence_id="moving")
         await until(lambda: old.num_generated > 4)
-        wire.manager.deregister(wire.manager.worker("left").number)
+        wire.manager.end_session(wire.manager.worker("left").number, SessionEnd.EXPIRED)
         new = right.submit(prompt, 30, sequence_id="moving", attempt=2)
         await until(lambda: new.num_generated > 1)
         with pytest.raises(EngineError) as caught:

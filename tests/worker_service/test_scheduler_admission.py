@@ -25,12 +25,12 @@ class Queue:
         self.world = SchedulerWorld(num_blocks=1000, policy=policy)
         self.admission = Admission(max_num_waiting=requests, max_num_waiting_tokens=tokens)
 
-    def measure(self, tokens_per_second: int, work: int) -> None:
-        """At that rate for the ten seconds before 100, requests with that much work have ended."""
+    def measure(self, tokens_per_second: int, work: int, num_cached_tokens: int = 0) -> None:
+        """At that rate for the ten seconds before 100, a request of `work` tokens has ended, of which the cache served some."""
         for tenth in range(100):
             self.admission.on_step(tokens_per_second // 10, 0.1, 90.1 + tenth / 10)
         done = self.world.submit(work - 1, 1)
-        done.num_generated = 1
+        done.num_generated, done.num_cached_tokens = 1, num_cached_tokens
         self.admission.on_finished(done)
         self.world.end(done)
 
@@ -61,6 +61,15 @@ def test_the_refused_learn_when_there_will_be_room() -> None:
     waits = [queue.refused(now=101.0).retry_seconds for _ in range(500)]
     assert waits == sorted(waits, key=lambda wait: wait or 0)
     assert waits[-1] == MOST_RETRY_SECONDS
+
+
+def test_what_the_cache_served_is_no_work() -> None:
+    """A second's worth of tokens, half of them from the cache: the place is free after half a second."""
+    queue = Queue()
+    queue.measure(tokens_per_second=1000, work=1000, num_cached_tokens=500)
+    for _ in range(4):
+        queue.world.submit(10, 1)
+    assert queue.refused().retry_seconds == pytest.approx(0.5)
 
 
 def test_before_anything_is_measured_the_refused_get_a_fixed_time() -> None:

@@ -283,3 +283,41 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
     assert len(accounts._tokens) == 1 + MAX_IDLE_ACCOUNTS
     fairness.settle([])
     assert not fairness._levels
+
+
+def test_prompts_next_to_a_decode_without_a_block_keep_its_pace() -> None:
+    """A sequence that decodes and has no block just now may get one while the step runs: the step must stay as short."""
+    world = SchedulerWorld(num_blocks=40, block_size=4, max_num_batched_tokens=32, max_mixed_prefill_tokens=8)
+    decoding = world.submit(4, 8)
+    world.talk()
+    world.step()
+    world.submit(30, 1)
+    world.talk()
+    world.cache.is_away = True
+    batch = world.step()
+    assert decoding.num_generated == 1, "the fifth token needs a block"
+    assert [part.num_tokens for part in batch] == [8]
+
+
+def test_a_prompt_whose_grant_was_not_answered_counts_for_its_tenant() -> None:
+    """It has a place already, and will be computed: the next place is another tenant's."""
+    world = SchedulerWorld(num_blocks=200, max_num_seqs=2)
+    world.submit(100, 1, tenant="a")
+    world.talk(lose_answer=True)
+    world.submit(10, 1, tenant="a")
+    world.submit(10, 1, tenant="b")
+    assert [sequence.id.sequence_id for sequence in world.scheduler.candidates()] == ["0", "2"]
+
+
+def test_a_tenant_that_decodes_in_a_step_has_had_that_much_of_it() -> None:
+    """Two prompts of two tenants with equal accounts: the tenant that also decodes in this step comes second."""
+    world = SchedulerWorld(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64, max_mixed_prefill_tokens=4)
+    world.submit(1, 50, tenant="a")
+    world.talk()
+    world.step()
+    second = world.submit(40, 1, tenant="a")
+    third = world.submit(40, 1, tenant="b")
+    world.talk()
+    batch = world.step()
+    prefilled = [part.request for part in batch if part.num_tokens > 1]
+    assert prefilled == [third], f"{second} was computed first"

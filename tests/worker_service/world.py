@@ -15,6 +15,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 from cache_service import codec, status
 from cache_service.core.manager import CacheManager
 from cache_service.core.refusal import Refusal
+from cache_service.core.session_key import SessionKey
+from cache_service.keys import make_session_key
 from tests.worker_service.tracer import VOCAB_SIZE, TracerModel
 from worker_service.cache.engine_cache import EngineCache
 from worker_service.cache.settings import CacheSettings
@@ -44,6 +46,8 @@ class Wire:
         self.lose_request = 0.0
         self.lose_reply = 0.0
         self.repeat_later = 0.0
+        self.lease_ms = 6000
+        """As Register answers it; this manager ends no session by itself."""
         self.break_reports = False
         """Answer every Report as a manager with a defect does."""
         self.lose_next_reply = ""
@@ -85,22 +89,25 @@ class Wire:
     def _execute(self, name: str, request: Any) -> Any:
         manager = self.manager
         if name == "Register":
-            epoch, session = manager.register(codec.decode_registration(request), self.now())
+            key = make_session_key()
+            epoch, session = manager.register(codec.decode_registration(request), self.now(), key)
             return cache_pb2.RegisterResponse(
                 epoch=epoch,
                 session=session,
-                lease_ms=6000,
+                lease_ms=self.lease_ms,
                 keep_alive_interval_ms=50,
                 report_wanted=request.holds_state,
+                session_key=key,
             )
         if name == "KeepAlive":
             load = codec.decode_load(request.load)
+            key = SessionKey(request.session_key)
             reply = manager.keep_alive(
-                request.session, request.downlink_ack, load, self.now(), draining=request.draining
+                request.session, request.downlink_ack, load, self.now(), draining=request.draining, key=key
             )
             return cache_pb2.KeepAliveResponse(lease_ms=6000, downlink=codec.encode_downlink(reply))
         if name == "Deregister":
-            manager.deregister(request.session)
+            manager.deregister(request.session, SessionKey(request.session_key))
             return cache_pb2.DeregisterResponse()
         uplink = codec.decode_uplink(request)
         if name == "Report":
@@ -176,7 +183,7 @@ class World:
             self.wire.is_cut, self.wire.lose_request, self.wire.lose_reply = False, 0.0, 0.0
             await self.until_idle()
             assert self.manager.check().violations == []
-            counts = self.manager.worker(self.link._introduction.worker_id).pool.counts()
+            counts = self.manager.worker(self.link._registration.introduction.worker_id).pool.counts()
             assert (counts.held, counts.reserved) == (0, 0)
         finally:
             for task in tasks:

@@ -15,7 +15,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from . import calls, downlink, events, parking, uplink
 from .ledger import Content, DisagreementError
-from .link import Call, Link
+from .link import MAX_STALE_CALLS, SESSION_OVER, Call, Link
 from .sequence import CacheSequence, SequenceState
 from .settings import CacheSettings
 from .state import CacheState
@@ -188,7 +188,8 @@ class EngineCache:
         if self._state.holds_anything and not response.report_wanted:
             self.give_up("the manager takes no report of what this worker holds")
             return
-        self._state.begin_session(Link(response.session), report_wanted=response.report_wanted)
+        link = Link(response.session, response.session_key)
+        self._state.begin_session(link, report_wanted=response.report_wanted)
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
         """The next heartbeat; None without a session. `draining`: no further requests are taken."""
@@ -196,7 +197,11 @@ class EngineCache:
         if link is None:
             return None
         request = cache_pb2.KeepAliveRequest(
-            session=link.session, downlink_ack=link.applied_number, load=load, draining=draining
+            session=link.session,
+            session_key=link.key,
+            downlink_ack=link.applied_number,
+            load=load,
+            draining=draining,
         )
         request.counts.add(
             group=0,
@@ -260,9 +265,16 @@ class EngineCache:
         if link is None or link.in_flight is not call:
             return
         link.failed(now)
-        if reason == "STALE_SESSION":
-            self.lose("the manager no longer knows this session")
+        if reason in SESSION_OVER:
+            self.lose(SESSION_OVER[reason])
             return
+        if reason == "STALE_CALL":
+            link.num_stale_calls += 1
+            if link.num_stale_calls == MAX_STALE_CALLS:
+                self.lose(
+                    f"{MAX_STALE_CALLS} calls in a row were answered STALE_CALL: a larger call_no was executed before"
+                )
+                return
         self._state.is_urgent = True
         for stated in call.stated:
             if stated.sequence.state is SequenceState.ALLOCATING:

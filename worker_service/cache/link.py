@@ -17,6 +17,13 @@ from .sequence import CacheSequence
 if TYPE_CHECKING:
     from .report import Report
 
+SESSION_OVER = {
+    "STALE_SESSION": "the manager no longer knows this session",
+    "WRONG_KEY": "the manager knows this session under another key",
+}
+"""Reasons after which the worker registers again, and what they say of the session."""
+MAX_STALE_CALLS = 3
+"""STALE_CALLs in a row after which the session is given up: call numbers are used up that this worker has not used."""
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MOST_SECONDS = 0.25
 
@@ -42,8 +49,10 @@ class Call:
 class Link:
     """State of one session's link. A new session starts with a new Link."""
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, key: bytes = b"") -> None:
         self.session = session
+        self.key = key
+        """The session's secret, which every call carries."""
         self.in_flight: Call | None = None
         self.report: Report | None = None
         """What is to be told before anything else; None once it is told."""
@@ -53,12 +62,16 @@ class Link:
         """Number of the last downlink entry applied."""
         self.num_calls = 0
         """Mutating calls sent in this session."""
+        self.num_stale_calls = 0
+        """Calls answered STALE_CALL since the last one that was executed."""
         self._backoff = BACKOFF_FIRST_SECONDS
 
     def uplink(self, reserve_wish: int, returned: Iterable[ReservedBlock]) -> cache_pb2.Uplink:
         """The head of the next mutating call, under the next number."""
         self.num_calls += 1
-        uplink = cache_pb2.Uplink(session=self.session, call_no=self.num_calls, downlink_ack=self.applied_number)
+        uplink = cache_pb2.Uplink(
+            session=self.session, session_key=self.key, call_no=self.num_calls, downlink_ack=self.applied_number
+        )
         uplink.reserve_wishes.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=reserve_wish)
         blocks = list(returned)
         if blocks:
@@ -85,6 +98,7 @@ class Link:
     def succeeded(self) -> None:
         """The call in flight was executed and answered."""
         self.in_flight = None
+        self.num_stale_calls = 0
         self._backoff = BACKOFF_FIRST_SECONDS
 
     def failed(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Reading the manager's answers: the reason inside a google.rpc.Status."""
+"""Reading the manager's answers: the reason inside a google.rpc.Status, and the numbers that come with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from google.rpc import error_details_pb2, status_pb2
 
 def reason_of(status: status_pb2.Status) -> str:
     """`ErrorInfo.reason` of a status, e.g. "NO_BLOCKS"; empty if it has none."""
+    info = _info(status)
+    return "" if info is None else str(info.reason)
+
+
+def number_of(status: status_pb2.Status, name: str) -> int | None:
+    """A number in the metadata of a status's ErrorInfo; None if there is none of that name."""
+    info = _info(status)
+    text = "" if info is None else info.metadata.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
     for detail in status.details:
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
-            return str(info.reason)
-    return ""
+            return info
+    return None

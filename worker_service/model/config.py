@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from .errors import ModelError
+from .rope import longest_exact
 
 
 def read_config(folder: Path, gguf: str | None = None) -> Any:
@@ -26,13 +27,16 @@ def read_config(folder: Path, gguf: str | None = None) -> Any:
 
 
 def choose_max_model_len(config: Any, wanted: int | None) -> int:
-    """Tokens of the longest sequence: what is wanted, else what the config allows. Raises ModelError."""
+    """Tokens of the longest sequence: what is wanted, else what the config allows and the model computes exactly.
+
+    Raises ModelError.
+    """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
     if wanted is None:
         if limit is None:
             raise ModelError(f"The config of {config.model_type} names no longest sequence: give --max-model-len.")
-        return int(limit)
+        return min(int(limit), longest_exact(config) or int(limit))
     if wanted < 2 or (limit is not None and wanted > limit):
         raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, which the model's config allows.")
     return wanted

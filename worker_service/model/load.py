@@ -32,7 +32,7 @@ from .placement import choose_device, choose_dtype, dtype_name, own_dtype
 from .progress import Progress
 from .quiet import quiet_transformers
 from .resolve import ModelFolder, resolve_model
-from .rope import Regime, fix_longrope, tell_of_regime
+from .rope import Regime, describe_regime, fix_longrope
 from .runner import ModelRunner
 from .settings import ModelSettings
 
@@ -90,7 +90,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     folder = resolve_model(settings.model, cache_dir, progress)
     config = read_config(folder.path)
     prepared = prepare(config, settings)
-    if (told := tell_of_regime(config, prepared.rope_regime)) is not None:
+    if (told := describe_regime(config, prepared.rope_regime)) is not None:
         progress(told)
     device, dtype = prepared.device, prepared.dtype
     if (told := tell_of_variance(dtype, device)) is not None:

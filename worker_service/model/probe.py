@@ -23,19 +23,23 @@ from .runner import ModelRunner
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
-_LENGTHS = (24, 14, 9)
+_LENGTHS = (24, 14, 9, 5)
+"""Of the texts; the last is shorter than whatever begins at some length in a twin."""
 _FEW_TOKENS = (12, 9, 5)
 """Lengths for a large model, for which every forward pass costs; its twin has been through all."""
 # Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
 # prefill beside decode, and alone.
 _STEPS = (
     ((1, 0, 5), (0, 0, 9)),
-    ((2, 0, 9), (0, 9, 16), (1, 5, 13)),
-    ((1, 13, 14), (0, 16, 23)),
+    ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
+    ((1, 13, 14), (0, 16, 23), (3, 3, 5)),
     ((0, 23, 24),),
 )
-_FAR, _NEAR = 2, 0
-"""Sequences that share a row, one at the last positions of the longest text, one at the first."""
+_FAR = 2
+"""The sequence that others share a row with while it is at the last positions of the longest text."""
+_NEAR, _BRIEF = 0, 3
+"""Those others, at the first positions: the longest text, and one that is short of every threshold of a twin, so that a rule that
+goes by the longest position of the row is seen whatever its length."""
 
 
 class _Trial(NamedTuple):
@@ -75,10 +79,11 @@ def probe(
         )
     far_start = max_model_len - lengths[_FAR]
     far = _eager_logits(trial, sequences[_FAR], far_start)
-    for far_first in (True, False) if is_thorough else (True,):
-        near_logits, far_logits = _beside_far(trial, sequences, far_start, far_first)
+    rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
+    for near, far_first in rows:
+        near_logits, far_logits = _beside_far(trial, sequences, near, far_start, far_first)
         _compare(
-            trial, near_logits, alone[_NEAR], f"beside a neighbour at position {max_model_len - 1}",
+            trial, near_logits, alone[near], f"beside a neighbour at position {max_model_len - 1}",
             "chooses its positions' frequencies by the longest text of the row: give a smaller --max-model-len",
         )  # fmt: skip
         _compare(
@@ -143,7 +148,8 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
         for step in _STEPS:
-            chunks = [(index, first, sequences[index][first:end]) for index, first, end in step]
+            present = [part for part in step if part[0] < len(sequences)]
+            chunks = [(index, first, sequences[index][first:end]) for index, first, end in present]
             chunks = [chunk for chunk in chunks if chunk[2]]
             if not chunks:
                 continue
@@ -157,11 +163,11 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
 
 
 def _beside_far(
-    trial: _Trial, sequences: list[list[int]], far_start: int, far_first: bool
+    trial: _Trial, sequences: list[list[int]], near: int, far_start: int, far_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of _NEAR and _FAR in one row, _FAR with positions from far_start on but no KV before them."""
+    """Logits of `near` and _FAR in one row, _FAR with positions from far_start on but no KV before them."""
     cache, tables = _new_cache(trial)
-    order = (_FAR, _NEAR) if far_first else (_NEAR, _FAR)
+    order = (_FAR, near) if far_first else (near, _FAR)
     parts = [SequencePart(sequences[index], 0, tables[index], None) for index in order]
     packing = pack(parts, _BLOCK_SIZE, cache.plan.num_blocks, trial.device)
     shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]

@@ -23,8 +23,9 @@ def fix_longrope(config: Any, max_model_len: int) -> Regime | None:
     """Let longrope use one of its two lists of factors for every text, by changing the config in place.
 
     transformers takes the long list once the largest position of a row reaches the original length, for all
-    texts of the row, and their K in the cache do not fit any more. So the choice is made once, as vLLM makes it: the long
-    list if texts may become that long, else the short one. It shapes all KV, hence belongs to the fingerprint.
+    texts of the row, and the K that the cache holds of them no longer fit. So the choice is made once, as vLLM makes it: the
+    long list if texts may become that long, else the short one. It shapes all KV, hence belongs to the fingerprint. Only the
+    short one gives what `generate` gives for every text served, so it is the default (`choose_max_model_len`).
     None: the model has no longrope.
     """
     text = config.get_text_config(decoder=True)
@@ -40,13 +41,28 @@ def fix_longrope(config: Any, max_model_len: int) -> Regime | None:
     return regime
 
 
-def tell_of_regime(config: Any, regime: Regime | None) -> str | None:
-    """A line for people if texts are computed in another way than transformers computes each of them alone."""
-    if regime != "long":
-        return None
+def longest_exact(config: Any) -> int | None:
+    """The longest text, in tokens, that longrope computes as transformers computes it alone, whatever its length below that.
+
+    A text that is longer from its prompt on is exact too, but only under the factors for long texts, which then serve all.
+    None: the model has no longrope.
+    """
     text = config.get_text_config(decoder=True)
-    original = max(original_length(text, rope) for rope in rope_sets(text) if rope.get("rope_type") == "longrope")
+    lengths = [original_length(text, rope) for rope in rope_sets(text) if rope.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
+
+
+def describe_regime(config: Any, regime: Regime | None) -> str | None:
+    """A line for people about what longrope computes; None for a model without it."""
+    original = longest_exact(config)
+    if regime is None or original is None:
+        return None
+    if regime == "short":
+        return (
+            f"longrope: texts of at most {original} tokens, computed as transformers computes them; a larger --max-model-len "
+            "allows longer ones, and then computes all texts with the factors for long ones"
+        )
     return (
-        f"longrope: texts may be longer than {original} tokens, so its factors for long texts serve all texts, shorter ones "
-        f"too; where none is longer, --max-model-len {original} takes those for short texts"
+        f"longrope: texts may be longer than {original} tokens, so the factors for long texts serve all of them; shorter texts "
+        f"differ from what transformers generates; --max-model-len {original}, the default, takes the factors for short texts"
     )

@@ -189,7 +189,9 @@ def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) ->
         if isinstance(value, dict):
             shrunk[name] = _shrunk_rope(value, fields, sizes)
         elif isinstance(value, list) and all(isinstance(entry, float | int) for entry in value):
-            shrunk[name] = _sections(value, pairs) if "section" in name else value[:pairs]
+            # Lists of heads that are smaller than the twin's are too short for it: their last entry goes on.
+            longer = value + value[-1:] * (pairs - len(value))
+            shrunk[name] = _sections(value, pairs) if "section" in name else longer[:pairs]
         elif isinstance(value, int) and not isinstance(value, bool):
             shrunk[name] = sizes.of(name, value)
         else:

@@ -42,10 +42,13 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    # Without the local variables, which structlog shows unless told otherwise: among them are prompts and session keys.
+    to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    to_text = structlog.dev.RichTracebackFormatter(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
         if log_format is LogFormat.json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=to_text)]
     )
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -15,7 +15,9 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
-    generation, register_no, incarnation                          STALE_GENERATION, STALE_REGISTER, STALE_INCARNATION
+    generation, register_no, incarnation                          STALE_GENERATION, STALE_INCARNATION,
+                                                                  STALE_REGISTER (metadata "register_no")
+  the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
@@ -87,13 +89,16 @@ class Uplink(_message.Message):
     DOWNLINK_ACK_FIELD_NUMBER: _builtins.int
     RESERVE_WISHES_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     call_no: _builtins.int
     """Larger in every call of the session. A call whose number is not larger than that of the last one executed is
-    answered STALE_CALL and does nothing.
+    answered STALE_CALL and does nothing; at most 1,048,576 above it, else BAD_FIELD.
     """
     downlink_ack: _builtins.int
-    """Number of the last downlink entry that the worker has applied."""
+    """Number of the last downlink entry that the worker has applied. Above the last one sent: BAD_FIELD."""
+    session_key: _builtins.bytes
+    """The key that Register answered for this session. Any other, or none: WRONG_KEY, and nothing is done."""
     @_builtins.property
     def reserve_wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReserveWish]:
         """What the worker wants in its reserve, per group. A group that is not listed keeps its wish."""
@@ -112,10 +117,11 @@ class Uplink(_message.Message):
         downlink_ack: _builtins.int = ...,
         reserve_wishes: _abc.Iterable[Global___ReserveWish] | None = ...,
         returned: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "downlink_ack", b"downlink_ack", "reserve_wishes", b"reserve_wishes", "returned", b"returned", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "downlink_ack", b"downlink_ack", "reserve_wishes", b"reserve_wishes", "returned", b"returned", "session", b"session", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,7 +269,9 @@ class RegisterRequest(_message.Message):
     incarnation: _builtins.int
     """One life of the worker's process: its start time in ns, so larger is newer. A newer incarnation fences older ones."""
     register_no: _builtins.int
-    """Counts the Registers of this incarnation, from 1. Not larger than the last one seen: STALE_REGISTER."""
+    """Counts the Registers of this incarnation, from 1. Not larger than the last one seen: STALE_REGISTER, which names that
+    one. At most 2^63, or 1,048,576 above the last one seen if that is more.
+    """
     highest_epoch_seen: _builtins.int
     """Highest manager epoch that this worker has seen; the manager's is raised above it."""
     address: _builtins.str
@@ -317,6 +325,7 @@ class RegisterResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     REPORT_WANTED_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """This life of the manager: larger than in any earlier one."""
     session: _builtins.int
@@ -327,6 +336,8 @@ class RegisterResponse(_message.Message):
     """How often to send KeepAlive."""
     report_wanted: _builtins.bool
     """Whether the manager wants a Report before it serves: whenever the worker holds state."""
+    session_key: _builtins.bytes
+    """The secret of this session, 16 random bytes: every further call carries it. Keep it out of logs and displays."""
     def __init__(
         self,
         *,
@@ -335,10 +346,11 @@ class RegisterResponse(_message.Message):
         lease_ms: _builtins.int = ...,
         keep_alive_interval_ms: _builtins.int = ...,
         report_wanted: _builtins.bool = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_alive_interval_ms", b"keep_alive_interval_ms", "lease_ms", b"lease_ms", "report_wanted", b"report_wanted", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_alive_interval_ms", b"keep_alive_interval_ms", "lease_ms", b"lease_ms", "report_wanted", b"report_wanted", "session", b"session", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,10 +528,14 @@ class KeepAliveRequest(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     downlink_ack: _builtins.int
+    """As in Uplink."""
     draining: _builtins.bool
     """The worker takes no further requests: Route names it no more in this session."""
+    session_key: _builtins.bytes
+    """As in Uplink."""
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
@@ -534,10 +550,11 @@ class KeepAliveRequest(_message.Message):
         load: _common_pb2.WorkerLoad | None = ...,
         counts: _abc.Iterable[_common_pb2.BlockCounts] | None = ...,
         draining: _builtins.bool = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "downlink_ack", b"downlink_ack", "draining", b"draining", "load", b"load", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "downlink_ack", b"downlink_ack", "draining", b"draining", "load", b"load", "session", b"session", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,15 +588,19 @@ class DeregisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     session: _builtins.int
+    session_key: _builtins.bytes
+    """As in Uplink."""
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

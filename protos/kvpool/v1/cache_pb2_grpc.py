@@ -155,7 +155,8 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
-        """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent.
+        """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent. It ends the named session only: a
+        worker that has not heard the answer to a Register registers once more and ends that session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

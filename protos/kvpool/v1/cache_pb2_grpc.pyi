@@ -15,7 +15,9 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
-    generation, register_no, incarnation                          STALE_GENERATION, STALE_REGISTER, STALE_INCARNATION
+    generation, register_no, incarnation                          STALE_GENERATION, STALE_INCARNATION,
+                                                                  STALE_REGISTER (metadata "register_no")
+  the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
@@ -69,7 +71,9 @@ class CacheServiceStub:
     Fork: _aio.UnaryUnaryMultiCallable[_cache_pb2.ForkRequest, _cache_pb2.ForkResponse]
     """Children of a live sequence. UNIMPLEMENTED in this version."""
     Deregister: _aio.UnaryUnaryMultiCallable[_cache_pb2.DeregisterRequest, _cache_pb2.DeregisterResponse]
-    """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent."""
+    """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent. It ends the named session only: a
+    worker that has not heard the answer to a Register registers once more and ends that session.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_cache_pb2.DrainRequest, _cache_pb2.DrainResponse]
     """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
     carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
@@ -155,7 +159,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DeregisterRequest,
         context: _aio.ServicerContext[_cache_pb2.DeregisterRequest, _abc.Awaitable[_cache_pb2.DeregisterResponse]],
     ) -> _abc.Awaitable[_cache_pb2.DeregisterResponse]:
-        """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent."""
+        """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent. It ends the named session only: a
+        worker that has not heard the answer to a Register registers once more and ends that session.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

@@ -242,6 +242,8 @@ class Model:
     def keep_alive(self, number: int, downlink_ack: int, now: float) -> None:
         """Renew a lease."""
         session = self.session(number)
+        if downlink_ack > session.last_number:
+            raise Refused(Reason.BAD_FIELD)
         session.lease_end = now + self.lease_seconds
         session.acknowledge(downlink_ack)
 
@@ -263,6 +265,10 @@ class Model:
         session = self.session(uplink.session)
         if uplink.call_no <= session.last_call_no:
             raise Refused(Reason.STALE_CALL)
+        if uplink.call_no > session.last_call_no + self.limits.max_numbers_skipped:
+            raise Refused(Reason.BAD_FIELD)
+        if uplink.downlink_ack > session.last_number:
+            raise Refused(Reason.BAD_FIELD)
         session.last_call_no = uplink.call_no
         session.acknowledge(uplink.downlink_ack)
         if uplink.reserve_wish is not None:

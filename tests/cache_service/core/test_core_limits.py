@@ -269,6 +269,13 @@ def test_a_refused_append_says_why_and_where(
     assert all(word in refusal.message for word in words), refusal.message
 
 
+def test_a_table_may_be_as_long_as_the_pool() -> None:
+    """want_blocks equal to the capacity is all of it, and one more is NEVER_FITS."""
+    worker = started()
+    entries = worker.report("s", 5, want_blocks=16)
+    assert len(worker.table("s")) == 16, entries
+
+
 def test_a_late_append_of_an_earlier_round_is_refused() -> None:
     """Words about round 0 mean nothing once round 1 lives; its Allocate neither."""
     worker = started()

@@ -431,7 +431,8 @@ def _live_a_life(manager: CacheManager, life: int) -> int:
             leaving = [SequenceUpdate(k, 0, b"", len(tokens)) for k in keys[turn % 4 == 3 :]]
             manager.append(Uplink(session, call_no + 1), [AppendItem(update) for update in leaving])
             call_no += 1
-            manager.free(Uplink(session, call_no + 1, downlink_ack=turn), leaving)
+            told = manager.worker("w1").downlink.last_number
+            manager.free(Uplink(session, call_no + 1, downlink_ack=told if turn else 0), leaving)
         with pytest.raises(Refusal):
             manager.allocate(Uplink(session, 1), [])
     return session

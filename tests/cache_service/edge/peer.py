@@ -88,6 +88,10 @@ class Worker:
     def session(self) -> int:
         return self.registered.session
 
+    @property
+    def session_key(self) -> bytes:
+        return self.registered.session_key
+
     async def register(self) -> pb.RegisterResponse:
         """Register once more, as a worker does that begins anew."""
         self.registered = await self.stub.Register(self.request)
@@ -103,6 +107,7 @@ class Worker:
         wishes = [] if wish is None else [pb.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=wish)]
         return pb.Uplink(
             session=self.session,
+            session_key=self.session_key,
             call_no=self.call_no,
             downlink_ack=self.downlink_ack,
             reserve_wishes=wishes,
@@ -126,11 +131,15 @@ class Worker:
         return await self.stub.KeepAlive(
             pb.KeepAliveRequest(
                 session=self.session,
+                session_key=self.session_key,
                 downlink_ack=self.downlink_ack,
                 load=common_pb2.WorkerLoad(num_running=1),
                 draining=draining,
             )
         )
+
+    async def deregister(self) -> pb.DeregisterResponse:
+        return await self.stub.Deregister(pb.DeregisterRequest(session=self.session, session_key=self.session_key))
 
 
 async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -> status_pb2.Status:
@@ -145,6 +154,13 @@ async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -
     assert rpc_status.to_status(status).code is code
     assert (status.message, reason_of(status)) == (caught.value.details(), reason)
     return status
+
+
+def reason_in(error: grpc.aio.AioRpcError) -> str:
+    """The ErrorInfo's reason of a call that has failed."""
+    found = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+    assert isinstance(found, bytes), error
+    return reason_of(status_pb2.Status.FromString(found))
 
 
 def detail(status: status_pb2.Status, kind: type[Detail]) -> Detail:

@@ -65,7 +65,7 @@ def run_workload(manager: CacheManager) -> None:
             manager.append(Uplink(session.number, 3 * call_no + 1), [AppendItem(update) for update in updates])
             if call_no % 5:
                 manager.free(Uplink(session.number, 3 * call_no + 2), [update, update._replace(bound=())])
-            manager.keep_alive(session.number, call_no, WorkerLoad(), float(life))
+            manager.keep_alive(session.number, session.downlink.last_number, WorkerLoad(), float(life))
         manager.route(ROOT, prompt(30))
         manager.describe_blocks("w")
         assert manager.check().violations == []

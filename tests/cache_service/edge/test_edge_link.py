@@ -229,7 +229,7 @@ async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between
     large, small = Worker(stub, registration("large", num_blocks=400_000)), Worker(stub, registration("small"))
     await large.register()
     await small.register()
-    await stub.Deregister(pb.DeregisterRequest(session=large.session))
+    await large.deregister()
     num_calls = 0
     async with asyncio.timeout(30):
         while server.manager._retired:

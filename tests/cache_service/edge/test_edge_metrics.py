@@ -136,13 +136,16 @@ async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
 async def test_sessions_are_told_by_state_and_by_their_end(server: Server, worker: Worker, stub: Stub) -> None:
     await worker.register()  # fences the session that the fixture has begun
     beat = pb.KeepAliveRequest(
-        session=worker.session, load=common_pb2.WorkerLoad(num_running=3, num_waiting=2), draining=True
+        session=worker.session,
+        session_key=worker.session_key,
+        load=common_pb2.WorkerLoad(num_running=3, num_waiting=2),
+        draining=True,
     )
     await stub.KeepAlive(beat)
     page = await look(server)
     assert page.labelled("kvpool_manager_sessions", "state") == {"serving": 0, "recovering": 0, "draining": 1}
     assert page.labelled("kvpool_manager_requests", "state") == {"running": 3, "waiting": 2}
-    await stub.Deregister(pb.DeregisterRequest(session=worker.session))
+    await worker.deregister()
     await worker.register()
     server.manager.worker("w").lease_end = 0.0
     server.manager.tick(1.0)

@@ -243,7 +243,7 @@ async def test_check_names_block_sequence_and_owner_of_a_broken_law(server: Serv
 
 async def test_deregister_forgets_the_worker_and_is_idempotent(stub: Stub, worker: Worker) -> None:
     for _ in range(2):
-        await stub.Deregister(pb.DeregisterRequest(session=worker.session))
+        await worker.deregister()
     assert not (await stub.Describe(pb.DescribeRequest())).workers
     await refused(worker.keep_alive(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
 

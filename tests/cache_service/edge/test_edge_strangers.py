@@ -1,0 +1,284 @@
+"""A peer without the key: it knows all that Describe shows, and changes nothing in a session that is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+from structlog.testing import capture_logs
+
+from cache_service import codec
+from cache_service.keys import SESSION_KEY_BYTES
+from cache_service.server import Server
+from cache_service.settings import ManagerSettings
+from tests.cache_service.core.lockstep import snapshot
+from tests.cache_service.edge.peer import (
+    BLOCK_SIZE,
+    Worker,
+    detail,
+    field_of,
+    item,
+    key,
+    prompt,
+    refused,
+    registration,
+    run,
+    tokens,
+)
+
+Stub = cache_pb2_grpc.CacheServiceStub
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+LARGEST = 2**64 - 1
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ManagerSettings:
+    """With metrics, for they are read by strangers too."""
+    return ManagerSettings(
+        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
+    )
+
+
+class Stranger:
+    """Speaks in a session that Describe shows, with a key that is not the session's."""
+
+    def __init__(self, stub: Stub, victim: pb.WorkerDescription, session_key: bytes) -> None:
+        self.stub = stub
+        self.victim = victim
+        self.session_key = session_key
+
+    def uplink(self, **fields: Any) -> pb.Uplink:
+        """All that it needs but the key is in Describe."""
+        head = {"call_no": self.victim.totals.num_calls + 1, "session_key": self.session_key, **fields}
+        return pb.Uplink(session=self.victim.session, **head)
+
+    def update(self) -> pb.SequenceUpdate:
+        """Invented tokens behind those of the victim's first sequence, as if they were computed."""
+        victim = self.victim.sequences[0]
+        return pb.SequenceUpdate(
+            key=victim.key,
+            start=victim.num_tokens,
+            tokens=tokens(*range(900, 900 + BLOCK_SIZE)),
+            num_computed_tokens=victim.num_tokens + BLOCK_SIZE,
+        )
+
+    def allocate(self) -> Awaitable[Any]:
+        wish = pb.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=9)
+        uplink = self.uplink(reserve_wishes=[wish])
+        return self.stub.Allocate(pb.AllocateRequest(uplink=uplink, items=[item("stranger", prompt(9))]))
+
+    def append(self) -> Awaitable[Any]:
+        return self.stub.Append(pb.AppendRequest(uplink=self.uplink(), items=[pb.AppendItem(update=self.update())]))
+
+    def free(self) -> Awaitable[Any]:
+        uplink = self.uplink(call_no=LARGEST, downlink_ack=LARGEST)
+        return self.stub.Free(pb.FreeRequest(uplink=uplink, items=[pb.FreeItem(update=self.update())]))
+
+    def return_the_reserve(self) -> Awaitable[Any]:
+        blocks = [block for block in self.victim.blocks if block.state == pb.BLOCK_STATE_RESERVED]
+        assert blocks
+        returned = run(0, [block.block_id for block in blocks], [block.generation for block in blocks])
+        return self.stub.Free(pb.FreeRequest(uplink=self.uplink(returned=[returned])))
+
+    def report(self) -> Awaitable[Any]:
+        return self.stub.Report(pb.ReportRequest(uplink=self.uplink(), part=0, last=True))
+
+    def keep_alive(self) -> Awaitable[Any]:
+        """Renews the lease of a dead worker, and makes the manager forget what the living one has not heard."""
+        return self.stub.KeepAlive(
+            pb.KeepAliveRequest(
+                session=self.victim.session, session_key=self.session_key, downlink_ack=LARGEST, draining=True
+            )
+        )
+
+    def deregister(self) -> Awaitable[Any]:
+        return self.stub.Deregister(pb.DeregisterRequest(session=self.victim.session, session_key=self.session_key))
+
+
+CALLS: dict[str, Callable[[Stranger], Awaitable[Any]]] = {
+    "Allocate": Stranger.allocate,
+    "Append": Stranger.append,
+    "Free": Stranger.free,
+    "Free with the reserve": Stranger.return_the_reserve,
+    "Report": Stranger.report,
+    "KeepAlive": Stranger.keep_alive,
+    "Deregister": Stranger.deregister,
+}
+
+
+async def seen(stub: Stub, worker_id: str = "w") -> pb.WorkerDescription:
+    """All that anybody can see of a worker."""
+    request = pb.DescribeRequest(worker_id=worker_id, include_blocks=True, max_sequences=50)
+    return (await stub.Describe(request)).workers[0]
+
+
+async def busy(worker: Worker) -> None:
+    """A sequence that decodes, and a reserve of which the worker has not heard yet."""
+    await worker.allocate(item("a", prompt(2 * BLOCK_SIZE)), wish=3)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["none", "zeros", "its own", "one byte less", "one byte more", "one bit wrong"])
+async def test_without_its_key_a_session_cannot_be_changed(
+    server: Server, stub: Stub, worker: Worker, call: str, kind: str
+) -> None:
+    """Neither tokens nor blocks, nor lease, call_no or downlink; and the worker goes on as if nothing had been."""
+    await busy(worker)
+    other = Worker(stub, registration("stranger"))
+    await other.register()
+    right = worker.session_key
+    wrong = {
+        "none": b"",
+        "zeros": bytes(SESSION_KEY_BYTES),
+        "its own": other.session_key,
+        "one byte less": right[:-1],
+        "one byte more": right + b"\0",
+        "one bit wrong": right[:-1] + bytes([right[-1] ^ 1]),
+    }[kind]
+    stranger = Stranger(stub, await seen(stub), wrong)
+    before = snapshot(server.manager), server.manager.worker("w").draining
+    status = await refused(CALLS[call](stranger), DENIED, "WRONG_KEY")
+    assert "session_key" in status.message
+    assert (snapshot(server.manager), server.manager.worker("w").draining) == before
+    worker.downlink_ack = (await worker.keep_alive()).downlink.entries[-1].number
+    update = pb.SequenceUpdate(key=key("a"), start=2 * BLOCK_SIZE, tokens=tokens(7), num_computed_tokens=2 * BLOCK_SIZE)
+    appended = await worker.append(update)
+    assert appended.results[0].num_sealed_tokens == 2 * BLOCK_SIZE
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    again = await worker.allocate(item("b", prompt(2 * BLOCK_SIZE) + tokens(7)))
+    assert again.results[0].granted.num_cached_tokens == 2 * BLOCK_SIZE
+
+
+async def test_the_report_of_another_worker_cannot_be_told(server: Server, stub: Stub) -> None:
+    """A stranger that gets in first would say what the worker's blocks hold."""
+    introduction = registration()
+    introduction.holds_state = True
+    worker = Worker(stub, introduction)
+    await worker.register()
+    contents = pb.ContentRun(
+        root=common_pb2.Root(model_fingerprint="model-a"), tokens=prompt(4), block_ids=[1], generations=[1]
+    )
+    for number in (1, LARGEST):
+        uplink = pb.Uplink(session=worker.session, call_no=number)
+        lie = pb.ReportRequest(uplink=uplink, part=0, last=True, contents=[contents])
+        await refused(stub.Report(lie), DENIED, "WRONG_KEY")
+    report = await stub.Report(pb.ReportRequest(uplink=worker.uplink(), part=0, last=True))
+    assert (report.downlink.counts[0].free, report.downlink.counts[0].cached) == (16, 0)
+
+
+async def test_a_session_that_has_ended_is_stale_whatever_the_key(stub: Stub, worker: Worker) -> None:
+    """A worker that was fenced registers again; and Deregister is idempotent."""
+    earlier, old_key = worker.session, worker.session_key
+    await worker.register()
+    for session_key in (old_key, worker.session_key, b""):
+        request = pb.KeepAliveRequest(session=earlier, session_key=session_key)
+        await refused(stub.KeepAlive(request), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+        await stub.Deregister(pb.DeregisterRequest(session=earlier, session_key=session_key))
+    request = pb.KeepAliveRequest(session=worker.session, session_key=old_key)
+    await refused(stub.KeepAlive(request), DENIED, "WRONG_KEY")
+
+
+async def test_every_session_has_a_key_of_its_own(stub: Stub, worker: Worker) -> None:
+    keys = {(await worker.register()).session_key for _ in range(50)}
+    assert len(keys) == 50
+    assert {len(one) for one in keys} == {SESSION_KEY_BYTES} == {16}
+
+
+async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
+    """Not in Describe, the metrics, a log line, a refusal or the text of an object."""
+    worker = Worker(stub, registration())
+    shown: list[bytes] = []
+    with capture_logs() as lines:
+        await worker.register()
+        await busy(worker)
+        shown.append((await stub.Describe(pb.DescribeRequest())).SerializeToString())
+        shown.append((await seen(stub)).SerializeToString())
+        shown.append((await worker.keep_alive()).SerializeToString())
+        worker.call_no = 0
+        for wrong in (worker.uplink(), pb.Uplink(session=worker.session)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Free(pb.FreeRequest(uplink=wrong))
+            shown.append(repr((caught.value, caught.value.trailing_metadata())).encode())
+        assert server.metrics is not None
+        shown.append(await asyncio.to_thread(_read, server.metrics.url))
+        session = server.manager.worker("w")
+        uplink = codec.decode_uplink(pb.FreeRequest(uplink=worker.uplink()))
+        assert uplink.key == session.key == worker.session_key
+        shown += [f"{thing!r} {thing}".encode() for thing in (session, vars(session), uplink, uplink.key)]
+        await worker.deregister()
+    assert [line["event"] for line in lines] == ["worker registered", "worker deregistered"]
+    shown.append(repr(lines).encode())
+    secret = worker.session_key
+    forms = (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret)[2:-1].encode())
+    assert [form for form in forms for text in shown if form in text] == []
+
+
+def _read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as page:
+        text: bytes = page.read()
+    assert b"kvpool_manager_sessions" in text
+    return text
+
+
+# -- the second line: numbers have bounds
+
+
+async def test_a_call_no_far_ahead_is_refused_and_uses_up_nothing(server: Server, stub: Stub, worker: Worker) -> None:
+    """Even with the key: the next number is taken as if nothing had been said."""
+    await busy(worker)
+    before = snapshot(server.manager)
+    for call_no in (LARGEST, worker.call_no + (1 << 20) + 1):
+        uplink = pb.Uplink(session=worker.session, session_key=worker.session_key, call_no=call_no)
+        for call in (
+            stub.Allocate(pb.AllocateRequest(uplink=uplink)),
+            stub.Append(pb.AppendRequest(uplink=uplink)),
+            stub.Free(pb.FreeRequest(uplink=uplink)),
+            stub.Report(pb.ReportRequest(uplink=uplink)),
+        ):
+            status = await refused(call, INVALID, "BAD_FIELD")
+            assert field_of(status) == "uplink.call_no"
+            assert str(worker.call_no + (1 << 20)) in status.message
+    assert snapshot(server.manager) == before
+    worker.call_no += (1 << 20) - 1
+    assert (await worker.append()).downlink.counts  # the furthest that is taken
+
+
+async def test_entries_that_were_never_sent_cannot_be_acknowledged(server: Server, stub: Stub, worker: Worker) -> None:
+    """Else the entries that come under those numbers would never be heard."""
+    await busy(worker)
+    before = snapshot(server.manager)
+    worker.downlink_ack = 2
+    assert field_of(await refused(worker.keep_alive(), INVALID, "BAD_FIELD")) == "downlink_ack"
+    assert field_of(await refused(worker.append(), INVALID, "BAD_FIELD")) == "downlink_ack"
+    assert snapshot(server.manager) == before
+    worker.downlink_ack = 1
+    assert not (await worker.keep_alive()).downlink.entries
+
+
+async def test_a_register_no_cannot_be_used_up(stub: Stub, worker: Worker) -> None:
+    """A stranger that knows the incarnation from Describe: the worker is told what to outgrow, and something is left above."""
+    victim = await seen(stub)
+    for register_no in (LARGEST, (1 << 63) + 1):
+        request = registration(register_no=register_no)
+        request.incarnation = victim.incarnation
+        assert field_of(await refused(stub.Register(request), INVALID, "BAD_FIELD")) == "register_no"
+    furthest = registration(register_no=1 << 63)
+    await stub.Register(furthest)
+    status = await refused(worker.register(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_REGISTER")
+    known = int(detail(status, error_details_pb2.ErrorInfo).metadata["register_no"])
+    assert known == 1 << 63
+    worker.request.register_no = known + 1
+    await worker.register()
+    assert (await worker.keep_alive()).downlink.counts
+    worker.request.register_no = known + 1 + (1 << 20) + 1
+    assert field_of(await refused(worker.register(), INVALID, "BAD_FIELD")) == "register_no"

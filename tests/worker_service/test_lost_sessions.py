@@ -1,0 +1,197 @@
+"""How a worker finds out that its session does not work, what it does then, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from cache_service import codec
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import Root
+from cache_service.keys import make_session_key
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
+from worker_service.cache.link import MAX_STALE_CALLS
+
+PROMPT = list(range(20))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Poll, for at most 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() -> None:
+    """Somebody has executed a call of a far larger number: every call is stale until 2**20 more are sent. The worker registers
+    again, with a report, and no stream notices."""
+    world = World(num_blocks=200, block_size=4)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        request = world.submit(PROMPT, 150)
+        reading = asyncio.create_task(read(request))
+        await until(lambda: request.num_generated > 4)
+        session = world.manager.worker("w0")
+        with capture_logs() as lines:
+            session.last_call_no += 1 << 20
+            await until(lambda: world.manager.worker("w0") is not session and world.is_open.is_set())
+        told = [line for line in lines if line["log_level"] != "debug"]
+        assert [line["event"] for line in told] == ["session ended", "registered"]
+        assert "STALE_CALL" in told[0]["why"]
+        assert sum(line["event"] == "call not executed" for line in lines) == MAX_STALE_CALLS == 3
+        assert await reading == expected_text(PROMPT, 150)
+
+
+async def test_a_stale_call_now_and_then_ends_nothing() -> None:
+    """Only those in a row count: a call that was executed in between shows that the numbers are ours."""
+    world = World(num_blocks=60, block_size=4)
+    async with world.running():
+        session = world.manager.worker("w0")
+        for turn in range(6):
+            session.last_call_no += 2  # two calls of ours are stale, the third is not
+            assert await world.generate([turn, *PROMPT], 3) == expected_text([turn, *PROMPT], 3)
+        assert world.manager.worker("w0") is session
+        assert world.link.num_failed_calls >= 12
+
+
+@pytest.mark.parametrize("name", ["KeepAlive", "Append"])
+async def test_a_worker_whose_key_is_refused_registers_again(name: str) -> None:
+    """A manager that takes the session for another's: as if it had ended."""
+    world = World(num_blocks=200, block_size=4)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        request = world.submit(PROMPT, 60)
+        reading = asyncio.create_task(read(request))
+        await until(lambda: request.num_generated > 4)
+        if name == "Append":
+            world.link._keep_alive_seconds = 60.0  # the heartbeat after the next comes too late to be first
+            beats = world.wire.num_calls.get("KeepAlive", 0)
+            await until(lambda: world.wire.num_calls.get("KeepAlive", 0) > beats)
+        session = world.manager.worker("w0")
+        session.key = make_session_key()
+        await until(lambda: world.manager.worker("w0") is not session and world.is_open.is_set())
+        assert await reading == expected_text(PROMPT, 60)
+
+
+async def test_a_worker_that_nobody_hears_does_not_say_that_it_serves() -> None:
+    """When no heartbeat was answered for the length of the lease; and as soon as one is, it serves again."""
+    world = World(num_blocks=60, block_size=4)
+    world.wire.lease_ms = 200
+    async with world.running():
+        await until(lambda: world.wire.num_calls.get("KeepAlive"))
+        with capture_logs() as lines:
+            world.wire.is_cut = True
+            await until(lambda: not world.is_open.is_set())
+            for _ in range(3):
+                beats = world.wire.num_calls["KeepAlive"]
+                await until(lambda: world.wire.num_calls["KeepAlive"] > beats)  # noqa: B023
+            assert not world.is_open.is_set()
+            session = world.cache.session
+            world.wire.is_cut = False
+            await until(world.is_open.is_set)
+        assert world.cache.session == session, "this manager has not ended it"
+        warnings = [line["event"] for line in lines if line["log_level"] == "warning"]
+        assert warnings == ["session does not work"]
+        assert await world.generate(PROMPT, 4) == expected_text(PROMPT, 4)
+
+
+async def test_a_worker_outgrows_a_register_no_that_is_not_its_own() -> None:
+    """A stranger has registered under its name and incarnation, as far ahead as the manager takes."""
+    world = World(num_blocks=200, block_size=4)
+    world.model.step_seconds = 0.003
+    async with world.running():
+        request = world.submit(PROMPT, 60)
+        reading = asyncio.create_task(read(request))
+        await until(lambda: request.num_generated > 4)
+        introduction = world.link._registration.introduction
+        stolen = codec.decode_registration(introduction)._replace(register_no=1 << 63)
+        taken = world.manager.register(stolen, world.wire.now(), make_session_key())
+        await until(lambda: world.manager.worker("w0").number > taken.session and world.is_open.is_set())
+        assert world.wire.num_calls["Register"] <= 4, "it is told which number to outgrow"
+        assert await reading == expected_text(PROMPT, 60)
+
+
+# -- leaving
+
+
+class _LateWire(Wire):
+    """Executes the first Register when it is told to; until then nobody hears of it."""
+
+    def __init__(self, manager: CacheManager, *, answers: bool) -> None:
+        super().__init__(manager)
+        self.first: Any = None
+        self._answers = answers
+
+    async def _call(self, name: str, request: Any) -> Any:
+        if name == "Register" and self.first is None:
+            self.first = request
+            if not self._answers:
+                await asyncio.Event().wait()
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED)
+        if name == "Register" and request.register_no == 2 and self._answers:
+            await asyncio.Event().wait()
+        return await super()._call(name, request)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["under way", "given up"])
+@pytest.mark.parametrize("executed", ["before", "after", "never"])
+async def test_a_worker_that_leaves_while_it_registers_leaves_no_session(answers: bool, executed: str) -> None:
+    """The Register may be executed before the worker is told to leave, or after it has left: it would live until its lease
+    ends, and be named by Route."""
+    wire = _LateWire(CacheManager(1), answers=answers)
+    world = World(num_blocks=60, block_size=4, wire=wire)
+    link = asyncio.create_task(world.link.talk_to(wire))  # type: ignore[arg-type]
+    await until(lambda: wire.first is not None)
+    if answers:
+        await until(lambda: world.link._registration._register_no == 2)
+    if executed == "before":
+        wire._execute("Register", wire.first)
+        assert wire.manager.sessions
+    link.cancel()
+    await asyncio.gather(link, return_exceptions=True)
+    if executed == "after":
+        with pytest.raises(Exception, match="overtaken"):
+            wire._execute("Register", wire.first)
+    assert wire.manager.sessions == ()
+    assert world.link.has_left
+
+
+async def test_while_a_worker_leaves_no_request_is_routed_to_it() -> None:
+    """The session that it begins in order to end it waits for a report that never comes."""
+    wire = _LateWire(CacheManager(1), answers=False)
+    world = World(num_blocks=60, block_size=4, wire=wire)
+    named: list[Any] = []
+    execute = wire._execute
+
+    def looking(name: str, request: Any) -> Any:
+        answer = execute(name, request)
+        named.append((name, wire.manager.route(Root(FINGERPRINT), bytes(8))))
+        return answer
+
+    wire._execute = looking  # type: ignore[method-assign]
+    link = asyncio.create_task(world.link.talk_to(wire))  # type: ignore[arg-type]
+    await until(lambda: wire.first is not None)
+    link.cancel()
+    await asyncio.gather(link, return_exceptions=True)
+    assert named == [("Register", []), ("Deregister", [])]
+
+
+async def test_a_worker_that_nobody_answers_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so in its log, and goes."""
+    monkeypatch.setattr("worker_service.manager_link.LEAVE_SECONDS", 0.05)
+    wire = Wire(CacheManager(1))
+    wire.is_cut = True
+    world = World(num_blocks=60, block_size=4, wire=wire)
+    link = asyncio.create_task(world.link.talk_to(wire))  # type: ignore[arg-type]
+    await until(lambda: wire.num_calls.get("Register"))
+    link.cancel()
+    with capture_logs() as lines:
+        await asyncio.wait_for(asyncio.gather(link, return_exceptions=True), 20)
+    assert [line["event"] for line in lines] == ["left without a good-bye"]
+    assert not world.link.has_left

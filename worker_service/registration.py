@@ -1,0 +1,60 @@
+"""What a worker's process states with each Register, and the session that it was answered: numbers that only grow, and the key."""
+
+from __future__ import annotations
+
+import grpc
+from kvpool.v1 import cache_pb2
+
+from .status import number_in_failure, reason_of_failure
+
+FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+"""A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
+
+
+class Registration:
+    """The Registers of one process. One at a time is waited for."""
+
+    def __init__(self, introduction: cache_pb2.RegisterRequest) -> None:
+        self.introduction = introduction
+        """What is the same in all of them."""
+        self.highest_epoch = 0
+        """Of the manager, that this process has seen."""
+        self.session = 0
+        """The session that was answered last."""
+        self.session_key = b""
+        """Its secret."""
+        self._register_no = 0
+        self._settled_register_no = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no session of this process can begin any more but by another Register. One that was not answered may have been
+        executed, or be executed later."""
+        return self._register_no == self._settled_register_no
+
+    def next_request(self, *, holds_state: bool) -> cache_pb2.RegisterRequest:
+        """The next Register. It overtakes all before it: those are refused if they come later."""
+        self._register_no += 1
+        request = cache_pb2.RegisterRequest()
+        request.CopyFrom(self.introduction)
+        request.register_no = self._register_no
+        request.highest_epoch_seen = self.highest_epoch
+        request.last_session = self.session
+        request.holds_state = holds_state
+        return request
+
+    def on_answer(self, response: cache_pb2.RegisterResponse) -> None:
+        """The last Register has begun a session, and fenced those of the Registers before it."""
+        self._settled_register_no = self._register_no
+        self.highest_epoch = max(self.highest_epoch, response.epoch)
+        self.session, self.session_key = response.session, response.session_key
+
+    def on_error(self, error: grpc.aio.AioRpcError) -> None:
+        """The last Register was refused or not answered."""
+        reason = reason_of_failure(error)
+        if error.code() in FINAL or reason == "STALE_INCARNATION":
+            # The others of this process have been, or will be, refused too; a session of one that was not has been fenced.
+            self._settled_register_no = self._register_no
+        elif reason == "STALE_REGISTER":
+            # By a number that is not ours, for ours are stated in order: strangers can register under any name. The next is larger.
+            self._register_no = max(self._register_no, number_in_failure(error, "register_no") or 0)
