@@ -81,8 +81,9 @@ ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
 FROM base AS worker
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=kvpool /opt/venv /opt/venv
-# The hub's files go to the same volume; the home folder of the user is /tmp.
+# The hub's files go to the same volume; the home folder of the user is /tmp. State goes to /var/lib/kvpool.
 ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
+    XDG_STATE_HOME=/var/lib \
     HF_HOME=/var/cache/kvpool/huggingface
 RUN python -c "import kvpool.worker_service.server, kvpool.client.cli" && kvpool-health --help >/dev/null
 USER 10001:10001

@@ -72,7 +72,7 @@ class OurCluster:
         self._rpcs: Counter[str] = Counter()
         self._spec = _CountedSpec(
             port=free_port(),
-            manager_arguments=("--state-dir", self._folder.name),
+            state_dir=Path(self._folder.name),
             worker_arguments=(*worker_arguments, "--log-format", "json"),
             worker_environment=worker_environment,
         )

@@ -162,6 +162,8 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
         max_model_len=request.max_model_len,
         engine=request.engine,
         holds_state=request.holds_state,
+        process_key=request.process_key,
+        predecessor_key=request.predecessor_key,
     )
 
 

@@ -17,7 +17,8 @@ MAX_EPOCH = (1 << 24) - 1
 """Stamps are 64 bits, of which the counter takes 40."""
 
 MAX_FOREIGN_EPOCH = MAX_EPOCH >> 1
-"""The largest epoch that a worker may claim to have seen: one corrupt message must not use up all that are left."""
+"""The largest epoch that ours may be raised to because a worker has seen a large one: the upper half is left for lives of the
+manager, whatever messages say."""
 
 _FILE = "epoch"
 _TEMPORARY_FILE = "epoch.tmp"
@@ -29,7 +30,8 @@ class StateError(Exception):
     """The state directory cannot be used; the message says why and what to do."""
 
 
-def _encode(epoch: int) -> bytes:
+def encode(epoch: int) -> bytes:
+    """The content of the state file."""
     return b"kvpool epoch %d %08x\n" % (epoch, zlib.crc32(b"%d" % epoch))
 
 
@@ -39,7 +41,7 @@ def _decode(data: bytes) -> int | None:
     if match is None:
         return None
     epoch = int(match[1])
-    return epoch if _encode(epoch) == data and 1 <= epoch <= MAX_EPOCH else None
+    return epoch if encode(epoch) == data and 1 <= epoch <= MAX_EPOCH else None
 
 
 class EpochStore:
@@ -54,6 +56,8 @@ class EpochStore:
         self._mutex = threading.Lock()
         self.epoch = 0
         """The current epoch; durable."""
+        self.found_state = False
+        """Whether there was a life before this one whose epoch the directory held."""
 
     @classmethod
     def open(cls, directory: Path) -> EpochStore:
@@ -69,7 +73,9 @@ class EpochStore:
         store = cls(directory, lock)
         try:
             store._take_lock()
-            store._write(store._read() + 1)
+            before = store._read()
+            store.found_state = before > 0
+            store._write(before + 1)
         except OSError as error:
             store.close()
             raise StateError(f"state directory {directory} cannot be used: {error.strerror}") from error
@@ -128,7 +134,7 @@ class EpochStore:
             )
         temporary = self._directory / _TEMPORARY_FILE
         with open(temporary, "wb") as file:
-            file.write(_encode(epoch))
+            file.write(encode(epoch))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._directory / _FILE)

@@ -26,7 +26,8 @@ from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
 from .core.session_key import SessionKey
 from .counts import EdgeCounts
-from .epoch import MAX_FOREIGN_EPOCH, EpochStore, StateError
+from .epoch import MAX_EPOCH, EpochStore, StateError
+from .foreign_epochs import ForeignEpochs
 from .garbage import collect_young
 from .keys import make_session_key
 
@@ -98,6 +99,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._manager = manager
         self._epochs = epochs
         self._epoch_lock = asyncio.Lock()
+        self._foreign_epochs = ForeignEpochs(
+            epochs.epoch, found_state=epochs.found_state, lease_seconds=manager.lease_seconds
+        )
         self.audits = Audits(manager)
         self.counts = EdgeCounts()
         self._lease_ms = round(manager.lease_seconds * 1000)
@@ -122,6 +126,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.RegisterRequest, context: Context[Any, Any]
     ) -> cache_pb2.RegisterResponse:
         registration = codec.decode_registration(request)
+        # Only a worker that would be taken may raise the epoch.
+        self._manager.require_acceptable(registration, self.clock())
         await self._outgrow(request.highest_epoch_seen, request.last_session, registration.worker_id)
         earlier = self._live(registration.worker_id)
         key = self._make_key()
@@ -141,22 +147,31 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
-        """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us.
+        """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us, and if that is allowed.
 
-        That means our state directory is older than the worker. The disk is written off the event loop; the core changes when
-        the new epoch is durable.
+        Such an epoch means that our state directory is older than the worker. The disk is written off the event loop; the core
+        changes when the new epoch is durable. Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
         """
+        if seen > MAX_EPOCH:
+            raise bad_field("highest_epoch_seen", f"at most {MAX_EPOCH}, got {seen}")
         async with self._epoch_lock:
             if not self._is_foreign(seen, last_session):
                 return
-            if seen > MAX_FOREIGN_EPOCH:
-                raise bad_field("highest_epoch_seen", f"at most {MAX_FOREIGN_EPOCH}, got {seen}")
+            if not self._foreign_epochs.may_outgrow(seen, self.clock()):
+                raise Refusal(
+                    Reason.FOREIGN_EPOCH,
+                    f"worker {worker_id!r} has seen epoch {seen} of another life of the manager, and the epoch of this one, "
+                    f"{self._manager.epoch}, may not be raised above it: drop all blocks, then register with holds_state false, "
+                    "highest_epoch_seen 0 and last_session 0",
+                    metadata={"epoch": str(self._manager.epoch)},
+                )
             try:
                 epoch = await asyncio.to_thread(self._epochs.raise_above, seen)
             except (OSError, StateError) as error:
                 log.error("epoch cannot be raised", error=str(error))
                 raise status.Unavailable("the manager's state directory cannot be written; see its log") from error
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
+            self._foreign_epochs.on_raised(self.clock())
             self._manager.raise_epoch(epoch)
             # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
             # tell the next life of the manager what to outgrow. So all register again.

@@ -27,7 +27,7 @@ INTERNAL = "INTERNAL"
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
-    """Adds RetryInfo: how long to wait before asking again."""
+    """Adds RetryInfo: how long to wait before asking again, unless the refusal itself says it."""
     quota: str = ""
     """Adds QuotaFailure: the limit that was reached."""
     bad_request: bool = False
@@ -46,7 +46,9 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.STALE_SESSION: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.WRONG_KEY: _Row(code_pb2.PERMISSION_DENIED),
     Reason.STALE_REGISTER: _Row(code_pb2.FAILED_PRECONDITION),
-    Reason.STALE_INCARNATION: _Row(code_pb2.FAILED_PRECONDITION),
+    Reason.STALE_INCARNATION: _Row(code_pb2.FAILED_PRECONDITION, retry_seconds=1.0),
+    Reason.WORKER_ELSEWHERE: _Row(code_pb2.ALREADY_EXISTS, retry_seconds=1.0),
+    Reason.FOREIGN_EPOCH: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.STALE_CALL: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.STALE_ATTEMPT: _Row(code_pb2.FAILED_PRECONDITION),
     Reason.STALE_ROUND: _Row(code_pb2.FAILED_PRECONDITION),
@@ -76,8 +78,9 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
     row = _TABLE[refusal.reason]
     message = _clip(refusal.message)
     details: list[Message] = []
+    retry_seconds = row.retry_seconds if refusal.retry_seconds is None else refusal.retry_seconds
     if row.retry_seconds:
-        details.append(_retry(row.retry_seconds))
+        details.append(_retry(retry_seconds))
     if row.quota:
         violation = error_details_pb2.QuotaFailure.Violation(subject=row.quota, description=message)
         details.append(error_details_pb2.QuotaFailure(violations=[violation]))

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -255,7 +256,7 @@ async def demo(console: Console) -> int:
         spec = ClusterSpec(
             num_workers=2,
             port=free_port(),
-            manager_arguments=("--state-dir", state_dir),
+            state_dir=Path(state_dir),
             worker_arguments=WORKER_ARGUMENTS,
         )
         async with Supervisor(

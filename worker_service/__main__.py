@@ -23,6 +23,7 @@ def main() -> None:
     try:
         from kvpool.process.address import PortError
 
+        from .incarnation import WorkerStateError
         from .manager_link import RegistrationRefused
         from .model.errors import ModelError
         from .server import StoppedWhileLoading, run_worker
@@ -44,7 +45,7 @@ def main() -> None:
                 # Nothing is held and nobody knows this worker; to leave in order would be to wait for the load.
                 sys.stderr.flush()
                 os._exit(0)
-    except (ModelError, PortError, RegistrationRefused) as error:
+    except (ModelError, PortError, RegistrationRefused, WorkerStateError) as error:
         print(f"kvpool worker: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -14,8 +14,9 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link import SESSION_OVER, Call
 from .engine.engine import Engine
+from .patience import PASSING, Patience
 from .registration import FINAL, Registration
-from .status import reason_of_failure
+from .status import reason_of_failure, retry_seconds_of_failure
 
 log = structlog.get_logger("kvpool.link")
 
@@ -46,7 +47,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 class RegistrationRefused(Exception):
-    """The manager will not have this worker, and asking again would not help."""
+    """The manager does not take this worker, and asking again does not help."""
 
 
 class ManagerLink:
@@ -70,6 +71,7 @@ class ManagerLink:
         self._cache = engine.cache
         self._on_session = on_session
         self._clock = clock
+        self._patience = Patience()
         self.num_sessions = 0
         """Registrations that the manager has taken."""
         self.num_failed_calls = 0
@@ -90,7 +92,7 @@ class ManagerLink:
 
     @property
     def highest_epoch(self) -> int:
-        """Of the manager, that this process has seen."""
+        """Of the manager, that this process has seen since its books were last empty."""
         return self._registration.highest_epoch
 
     def send_heartbeat(self) -> None:
@@ -134,11 +136,14 @@ class ManagerLink:
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
-                self._on_register_failed(error)
-                await asyncio.sleep(REGISTER_RETRY_SECONDS)
+                if reason_of_failure(error) == "FOREIGN_EPOCH":
+                    await self._drop_blocks(error.details() or "")
+                    continue
+                await asyncio.sleep(self._on_register_failed(error))
                 continue
             self._complained = self._is_away = False
             self._registration.on_answer(response)
+            self._patience.restore()
             self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
             self._lease_seconds = response.lease_ms / 1000
@@ -159,19 +164,35 @@ class ManagerLink:
                 self.send_heartbeat()  # the new session does not know it yet
             return
 
-    def _on_register_failed(self, error: grpc.aio.AioRpcError) -> None:
+    def _on_register_failed(self, error: grpc.aio.AioRpcError) -> float:
+        """Seconds to the next Register. Raises RegistrationRefused if there should be none."""
         self._is_away = _is_of_nobody(error)
         reason = reason_of_failure(error)
         code = error.code()
         self._registration.on_error(error)
-        if code not in FINAL and reason != "STALE_INCARNATION":
+        pause: float | None = REGISTER_RETRY_SECONDS
+        if reason in PASSING:
+            if not self._patience.is_tried:
+                log.warning("another process has this worker's name", manager=self._address, why=error.details())
+            pause = self._patience.pause(retry_seconds_of_failure(error), self._clock())
+        elif code in FINAL:
+            pause = None
+        else:
+            self._patience.restore()
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
-            return
-        raise RegistrationRefused(
-            f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
-        )
+        if pause is None:
+            raise RegistrationRefused(
+                f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
+            )
+        return pause
+
+    async def _drop_blocks(self, why: str) -> None:
+        """The manager cannot outgrow the epoch of what is held here: end all streams, forget all blocks, and begin anew."""
+        self._cache.give_up(why, is_defect=False)
+        await self._until_reset()
+        self._registration.forget_manager()
 
     def _announce_if_ready(self) -> None:
         """Say that the session works, if its report is in."""

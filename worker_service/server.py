@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -27,6 +26,7 @@ from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
+from .incarnation import Identity, WorkerState
 from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
 from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
@@ -65,7 +65,7 @@ class StoppedWhileLoading(Exception):
 
 async def run_worker(settings: WorkerSettings) -> None:
     """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortError,
-    ModelError, RegistrationRefused, StoppedWhileLoading."""
+    WorkerStateError, ModelError, RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     server: Server | None = None
@@ -108,13 +108,16 @@ class Server:
         settings: WorkerSettings,
         grpc_server: grpc.aio.Server,
         port: int,
+        state: WorkerState,
         loaded: LoadedModel,
         runner: ModelRunner,
         model_thread: ThreadPoolExecutor,
         metrics_listener: socket.socket | None = None,
     ) -> None:
-        """`grpc_server` is bound to `port` and not started yet. `metrics_listener`: where /metrics is to be served, if at all."""
+        """`grpc_server` is bound to `port` and not started yet. `state` is closed in the end. `metrics_listener`: where /metrics is
+        to be served, if at all."""
         self._settings = settings
+        self._state = state
         self._grpc = grpc_server
         self.port = port
         self.worker_id = settings.name(port)
@@ -131,7 +134,7 @@ class Server:
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._link = ManagerLink(
             settings.manager,
-            _introduction(settings, loaded, plan, self.worker_id, settings.advertised(port)),
+            _introduction(settings, state.identity, loaded, plan, self.worker_id, settings.advertised(port)),
             self.engine,
             self._set_health,
         )
@@ -145,7 +148,7 @@ class Server:
 
     @classmethod
     async def load(cls, settings: WorkerSettings) -> Self:
-        """Take the ports, then load the model. Raises PortError, ModelError."""
+        """Take the ports and the state folder, then load the model. Raises PortError, WorkerStateError, ModelError."""
         metrics_listener = None
         if settings.metrics_port is not None:
             metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
@@ -157,14 +160,20 @@ class Server:
         # The thread that loads runs the steps too: OpenMP keeps a team of threads for each thread that ever computed
         # something, and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
         model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        state = None
         try:
+            state = await asyncio.to_thread(
+                WorkerState.open, settings.state_folder(port), is_required=settings.state_dir is not None
+            )
             loaded, runner = await asyncio.get_running_loop().run_in_executor(model_thread, _load, settings)
         except BaseException:
             model_thread.shutdown(wait=False)
+            if state is not None:
+                state.close()
             if metrics_listener is not None:
                 metrics_listener.close()
             raise
-        return cls(settings, server, port, loaded, runner, model_thread, metrics_listener)
+        return cls(settings, server, port, state, loaded, runner, model_thread, metrics_listener)
 
     @property
     def address(self) -> str:
@@ -217,6 +226,7 @@ class Server:
         await asyncio.gather(*tasks, *self._health_tasks, return_exceptions=True)
         if self.metrics is not None:
             await self.metrics.stop()
+        self._state.close()
         engine = self.engine
         log.info(
             "stopped",
@@ -318,7 +328,12 @@ def _build_engine(
 
 
 def _introduction(
-    settings: WorkerSettings, loaded: LoadedModel, plan: KVCachePlan, worker_id: str, address: str
+    settings: WorkerSettings,
+    identity: Identity,
+    loaded: LoadedModel,
+    plan: KVCachePlan,
+    worker_id: str,
+    address: str,
 ) -> cache_pb2.RegisterRequest:
     config = common_pb2.KVCacheConfig(block_size=plan.block_size)
     group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_token * plan.block_size)
@@ -326,7 +341,9 @@ def _introduction(
     config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=plan.num_blocks)
     return cache_pb2.RegisterRequest(
         worker_id=worker_id,
-        incarnation=time.time_ns(),
+        incarnation=identity.incarnation,
+        process_key=identity.process_key,
+        predecessor_key=identity.predecessor_key,
         address=address,
         model_name=loaded.facts.name,
         model_fingerprint=loaded.facts.fingerprint,

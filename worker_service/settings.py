@@ -5,11 +5,14 @@ before it starts anything."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
+from urllib.parse import quote
 
 from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
@@ -20,6 +23,9 @@ from pydantic_settings import SettingsConfigDict
 from .engine.queue import SchedulingPolicy
 from .model.memory import MemorySettings
 from .model.settings import ModelSettings
+
+_MAX_FILE_NAME: Final = 200
+"""Bytes of one part of a path; file systems take 255."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
@@ -151,6 +157,11 @@ class WorkerSettings(ProcessSettings):
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         "127.0.0.1", description="Address for /metrics; --host does not change it."
     )
+    state_dir: Path | None = Field(
+        None,
+        description="Folder for what must outlive the process (its incarnation); one worker at a time. Default: "
+        "kvpool/workers/MANAGER/ID below $XDG_STATE_HOME or ~/.local/state; none for a worker without a name on a free port.",
+    )
     dry_run: bool = Field(
         False,
         description="Print what the model needs, what the device has and how large the KV cache would be, and end. Reads the "
@@ -215,9 +226,29 @@ class WorkerSettings(ProcessSettings):
         """host:port that clients are told."""
         return with_default_port(self.advertise, port) if self.advertise else self.address(port)
 
+    def state_folder(self, port: int) -> Path | None:
+        """--state-dir, or the default that goes with the manager and the worker's name; None for a name that is made up anew at
+        every start."""
+        if self.state_dir is not None:
+            return self.state_dir
+        if self.worker_id is None and not self.port:
+            return None
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(base) / "kvpool" / "workers" / _file_name(self.manager) / _file_name(self.name(port))
+
     def name(self, port: int) -> str:
         """The worker's name, made up from host and port if none was given."""
         return self.worker_id or f"{socket.gethostname()}-{port}"
+
+
+def _file_name(name: str) -> str:
+    """A name as one part of a path; other names give other parts."""
+    quoted = quote(name, safe="@:+,=")
+    if set(name) == {"."}:
+        quoted = quoted.replace(".", "%2E")
+    if len(quoted) <= _MAX_FILE_NAME:
+        return quoted
+    return f"{quoted[: _MAX_FILE_NAME - 33]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def settings_of_this_process() -> WorkerSettings:

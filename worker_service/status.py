@@ -58,6 +58,17 @@ def of_error(error: EngineError) -> status_pb2.Status:
     return status
 
 
+def retry_seconds_of_failure(error: grpc.aio.AioRpcError) -> float:
+    """How long a failed call says to wait before the next one; 0 if it does not."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    for detail in () if status is None else status.details:
+        if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info = error_details_pb2.RetryInfo()
+            detail.Unpack(info)
+            return float(info.retry_delay.ToMilliseconds() / 1000)
+    return 0.0
+
+
 def reason_of_failure(error: grpc.aio.AioRpcError) -> str:
     """`ErrorInfo.reason` of a failed call; empty where the transport answered before the manager."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]

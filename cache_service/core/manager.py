@@ -7,7 +7,7 @@ messages repeated or reordered, without harm.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence as List
 
 from . import allocation, updates
@@ -15,6 +15,7 @@ from .attempts import Attempts
 from .block_pool import BlockPool
 from .description import BlockDescription, describe_blocks
 from .hashing import HashFunction, xxh64
+from .incarnations import Incarnations
 from .integrity import Audit, OnlineAudit, World, audit
 from .messages import (
     TOKEN_BYTES,
@@ -44,9 +45,6 @@ from .session_key import NO_KEY, SessionKey
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
-
-MAX_FIRST_REGISTER_NO = 1 << 63
-"""The largest register_no of a worker of which none is known: a restarted manager takes it from one that has tried for long."""
 
 SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, give or take one sequence's path."""
@@ -80,8 +78,8 @@ class CacheManager:
         self._attempts = Attempts()
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
-        self._incarnations: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Newest (incarnation, register_no) seen of each worker, live or not; the oldest of the dead ones go first."""
+        max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
+        self._incarnations = Incarnations(lease_seconds, max_known, self.limits.max_numbers_skipped)
         self.reconciled: Counter[Case] = Counter()
         """What the reports taken in so far have said, by case."""
         self.num_reports = 0
@@ -132,18 +130,15 @@ class CacheManager:
         `key` is the session's secret, new and random where strangers can reach the caller: every call of the session is refused
         unless it states the same.
 
-        Raises Refusal: BAD_FIELD, UNSUPPORTED, STALE_INCARNATION, STALE_REGISTER, TOO_MANY_WORKERS.
+        Raises Refusal: BAD_FIELD, UNSUPPORTED, STALE_INCARNATION, STALE_REGISTER, WORKER_ELSEWHERE, TOO_MANY_WORKERS. The servicer
+        adds FOREIGN_EPOCH.
         """
-        self._check_registration(registration)
+        self.require_acceptable(registration, now)
         worker_id = registration.worker_id
         earlier = self._workers.get(worker_id)
-        if earlier is None and len(self._workers) >= self.limits.max_workers:
-            raise Refusal(
-                Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit: deregister one first"
-            )
         if earlier is not None:
             self._retire(earlier, SessionEnd.FENCED)
-        self._remember(registration)
+        self._incarnations.remember(registration, self._workers)
         self._last_session += 1
         config = registration.pool
         pool = BlockPool(config.num_blocks, config.block_size, self._tree)
@@ -159,6 +154,16 @@ class CacheManager:
             session.recovery = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
+
+    def require_acceptable(self, registration: Registration, now: float) -> None:
+        """Refuse what `register` would refuse now. Changes nothing. Raises Refusal as `register` does."""
+        self._check_registration(registration)
+        earlier = self._workers.get(registration.worker_id)
+        self._incarnations.require_turn(registration, earlier, now)
+        if earlier is None and len(self._workers) >= self.limits.max_workers:
+            raise Refusal(
+                Reason.TOO_MANY_WORKERS, f"{len(self._workers)} workers are registered, the limit: deregister one first"
+            )
 
     def _check_registration(self, registration: Registration) -> None:
         limits = self.limits
@@ -183,32 +188,12 @@ class CacheManager:
                 "kv_cache_config.pools",
                 f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {registration.pool.num_blocks}",
             )
-        incarnation, register_no = self._incarnations.get(registration.worker_id, (0, 0))
-        if registration.incarnation < incarnation:
-            raise Refusal(
-                Reason.STALE_INCARNATION,
-                f"worker {registration.worker_id!r} is known with a newer incarnation ({incarnation}, this one is "
-                f"{registration.incarnation}): two processes use the same worker_id, or the clock went back; stop one of them",
-            )
-        if registration.incarnation == incarnation and registration.register_no <= register_no:
-            raise Refusal(
-                Reason.STALE_REGISTER,
-                f"register_no {registration.register_no} of worker {registration.worker_id!r} was overtaken by {register_no}: "
-                "register again with a larger one",
-                metadata={"register_no": str(register_no)},
-            )
-        known = register_no if registration.incarnation == incarnation else 0
-        most = max(MAX_FIRST_REGISTER_NO, known + limits.max_numbers_skipped)
-        if registration.register_no > most:
-            raise bad_field("register_no", f"at most {most}, got {registration.register_no}: count up by one")
-
-    def _remember(self, registration: Registration) -> None:
-        known = self._incarnations
-        known[registration.worker_id] = registration.incarnation, registration.register_no
-        known.move_to_end(registration.worker_id)
-        while len(known) > max(self.limits.max_known_incarnations, self.limits.max_workers):
-            oldest = next(worker_id for worker_id in known if worker_id not in self._workers)
-            del known[oldest]
+        for name, key in (
+            ("process_key", registration.process_key),
+            ("predecessor_key", registration.predecessor_key),
+        ):
+            if len(key) > limits.max_process_key_bytes:
+                raise bad_field(name, f"at most {limits.max_process_key_bytes} bytes, got {len(key)}")
 
     def has_numbered(self, session: int) -> bool:
         """Whether this life of the manager has given a session that number, under its present epoch. Another life that had the same
@@ -358,6 +343,7 @@ class CacheManager:
         session.recovery = None  # the two refer to each other
         del self._sessions[session.number]
         del self._workers[session.worker_id]
+        self._incarnations.on_end(session)
         self._retired.append(session)
 
     def sweep(self) -> bool:

@@ -26,6 +26,7 @@ class Limits(NamedTuple):
     max_block_size: int = 1 << 16
     max_id_bytes: int = 128
     max_name_bytes: int = 256
+    max_process_key_bytes: int = 64
     max_known_incarnations: int = 4096
     max_downlink_entries: int = 8192
     """Beside these a session may have one Drain."""
@@ -99,6 +100,10 @@ class Registration(NamedTuple):
     max_model_len: int = 0
     engine: str = ""
     holds_state: bool = False
+    process_key: bytes = b""
+    """Random, of this process; never shown. Empty: it has none, and no later process can prove that it replaces it."""
+    predecessor_key: bytes = b""
+    """The process_key of the process that this one replaces, which has ended."""
 
 
 class Registered(NamedTuple):

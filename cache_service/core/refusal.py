@@ -21,6 +21,8 @@ class Reason(Enum):
     WRONG_KEY = "WRONG_KEY"
     STALE_REGISTER = "STALE_REGISTER"
     STALE_INCARNATION = "STALE_INCARNATION"
+    WORKER_ELSEWHERE = "WORKER_ELSEWHERE"
+    FOREIGN_EPOCH = "FOREIGN_EPOCH"
     STALE_CALL = "STALE_CALL"
     STALE_ATTEMPT = "STALE_ATTEMPT"
     STALE_ROUND = "STALE_ROUND"
@@ -38,7 +40,8 @@ class Refusal(Exception):
     """A request that the core turned down, having changed nothing.
 
     `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
-    `position` is the token position needed after GAP and TOKENS_DIFFER. `metadata` is what else programs may want to know, by name.
+    `position` is the token position needed after GAP and TOKENS_DIFFER. `retry_seconds` is how long to wait before asking again,
+    where the reason alone does not say it. `metadata` is what else a program may want to know, by name.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Refusal(Exception):
         *,
         field: str = "",
         position: int | None = None,
+        retry_seconds: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -55,6 +59,7 @@ class Refusal(Exception):
         self.message = message
         self.field = field
         self.position = position
+        self.retry_seconds = retry_seconds
         self.metadata = dict(metadata or {})
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from kvpool.process.address import EVERY_ADDRESS, join_host_port
@@ -39,10 +40,10 @@ class ClusterSpec:
     """Port of the manager."""
     join: str | None = None
     """host:port of a manager that runs elsewhere; none is started then."""
-    manager_arguments: tuple[str, ...] = ()
-    """Further arguments of the manager."""
     worker_arguments: tuple[str, ...] = field(default=("--model", "smollm2"))
     """Arguments of every worker."""
+    state_dir: Path | None = None
+    """Folder of the manager's state, with those of the workers in it; None: their own."""
     metrics_host: str = HOST
     metrics_port: int | None = None
     """Of the first process, the others take the next ones; None: no /metrics."""
@@ -88,7 +89,8 @@ class ClusterSpec:
         if self.join is None:
             listen = ["--host", self.host, "--port", str(self.port)]
             command = service_command(
-                MANAGER_MODULE, [*listen, *self._metrics_arguments(MANAGER_NAME), *self.manager_arguments]
+                MANAGER_MODULE,
+                [*listen, *self._metrics_arguments(MANAGER_NAME), *self._state_arguments(MANAGER_NAME)],
             )
             children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
         gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
@@ -111,8 +113,14 @@ class ClusterSpec:
         return [
             *("--manager", self.address, "--host", self.host, "--worker-id", name),
             *self._metrics_arguments(name),
+            *self._state_arguments(name),
             *self.worker_arguments,
         ]
+
+    def _state_arguments(self, name: str) -> list[str]:
+        if self.state_dir is None:
+            return []
+        return ["--state-dir", str(self.state_dir if name == MANAGER_NAME else self.state_dir / "workers" / name)]
 
     def _metrics_arguments(self, name: str) -> list[str]:
         port = dict(self._metrics_ports()).get(name)
@@ -131,27 +139,42 @@ class Cluster:
         self._supervisor = supervisor
         self._children: dict[str, ChildSpec] = {}
 
-    async def start(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
+    async def start(
+        self, on_progress: Callable[[str], None], on_event: Callable[[str], None] | None = None
+    ) -> list[cache_pb2.WorkerDescription]:
         """Start everything and wait until the manager knows all workers; returns them.
 
-        on_progress gets a line on what is being waited for. ClusterFailed as soon as a child ends; the caller's
-        supervisor then stops the others.
+        on_progress gets a line on what is being waited for. A worker that ends meanwhile is left out, and on_event gets a line for
+        it. ClusterFailed if the manager ends, or the last worker, or without on_event any child; the caller's supervisor then stops
+        the others.
         """
         self._spec.require_free_ports()
         self._children = {child.name: child for child in self._spec.children()}
         for child in self._children.values():
             await self._supervisor.start(child)
         ready = asyncio.create_task(self._wait_until_ready(on_progress))
-        died = asyncio.create_task(self.wait_for_failure())
+        exits = {asyncio.create_task(self._supervisor.wait_for_exit())}
         try:
-            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                raise died.result()
-            return ready.result()
+            while True:
+                await asyncio.wait({ready, *exits}, return_when=asyncio.FIRST_COMPLETED)
+                exit_ = exits.pop()
+                if not exit_.done():
+                    exits.add(exit_)
+                    return ready.result()
+                ended = exit_.result()
+                del self._children[ended.name]
+                if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
+                    raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
+                on_event(f"{ended}; its log above says why. The cluster goes on without it")
+                exits.add(asyncio.create_task(self._supervisor.wait_for_exit()))
         finally:
-            ready.cancel()
-            died.cancel()
-            await asyncio.gather(ready, died, return_exceptions=True)
+            for task in (ready, *exits):
+                task.cancel()
+            await asyncio.gather(ready, *exits, return_exceptions=True)
+
+    def _workers_left(self) -> set[str]:
+        """Names of the workers that have not ended."""
+        return set(self._children) - {MANAGER_NAME}
 
     async def wait_for_failure(self) -> ClusterFailed:
         """Wait until a child ends by itself, which none should."""
@@ -161,7 +184,8 @@ class Cluster:
     async def keep_alive(self, on_event: Callable[[str], None]) -> None:
         """After `start`: start again what dies, until the last worker has taken its leave (SIGTERM, `kvpool drain`).
 
-        on_event gets a line for everything of that kind. Raises ClusterFailed if a child dies again and again.
+        on_event gets a line for everything of that kind. Raises ClusterFailed if the manager dies again and again, or every worker
+        that is left.
         """
         try:
             await Keeper(self._supervisor, self._children, MANAGER_NAME, on_event).keep()
@@ -169,7 +193,6 @@ class Cluster:
             raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
 
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
-        wanted = set(self._spec.worker_names)
         async with Client(config=ClientConfig(manager=self._spec.address)) as client:
             while True:
                 try:
@@ -177,6 +200,7 @@ class Cluster:
                 except Unavailable:
                     on_progress("waiting for the manager")
                 else:
+                    wanted = self._workers_left()
                     live = {worker.worker_id for worker in workers}
                     if wanted <= live:
                         ours = (worker for worker in workers if worker.worker_id in wanted)

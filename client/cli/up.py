@@ -104,7 +104,9 @@ class UpSettings(ProcessSettings):
         default=HOST, description="Address for /metrics; --host does not change it."
     )
     state_dir: Path | None = Field(
-        default=None, description="Folder where the manager keeps its epoch. Default: the manager's."
+        default=None,
+        description="Folder where the manager keeps its epoch and, in workers/NAME, each worker its incarnation. Default: of each "
+        "its own.",
     )
 
     @field_validator("join")
@@ -168,7 +170,7 @@ class UpSettings(ProcessSettings):
             host=self.host,
             port=self.port,
             join=self.join,
-            manager_arguments=() if self.state_dir is None else ("--state-dir", str(self.state_dir)),
+            state_dir=self.state_dir,
             worker_arguments=(*arguments, *further_worker_arguments),
             metrics_host=self.metrics_host,
             metrics_port=self.metrics_port,
@@ -272,11 +274,15 @@ async def run_cluster(spec: ClusterSpec, console: Console) -> int:
 
 async def _serve(cluster: Cluster, spec: ClusterSpec, console: Console) -> KvpoolError | None:
     """Start, say how to use it, and keep it going; the result is what went wrong, None when the last worker has left."""
+
+    def tell(line: str) -> None:
+        console.print(line, style="bold", markup=False, soft_wrap=True)
+
     try:
         with console.status("starting") as progress:
-            workers = await cluster.start(lambda line: progress.update(line))
+            workers = await cluster.start(lambda line: progress.update(line), tell)
         _print_ready(workers, spec, console)
-        await cluster.keep_alive(lambda line: console.print(line, style="bold", markup=False, soft_wrap=True))
+        await cluster.keep_alive(tell)
     except KvpoolError as error:
         return error
     console.print("every worker has left", style="bold")

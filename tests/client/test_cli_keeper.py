@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from client.cli.keeper import MAX_DEATHS, GaveUp, Keeper
+from client.cli.keeper import MAX_DEATHS, GaveUp, Keeper, _Child
 from client.cli.supervisor import ChildSpec, Supervisor
 
 SLEEPER = "import time; time.sleep(600)"
@@ -52,6 +53,74 @@ async def test_a_death_is_told_and_the_child_started_again(monkeypatch: pytest.M
 async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GaveUp, match=f"manager ended with exit status 0, the {MAX_DEATHS}th time"):
         await kept(monkeypatch, child("manager", "pass"), child("a", SLEEPER))
+
+
+async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is tried on, and when it ends well at last it has left like any other. The healthy one leaves after it."""
+    monkeypatch.setattr("client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("client.cli.keeper._LONGEST_PAUSE_SECONDS", 0.01)
+    told: list[str] = []
+    go = tmp_path / "go"
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if line == "refused has left":
+            go.touch()
+
+    specs = [
+        child("manager", SLEEPER),
+        dies_first("refused", tmp_path, MAX_DEATHS + 2),
+        child("healthy", f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"),
+    ]
+    async with Supervisor(lambda name, line: None) as supervisor:
+        for spec in specs:
+            await supervisor.start(spec)
+        await Keeper(supervisor, {spec.name: spec for spec in specs}, "manager", tell).keep()
+    assert told == [
+        *["refused ended with exit status 1; starting it again"] * (MAX_DEATHS - 1),
+        *["refused ended with exit status 1; its log above says why. It dies again and again: next try in 0 s"] * 3,
+        "refused has left",
+        "healthy has left",
+    ]
+
+
+async def test_a_long_pause_of_one_child_is_none_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While the next try of the one that fails is an hour away, the other one dies, is started again, and leaves. Then nothing
+    useful is left."""
+    monkeypatch.setattr("client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    pause_seconds = _Child.pause_seconds
+
+    def pause(self: _Child) -> float:
+        return 3600.0 if self.is_failing(time.monotonic()) else pause_seconds(self)
+
+    monkeypatch.setattr(_Child, "pause_seconds", pause)
+    count, lives = tmp_path / "count", tmp_path / "lives"
+    healthy = f"""
+import os, sys, time
+while not os.path.exists({str(count)!r}) or os.stat({str(count)!r}).st_size < {MAX_DEATHS}:
+    time.sleep(0.01)
+time.sleep(0.2 if not os.path.exists({str(lives)!r}) else 0)
+open({str(lives)!r}, "a").write("x")
+sys.exit(os.stat({str(lives)!r}).st_size < 2)
+"""
+    with pytest.raises(GaveUp, match=r"the others fail|5th time"):
+        await kept(
+            monkeypatch, child("manager", SLEEPER), dies_first("refused", tmp_path, 1000), child("healthy", healthy)
+        )
+    assert lives.read_text() == "xx"
+    assert count.read_text() == "x" * MAX_DEATHS
+
+
+async def test_it_gives_up_when_all_but_the_vital_one_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        GaveUp, match=f"ended with exit status 3, the {MAX_DEATHS}th time within 60 s; its log above says why"
+    ):
+        await kept(
+            monkeypatch,
+            child("manager", SLEEPER),
+            child("a", "import sys; sys.exit(3)"),
+            child("b", "import sys; sys.exit(3)"),
+        )
 
 
 async def test_deaths_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,13 +72,18 @@ def free_ports(count: int) -> int:
             return first
 
 
+def _environment() -> dict[str, str]:
+    """State that no flag names goes where the tests' own files are."""
+    return {**os.environ, "XDG_STATE_HOME": str(Path(tempfile.gettempdir()) / f"kvpool-tests-{os.getuid()}")}
+
+
 @asynccontextmanager
 async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         *KVPOOL, "up", "--port", str(port), "--device", "cpu",
         *(() if state_dir is None else ("--state-dir", str(state_dir))), *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=_environment(),
     )  # fmt: skip
     try:
         yield Up(process, port)
@@ -157,6 +164,49 @@ async def test_what_dies_is_started_again_and_serves(tiny_model: Path, tmp_path:
         await cluster.read_until("epoch=2")
         assert (await cluster.run("generate", "Hello", "--max-tokens", "4")).strip()
         assert "every law holds" in await cluster.run("check")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert await cluster.wait() == 0
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_refused_does_not_end_the_others(tiny_model: Path, tmp_path: Path) -> None:
+    """Another process holds its state folder, as a second worker of that name would. The manager and the other worker go on,
+    and when the folder is free the worker is back."""
+    async with up(tmp_path, "--workers", "2", "--model", str(tiny_model), "--num-blocks", "64") as cluster:
+        await cluster.read_until("ready: in")
+        lock = tmp_path / "workers" / "worker-1" / "lock"
+        pid = int(lock.read_text())
+        # The one that runs keeps the lock that it has; the next one finds this.
+        lock.unlink()
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.kill(pid, signal.SIGKILL)
+            await cluster.read_until("another process runs this worker already")
+            await cluster.read_until("worker-1 ended with exit status 1; starting it again")
+            answer = json.loads(await cluster.run("generate", "Hello", "--max-tokens", "4", "--json"))
+            assert answer["worker_id"] == "worker-0"
+        finally:
+            os.close(descriptor)
+        while "worker-1" not in await cluster.run("status"):
+            await asyncio.sleep(0.2)
+        cluster.process.send_signal(signal.SIGTERM)
+        assert await cluster.wait() == 0
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_start_is_left_out(tiny_model: Path, tmp_path: Path) -> None:
+    """The cluster is ready with the other one, and says so."""
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "worker-1").write_text("no folder")
+    async with up(tmp_path, "--workers", "2", "--model", str(tiny_model), "--num-blocks", "64") as cluster:
+        await cluster.read_until(
+            "worker-1 ended with exit status 1; its log above says why. The cluster goes on without it"
+        )
+        await cluster.read_until("worker-0 serves")
+        await cluster.read_until("ready: in")
+        assert "state folder" in "".join(cluster.lines)
+        assert (await cluster.run("generate", "Hello", "--max-tokens", "4")).strip()
         cluster.process.send_signal(signal.SIGTERM)
         assert await cluster.wait() == 0
 

@@ -117,17 +117,22 @@ class Cluster:
                 "device": "cpu",
                 "dtype": "float32",
                 "cache_dir": default_cache_dir(),
+                "state_dir": self.state_dir(name),
                 **settings,
             }
             self._ports[name] = free_port()
         arguments = {**self._worker_settings[name], "port": self._ports[name]}
         return self._start(name, "kvpool.worker_service", arguments, threads)
 
-    def start_rival(self, name: str) -> tuple[Process, Process]:
-        """Start a worker of the same name and settings beside the one that runs; returns the older and the newer one.
-        From here on the name means the newer one."""
-        older = self.processes.pop(name)
-        return older, self.start_worker(name, **self._worker_settings[name])
+    def start_rival(self, name: str, **changes: Any) -> Process:
+        """Start another worker of the same name and settings, but for `changes`, next to the one that runs, which keeps its name
+        here. A process on another machine would have another `state_dir`."""
+        settings = {**self._worker_settings[name], "port": free_port(), **changes}
+        return self._start(f"{name}-rival-{len(self._all)}", "kvpool.worker_service", settings)
+
+    def state_dir(self, name: str) -> Path:
+        """The state folder of a worker."""
+        return self._folder / f"state-{name}"
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         assert name not in self.processes or self.processes[name].status is not None, f"{name} still runs"

@@ -91,6 +91,7 @@ async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> Asyn
                         "dtype": "float32",
                         "device": "cpu",
                         "cache_dir": folder / "cache",
+                        "state_dir": folder / "state-worker",
                         "block_size": 4,
                         "num_blocks": 129,
                         **settings,

@@ -25,6 +25,7 @@ from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth
 from tests.cluster.two_workers import TwoWorkers
 from tests.tiny_models import Oracle
+from worker_service import incarnation
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -246,22 +247,48 @@ async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject:
         await subject.is_served_by(frozen)
 
 
-async def test_of_two_workers_with_one_name_the_newer_stays(subject: Subject) -> None:
-    """The older one ends its streams with UNAVAILABLE, then exits with status 1 and says why."""
+async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) -> None:
+    """The second one exits with status 1 and says why, on this machine before it has loaded its model, on another one when the
+    manager has refused it for some leases. The streams of the first one go on."""
     cluster = subject.cluster
+    before = await cluster.worker("a")
     async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
-        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
-        assert victims
-        older, newer = cluster.start_rival("a")
-        errors = await ends_of(victims, 40.0)
-        assert all(isinstance(error, Unavailable) for error in errors)
-        assert await older.ended() == 1
-        assert newer.status is None
-        assert "refused this worker" in older.log
-        assert "STALE_INCARNATION" in older.log
+        own = [stream for stream in streams if await runs_on(cluster, stream, "a")]
+        assert own
+        here, elsewhere = cluster.start_rival("a"), cluster.start_rival("a", state_dir=cluster.state_dir("elsewhere"))
+        assert await here.ended() == 1
+        assert f"process {cluster.processes['a'].pid} runs this worker already" in here.log
+        assert "listening" not in here.log
+        assert await elsewhere.ended(120.0) == 1
+        assert "refused this worker" in elsewhere.log
+        assert "WORKER_ELSEWHERE" in elsewhere.log
+        assert "another --worker-id" in elsewhere.log
+        for stream in own:
+            assert (await anext(stream)).token_ids
+        after = await cluster.worker("a")
+        assert (after.incarnation, after.address) == (before.incarnation, before.address)
         for stream in streams:
             await stream.aclose()
+
+
+async def test_a_worker_returns_although_the_clock_was_set_back(subject: Subject) -> None:
+    """Its last incarnation is of a wall clock that was an hour ahead; the next one is larger, and it is taken back at once."""
+    cluster = subject.cluster
+    state = cluster.state_dir("a")
+    ahead = time.time_ns() + 3600 * 10**9
+    before = await cluster.worker("a")
+    cluster.kill("a")
+    found = incarnation._read(state)
+    assert found is not None
+    assert found[0] == before.incarnation
+    (state / "incarnation").write_bytes(incarnation._encode(ahead, found[1]))
+    cluster.start_worker("a")
+    await cluster.until_registered("a")
+    after = await cluster.worker("a")
+    assert after.incarnation == ahead + 1
+    assert after.session > before.session
+    await subject.is_served_by("a")
 
 
 async def until_it_knows_that_it_drains(worker: Process, told: int) -> None:

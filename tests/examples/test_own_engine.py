@@ -181,7 +181,7 @@ async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluste
     engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
     fenced = await until_it_generates(cluster)
     rival = registration(fenced.worker_id, 2)
-    rival.incarnation = fenced.incarnation + 1
+    rival.incarnation, rival.register_no = fenced.incarnation, 2  # as if it had registered again
     await cluster.manager_stub.Register(rival)
     assert await engine.ended() == 1
     assert re.fullmatch(r"own_engine: session 0x[0-9a-f]+ is not live: it was fenced, .*\n", engine.log), engine.log

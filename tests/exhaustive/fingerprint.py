@@ -245,13 +245,13 @@ def _chain_of(content: Content | None, held: dict[int, int]) -> Hashable:
 
 def _manager(manager: CacheManager) -> Form:
     numbers = _Numbers()
-    known = sorted(manager._incarnations.items())
-    numbers.registers += [(int(worker[1:]), *newest) for worker, newest in known]
+    known = sorted(manager._incarnations.known.items())
+    numbers.registers += [(int(worker[1:]), newest.incarnation, newest.register_no) for worker, newest in known]
     return numbers.of(
         (
             [_session(session, numbers) for session in manager.sessions],
             [_session(session, numbers) for session in manager._retired],
-            [worker for worker, _ in known],
+            [(worker, newest.process_key) for worker, newest in known],
         )
     )
 

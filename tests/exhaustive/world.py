@@ -342,6 +342,8 @@ class World:
             address="h:1",
             model_fingerprint=FINGERPRINT,
             kv_cache_config=config,
+            process_key=b"process %d" % peer.incarnation,
+            predecessor_key=b"process %d" % (peer.incarnation - 1),
             holds_state=peer.engine.cache.holds_state,
         )
 
@@ -388,6 +390,7 @@ class World:
             "STALE_SESSION",
             "STALE_REGISTER",
             "STALE_INCARNATION",
+            "WORKER_ELSEWHERE",
         ):
             raise BrokenLaw(f"an honest worker is not refused: {letter.method} was answered {reply.refusal}")
         # The transport hands an answer only to the call that waits for it.
@@ -531,9 +534,9 @@ class World:
         if letter.is_reply:
             return True
         if letter.method == "Register":
-            known = self.manager._incarnations.get(f"w{letter.worker}", (0, 0))
+            known = self.manager._incarnations.known.get(f"w{letter.worker}")
             request = request_of(letter)
-            if (request.incarnation, request.register_no) > known:
+            if known is None or (request.incarnation, request.register_no) > known[:2]:
                 return False
         elif letter.method == "KeepAlive":
             if any(s.number == request_of(letter).session for s in self.manager.sessions):

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from cache_service import codec
-from cache_service.core import updates
+from cache_service.core import incarnations, updates
 from cache_service.core.block_pool import BlockPool
 from cache_service.core.manager import CacheManager
 from cache_service.core.messages import ReportPart, Root
 from cache_service.core.recovery import Recovery
+from cache_service.epoch import MAX_EPOCH
+from cache_service.foreign_epochs import ForeignEpochs
 from cache_service.servicer import CacheServicer
 from client.gate import Gate
 from worker_service.cache import calls, uplink
@@ -114,6 +116,16 @@ def epoch_not_raised(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheServicer, "_is_foreign", lambda self, seen, registration: False)
 
 
+def newer_process_fences(patch: pytest.MonkeyPatch) -> None:
+    """A newer process takes the place of one that lives, without a proof that it has ended."""
+    patch.setattr(incarnations, "_replaces", lambda registration, known: True)
+
+
+def messages_raise_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    """Any epoch that a worker claims to have seen is outgrown."""
+    patch.setattr(ForeignEpochs, "may_outgrow", lambda self, seen, now: seen < MAX_EPOCH)
+
+
 def stale_content_kept(patch: pytest.MonkeyPatch) -> None:
     """A recycled block is still found under what it held before."""
     original = BlockPool._forget
@@ -164,6 +176,8 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (reserve_not_reported, {"one writer"}),
         (tables_not_reported, {"one writer"}),
         (epoch_not_raised, {"generations grow", "one writer", "no errors"}),
+        (newer_process_fences, {"the first stays"}),
+        (messages_raise_the_epoch, {"epochs are not spent"}),
         (stale_content_kept, {"state", "sealing", "one writer", "manager and worker agree"}),
         (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
         (gate_forgets_its_base, {"one right text", "explained errors"}),

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from cache_service.foreign_epochs import MAX_RAISE
 from tests.simulation import manager
 from tests.simulation.manager import LEASE_SECONDS
 from tests.simulation.process import Process
@@ -15,12 +17,14 @@ if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
     from tests.simulation.world import World
 
+LARGEST = (1 << 64) - 1
+
 Fault = Callable[["World", random.Random], bool]
 """Does it; False if there is nothing that it could be done to now."""
 
 
 def _worker(world: World, draw: random.Random) -> WorkerProcess | None:
-    alive = [worker for worker in world.slots.values() if not worker.is_dead]
+    alive = world.live_workers()
     return draw.choice(alive) if alive else None
 
 
@@ -55,7 +59,7 @@ def _weather(world: World, draw: random.Random, **changes: float) -> bool:
 
 
 def _machines(world: World) -> list[str]:
-    return [manager.MACHINE, *sorted({worker.machine for worker in world.slots.values()}), *world.client_names]
+    return [manager.MACHINE, *sorted(world.machines), *world.client_names]
 
 
 def _cut_one_way(world: World, draw: random.Random) -> bool:
@@ -227,18 +231,60 @@ def _client_vanishes(world: World, draw: random.Random) -> bool:
 
 
 def _rival(world: World, draw: random.Random) -> bool:
-    """Another process is started under the worker's name, elsewhere, while the first one still runs."""
+    """Another process is started under the worker's name, elsewhere, while the first one still runs. Each is started again by its
+    own supervisor, as a newer incarnation."""
     worker = _worker(world, draw)
-    if worker is None or worker.is_leaving:
+    return worker is not None and not worker.is_leaving and world.start_rival(worker)
+
+
+def _wall_clock(world: World, draw: random.Random) -> bool:
+    """A machine's wall clock is set back, and its worker crashes; its state folder is lost with it, or not."""
+    worker = _worker(world, draw)
+    if worker is None:
         return False
-    world.start_rival(worker)
+    worker.host.set_back(draw.choice([1.0, 60.0, 3600.0]))
+    if draw.random() < 0.7:
+        worker.host.lose_folder()
+    worker.crash()
+    return True
+
+
+def _state_restored(world: World, draw: random.Random) -> bool:
+    """The manager comes back with the state file of long ago, or of just now, or with none."""
+    process = world.manager
+    if process is None or process.is_dead or not hasattr(process, "core"):
+        return False
+    process.crash()
+    epoch = process.core.epoch
+    lost = draw.choice([0, 1, 2, 3, MAX_RAISE - 9, MAX_RAISE + 9, epoch])
+    world.disk.restore(encode(epoch - lost) if lost < epoch else None)
+    world.kernel.trace("FAULT", f"the state file is that of {lost} epochs ago")
+    return True
+
+
+def _made_up(world: World, draw: random.Random) -> bool:
+    """Somebody registers under the name of a worker, with all that Describe shows and numbers that are made up."""
+    worker = _worker(world, draw)
+    clients = [client for client in world.clients if not client.is_dead]
+    if worker is None or not clients or world.manager is None or not hasattr(world.manager, "core"):
+        return False
+    epoch = world.manager.core.epoch
+    for number in range(draw.randint(1, 6)):
+        request = worker.introduction()
+        request.incarnation = draw.choice([worker.incarnation, worker.incarnation + 1, LARGEST])
+        request.register_no = draw.choice([1, 50, LARGEST])
+        request.process_key = draw.choice([b"", draw.randbytes(16)])
+        request.predecessor_key = draw.choice([b"", draw.randbytes(16)])
+        request.highest_epoch_seen = draw.choice([0, epoch, epoch + 1, epoch + MAX_RAISE, MAX_FOREIGN_EPOCH, MAX_EPOCH])
+        request.holds_state = draw.random() < 0.5
+        world.kernel.after(0.3 * number, draw.choice(clients).register, request)
     return True
 
 
 def _overtaken(world: World, draw: random.Random) -> bool:
     """A worker is cut off until one of its streams has gone on elsewhere; then it comes back, or the manager forgets all and
     both report, the older attempt last or first."""
-    busy = [worker for worker in world.slots.values() if not worker.is_dead and _sequences(worker)]
+    busy = [worker for worker in world.live_workers() if _sequences(worker)]
     if not busy or world.is_watching:
         return False
     worker = draw.choice(busy)
@@ -325,5 +371,8 @@ FAULTS: dict[str, Fault] = {
     "report cut half-way": _report_cut,
     "client vanishes": _client_vanishes,
     "rival incarnation": _rival,
+    "wall clock set back": _wall_clock,
+    "state file restored": _state_restored,
+    "made-up Registers": _made_up,
     "attempt overtaken": _overtaken,
 }

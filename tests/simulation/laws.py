@@ -15,6 +15,8 @@ from cache_service.core.integrity.pools import PoolLaws
 from cache_service.core.integrity.sequences import SequenceLaws
 from cache_service.core.messages import Root
 from cache_service.core.session import Session
+from cache_service.epoch import MAX_FOREIGN_EPOCH
+from cache_service.foreign_epochs import MAX_RAISE
 from tests.simulation import tracer
 from tests.simulation.rpc import Failure, reason_in
 from worker_service.cache.ledger import BlockLedger, Content
@@ -41,6 +43,8 @@ OF_THE_CORE = (
 OF_THE_WHOLE = (
     "one writer",
     "generations grow",
+    "the first stays",
+    "epochs are not spent",
     "exact hits",
     "sealed-only sharing",
     "sealed blocks never change",
@@ -83,6 +87,13 @@ class Laws:
         self._left: set[tuple[Process, str, int]] = set()
         """Life of the manager, worker_id and incarnation of those who were told that nothing of them is left, until a newer process
         of the worker has registered."""
+        self._holders: dict[int, Process] = {}
+        """The process that each session was given to."""
+        self._fenced: list[Session] = []
+        """Sessions that a Register has ended whose answer was not looked at yet."""
+        self._newest: dict[str, int] = {}
+        """The incarnation of each worker that began its last session."""
+        self._epoch = 0
 
     def count(self, law: str) -> None:
         """A law was looked at."""
@@ -94,6 +105,10 @@ class Laws:
         """Remember what a refused call must leave as it is."""
         if server is self.world.manager and method in _SPOKEN_IN_A_SESSION:
             self._before = self._figures(server)
+
+    def on_fenced(self, session: Session) -> None:
+        """A Register ends a session."""
+        self._fenced.append(session)
 
     def _figures(self, manager: Any) -> Any:
         core = manager.core
@@ -143,12 +158,37 @@ class Laws:
             if (server, name, incarnation) in self._left:
                 world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
             self._left = {gone for gone in self._left if gone[1] != name or gone[2] >= incarnation}
+        if method == "Register":
+            self._first_stays(request, response, caller)
+            self._epochs_are_not_spent(manager)
         if method in _MUTATING:
             if method == "Allocate":
                 world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
             session = manager.core._sessions.get(request.uplink.session)
             if session is not None:
                 self.of_session(manager, session)
+
+    def _first_stays(self, request: Any, response: Any, caller: Process) -> None:
+        """A process whose session lives is fenced by itself only, or when it has ended."""
+        self.count("the first stays")
+        for session in [session for session in self._fenced if session.worker_id == request.worker_id]:
+            self._fenced.remove(session)
+            holder = self._holders.get(session.number)
+            if holder is not None and holder is not caller and not holder.is_dead:
+                self.world.fail("the first stays", f"{caller.name} has taken the place of {holder.name}, which lives")
+        self._holders[response.session] = caller
+        if request.incarnation < self._newest.get(request.worker_id, 0):
+            self.world.counts["older incarnations accepted"] += 1
+        self._newest[request.worker_id] = request.incarnation
+
+    def _epochs_are_not_spent(self, manager: Any) -> None:
+        """Whatever workers say, one life of the manager uses up few."""
+        self.count("epochs are not spent")
+        first, now = manager.first_epoch, manager.core.epoch
+        self.world.counts["epochs raised"] += first < now != self._epoch
+        self._epoch = now
+        if now > max(first, min(first + MAX_RAISE, MAX_FOREIGN_EPOCH)):
+            self.world.fail("epochs are not spent", f"{manager.name} began with epoch {first} and is at {now}")
 
     def of_session(self, manager: ManagerProcess, session: Session) -> None:
         """The laws of one session's blocks and sequences, and that its worker means the same by them."""
@@ -221,6 +261,8 @@ class Laws:
         self.count("generations grow")
         for worker in self.world.live_workers():
             if worker.cache._state.ledger is ledger:
+                if worker.granted_in is not ledger:
+                    worker.granted_in, worker.granted = ledger, {}
                 if generation <= worker.granted.get(block, 0):
                     self.world.fail(
                         "generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}"

@@ -58,6 +58,7 @@ class ManagerProcess(Process):
             tick_seconds=TICK_SECONDS,
             limits=self._limits,
         )
+        self.first_epoch = epochs.epoch
         self.kernel.trace(self.name, f"listens with epoch {epochs.epoch}")
         self.servicer = CacheServicer(
             self.core,

@@ -24,7 +24,9 @@ import worker_service.engine.engine
 import worker_service.manager_link
 import worker_service.servicer
 from cache_service import status
+from cache_service.core.manager import CacheManager
 from cache_service.core.refusal import Refusal
+from cache_service.core.session import SessionEnd
 from worker_service.cache.ledger import BlockLedger
 from worker_service.cache.link import Link
 
@@ -96,6 +98,11 @@ def installed(world: World) -> Iterator[None]:
             world.downlink[entry.WhichOneof("entry") or "none"] += 1
         return entries
 
+    def retire(core: CacheManager, session: Any, why: SessionEnd, original: Any = CacheManager._retire) -> None:
+        if why is SessionEnd.FENCED:
+            world.laws.on_fenced(session)
+        original(core, session, why)
+
     deadline_init: Any = client.deadline.Deadline.__init__
     with contextlib.ExitStack() as stack:
         for module in (
@@ -119,6 +126,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hit", accept_hit))
         stack.enter_context(mock.patch.object(Link, "new_entries", new_entries))
+        stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
         before = deadline_init.__defaults__
         deadline_init.__defaults__ = (_loop_time,)
         was_enabled = gc.isenabled()

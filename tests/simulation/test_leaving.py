@@ -10,8 +10,8 @@ import pytest
 
 from cache_service.core.session import SessionEnd
 from tests.simulation import manager, patches
+from tests.simulation.machine import Machine
 from tests.simulation.rpc import Call
-from tests.simulation.worker import WorkerProcess
 from tests.simulation.world import World
 
 
@@ -26,8 +26,10 @@ class _Leaving:
         world.bus.rules.append(self._hold)
         world.bus.machines[manager.ADDRESS] = manager.MACHINE
         world._start_manager()
-        world._start_worker(world.plans[0], "w0")
-        self.worker: WorkerProcess = world.slots["w0"]
+        plan = world.plans[0]
+        machine = world.machines[plan.worker_id] = Machine(plan.worker_id, plan, world.kernel)
+        world._start_worker(machine)
+        (self.worker,) = world.live_workers()
 
     def _hold(self, kind: str, call: Call) -> bool:
         if kind != "request" or call.method != "Register" or self.held:

@@ -73,9 +73,9 @@ def test_broken_code_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Each of these mistakes breaks one of the laws that are about it, within some seeds."""
     breaks, laws = BREAKS[name]
     breaks(monkeypatch)
-    for seed in range(1, 201):
+    for seed in range(1, NUM_SEEDS + 1):
         violation = World(seed).run().violation
         if violation is not None:
             assert violation.law in laws, violation
             return
-    pytest.fail("200 seeds have found nothing")
+    pytest.fail(f"{NUM_SEEDS} seeds have found nothing")

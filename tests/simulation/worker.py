@@ -10,9 +10,11 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_
 
 from tests.simulation import manager, tracer
 from tests.simulation.gpu import Gpu
+from tests.simulation.machine import Machine
 from tests.simulation.process import Process
 from tests.simulation.rpc import Channel, Methods
 from worker_service.cache.engine_cache import EngineCache
+from worker_service.cache.ledger import BlockLedger
 from worker_service.cache.sequence import SequenceState
 from worker_service.cache.settings import CacheSettings
 from worker_service.engine.engine import Engine, EngineSettings
@@ -49,15 +51,20 @@ class WorkerPlan:
 class WorkerProcess(Process):
     """One life of a worker, from loading to the end."""
 
-    def __init__(self, world: World, plan: WorkerPlan, incarnation: int, machine: str, number: int) -> None:
-        super().__init__(world, f"{machine}.{number}", machine)
-        self.plan = plan
-        self.incarnation = incarnation
-        self.address = f"{machine}:1"
+    def __init__(self, world: World, host: Machine) -> None:
+        identity = host.begin_process()
+        super().__init__(world, f"{host.name}.{host.num_processes}", host.name)
+        self.host = host
+        self.plan = plan = host.plan
+        self.identity = identity
+        self.incarnation = identity.incarnation
+        self.address = f"{host.name}:1"
         self.is_leaving = False
         self.was_refused = False
         self.granted: dict[int, int] = {}
-        """The largest generation that this process has accepted of each block."""
+        """The largest generation that this process has accepted of each block since its books were last empty."""
+        self.granted_in: BlockLedger | None = None
+        """Those books."""
         settings = CacheSettings(
             block_size=BLOCK_SIZE,
             num_blocks=plan.num_blocks,
@@ -98,16 +105,19 @@ class WorkerProcess(Process):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.engine, facts, {}), methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.link = ManagerLink(
-            manager.ADDRESS, self._introduction(), self.engine, self._on_session, clock=self.loop.clock.now
+            manager.ADDRESS, self.introduction(), self.engine, self._on_session, clock=self.loop.clock.now
         )
 
-    def _introduction(self) -> cache_pb2.RegisterRequest:
+    def introduction(self) -> cache_pb2.RegisterRequest:
+        """What it says of itself in each Register."""
         config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
         config.groups.add(group=0).full_attention.SetInParent()
         config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=self.plan.num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
             incarnation=self.incarnation,
+            process_key=self.identity.process_key,
+            predecessor_key=self.identity.predecessor_key,
             address=self.address,
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
@@ -160,9 +170,10 @@ class WorkerProcess(Process):
         await self.engine.drain_asked.wait()
 
     def _is_refusal(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the manager knows a newer process of this worker: then this one has to end."""
+        """Whether the manager knows another process of this worker, which lives: then this one has to end."""
         error = None if task.cancelled() else task.exception()
         self.was_refused = isinstance(error, RegistrationRefused)
+        self.world.counts["workers that gave up"] += self.was_refused
         return self.was_refused
 
     def _exit(self) -> None:

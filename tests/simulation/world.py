@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cache_service.core.messages import Limits
+from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
 from tests.simulation import manager, patches, tracer
 from tests.simulation.bus import Bus
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
@@ -15,6 +16,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.faults import FAULTS
 from tests.simulation.kernel import Kernel
 from tests.simulation.laws import Laws
+from tests.simulation.machine import Machine
 from tests.simulation.manager import ManagerProcess
 from tests.simulation.process import Process
 from tests.simulation.rpc import StreamCall
@@ -27,6 +29,8 @@ ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
 MAX_EVENTS = 200_000
+FIRST_EPOCHS = (0, 0, 0, 6, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 3, MAX_FOREIGN_EPOCH + 9, MAX_EPOCH - 100)
+"""That the state file holds at the beginning; 0: there is none. A run takes some dozens."""
 
 
 class Violation(NamedTuple):
@@ -77,16 +81,15 @@ class World:
         self.laws = Laws(self)
         self.disk = Disk(self.kernel.random("disk"))
         self.manager: ManagerProcess | None = None
-        self.slots: dict[str, WorkerProcess] = {}
-        """The newest process of each worker."""
+        self.machines: dict[str, Machine] = {}
+        """Of workers, by name; a rival process of a worker has one of its own."""
         self.clients: list[ClientProcess] = []
         self.is_watching = False
         """A fault waits for its moment."""
         self._draw = self.kernel.random("world")
         self._processes: list[Process] = []
         self._num_managers = 0
-        self._incarnations = 0
-        self._machine_numbers: Counter[str] = Counter()
+        self._is_healed = False
         self._is_over = False
         self._num_ended = 0
         self._right: dict[int, tuple[list[int], bool]] = {}
@@ -225,30 +228,29 @@ class World:
                 self.cases[case.value] += count
             process.core.reconciled.clear()
 
-    def _start_worker(self, plan: WorkerPlan, machine: str) -> None:
-        self._incarnations += 1
-        self._machine_numbers[machine] += 1
-        worker = WorkerProcess(self, plan, self._incarnations, machine, self._machine_numbers[machine])
+    def _start_worker(self, machine: Machine) -> None:
+        worker = WorkerProcess(self, machine)
         self._processes.append(worker)
-        self.slots[plan.worker_id] = worker
         worker.boot()
 
-    def start_rival(self, worker: WorkerProcess) -> None:
-        """A newer process of the same worker, on another machine."""
-        machine = f"{worker.plan.worker_id}{'' if worker.machine.endswith('b') else 'b'}"
-        if f"{machine}:1" in self.bus.endpoints:
-            machine += "b"
-        self._start_worker(worker.plan, machine)
+    def start_rival(self, worker: WorkerProcess) -> bool:
+        """A newer process of the same worker on another machine, which starts it again like any other. False if there is one."""
+        name = f"{worker.plan.worker_id}b"
+        if name in self.machines:
+            return False
+        self.machines[name] = machine = Machine(name, worker.plan, self.kernel)
+        self._start_worker(machine)
+        return True
 
     def on_worker_death(self, worker: WorkerProcess) -> None:
-        """It is started again after a while, unless another process has taken its place."""
-        if not self._is_over and self.slots[worker.plan.worker_id] is worker:
-            seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 4.0)])
-            self.kernel.after(seconds, self._start_again, worker)
-
-    def _start_again(self, worker: WorkerProcess) -> None:
-        if self.slots[worker.plan.worker_id] is worker:
-            self._start_worker(worker.plan, worker.machine)
+        """It is started again after a while. When all has healed, the operator stops the machine whose process is not taken."""
+        if self._is_over:
+            return
+        if self._is_healed and worker.was_refused:
+            worker.host.is_given_up = True
+            return
+        seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 4.0)])
+        self.kernel.after(seconds, self._start_worker, worker.host)
 
     # -- the run
 
@@ -288,9 +290,13 @@ class World:
     def _begin(self) -> None:
         kernel, draw = self.kernel, self._draw
         self.bus.machines[manager.ADDRESS] = manager.MACHINE
+        epoch = kernel.random("epoch").choice(FIRST_EPOCHS)
+        if epoch:
+            self.disk.restore(encode(epoch))
         self._start_manager()
         for plan in self.plans:
-            self._start_worker(plan, plan.worker_id)
+            self.machines[plan.worker_id] = machine = Machine(plan.worker_id, plan, kernel)
+            self._start_worker(machine)
         for name in self.client_names:
             client = ClientProcess(self, name)
             self.clients.append(client)
@@ -341,6 +347,7 @@ class World:
         self.kernel.trace("FAULT", "everything heals")
         self.bus.heal_all()
         self.is_watching = False
+        self._is_healed = True
         self.disk.lies = False
         self.disk.operations_left = None
         for process in self._processes:

@@ -171,9 +171,9 @@ class EngineCache:
         """The session is over. Sequences live on and decode out of the reserve; the next session begins with a report."""
         self._state.lose_session(why)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, is_defect: bool = True) -> None:
         """What is held here cannot be made known to the manager; the engine is told by an event."""
-        self._state.give_up(why)
+        self._state.give_up(why, is_defect=is_defect)
 
     def reset(self) -> None:
         """Forget all blocks. Only when no step is running and no stream lives."""

@@ -46,6 +46,8 @@ class GivenUp(NamedTuple):
     """What is held here cannot be kept: end all streams, then `reset`."""
 
     why: str
+    is_defect: bool = True
+    """The manager and this worker contradict each other, which should not happen; else the manager has lost its state."""
 
 
 Event = Granted | Refused | Stopped | DrainAsked | SessionLost | GivenUp

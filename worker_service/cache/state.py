@@ -83,12 +83,12 @@ class CacheState:
         self.ending.remove(sequence)
         self.end(sequence)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, is_defect: bool = True) -> None:
         """Nothing that is held here can be kept; the engine is told by an event."""
         self.link = None
         if not self.is_given_up:
             self.is_given_up = True
-            self.events.append(events.GivenUp(why))
+            self.events.append(events.GivenUp(why, is_defect))
 
     def open_link(self) -> Link | None:
         """The link of the open session, if its report is in."""

@@ -339,7 +339,7 @@ class Engine:
                 # Nothing is lost with it: what runs goes on, and the next session is told.
                 log.info("session ended", why=event.why, num_running=self.scheduler.num_running)
             else:
-                self._forget_everything(event.why)
+                self._forget_everything(event)
 
     def _on_granted(self, sequence: CacheSequence) -> None:
         self.scheduler.on_granted(sequence)
@@ -347,12 +347,12 @@ class Engine:
         if request is not None and request.sequence is sequence:
             self.stats.on_granted(request, self._clock())
 
-    def _forget_everything(self, why: str) -> None:
+    def _forget_everything(self, event: events.GivenUp) -> None:
         """No step is running here: end all streams, forget all blocks; the edge then registers again."""
-        log.error(
-            "all blocks are given up", why=why, num_requests=self.scheduler.num_running + self.scheduler.num_waiting
-        )
-        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker has to give up its blocks: {why}"))
+        num_requests = self.scheduler.num_running + self.scheduler.num_waiting
+        tell = log.error if event.is_defect else log.warning
+        tell("all blocks are given up", why=event.why, num_requests=num_requests)
+        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker has to give up its blocks: {event.why}"))
         self.cache.reset()
         self.changed_for_link.set()
 

@@ -15,9 +15,12 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
-    generation, register_no, incarnation                          STALE_GENERATION, STALE_INCARNATION,
+    generation, register_no                                       STALE_GENERATION,
                                                                   STALE_REGISTER (metadata "register_no")
   the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
+  an older process of the worker             FAILED_PRECONDITION  STALE_INCARNATION (metadata "incarnation"; + RetryInfo)
+  another process of the worker lives        ALREADY_EXISTS       WORKER_ELSEWHERE (+ RetryInfo)
+  blocks of an epoch that is not outgrown    FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
@@ -264,16 +267,22 @@ class RegisterRequest(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     LAST_SESSION_FIELD_NUMBER: _builtins.int
+    PROCESS_KEY_FIELD_NUMBER: _builtins.int
+    PREDECESSOR_KEY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, unique in the cluster, the same over restarts. 1 to 128 bytes."""
     incarnation: _builtins.int
-    """One life of the worker's process: its start time in ns, so larger is newer. A newer incarnation fences older ones."""
+    """One life of the worker's process: larger than that of any earlier one. The larger one of the start time in ns and the
+    last incarnation + 1 will do.
+    """
     register_no: _builtins.int
     """Counts the Registers of this incarnation, from 1. Not larger than the last one seen: STALE_REGISTER, which names that
     one. At most 2^63, or 1,048,576 above the last one seen if that is more.
     """
     highest_epoch_seen: _builtins.int
-    """Highest manager epoch that this worker has seen; the manager's is raised above it."""
+    """Highest epoch of a manager that this process has seen since its books were last empty; 0 if none. Where the manager's own
+    epoch is not larger it is raised, within bounds; beyond them the worker is told to drop its blocks (FOREIGN_EPOCH).
+    """
     address: _builtins.str
     """host:port where clients reach the worker's WorkerService."""
     model_name: _builtins.str
@@ -289,6 +298,12 @@ class RegisterRequest(_message.Message):
     last_session: _builtins.int
     """Session that this process was answered last, 0 at first. An epoch as large as the manager's own that is not from a session of
     its own is from another life, whose disk was lost: it is outgrown like a larger one.
+    """
+    process_key: _builtins.bytes
+    """Random, at most 64 bytes, the same for the life of this process; never shown. Empty: none."""
+    predecessor_key: _builtins.bytes
+    """process_key of the process that this one replaces and that has ended, as a lock on the worker's state folder proves.
+    If that process has a session, it is fenced at once. Empty: none is known to have ended.
     """
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
@@ -307,10 +322,12 @@ class RegisterRequest(_message.Message):
         max_model_len: _builtins.int = ...,
         engine: _builtins.str = ...,
         last_session: _builtins.int = ...,
+        process_key: _builtins.bytes = ...,
+        predecessor_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "last_session", b"last_session", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "last_session", b"last_session", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "predecessor_key", b"predecessor_key", "process_key", b"process_key", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,8 +100,9 @@ class CacheServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """A worker begins a session. Fences every earlier session of the same worker_id. Not idempotent, safe to repeat with
-        a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
+        """A worker begins a session. Fences the earlier session of the same process, and that of the process which this one
+        replaces (predecessor_key); while another process of the worker_id has a session, the call is refused. Not idempotent,
+        safe to repeat with a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

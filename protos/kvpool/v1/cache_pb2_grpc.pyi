@@ -15,9 +15,12 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
-    generation, register_no, incarnation                          STALE_GENERATION, STALE_INCARNATION,
+    generation, register_no                                       STALE_GENERATION,
                                                                   STALE_REGISTER (metadata "register_no")
   the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
+  an older process of the worker             FAILED_PRECONDITION  STALE_INCARNATION (metadata "incarnation"; + RetryInfo)
+  another process of the worker lives        ALREADY_EXISTS       WORKER_ELSEWHERE (+ RetryInfo)
+  blocks of an epoch that is not outgrown    FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
@@ -46,8 +49,9 @@ GRPC_VERSION: str
 class CacheServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_cache_pb2.RegisterRequest, _cache_pb2.RegisterResponse]
-    """A worker begins a session. Fences every earlier session of the same worker_id. Not idempotent, safe to repeat with
-    a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
+    """A worker begins a session. Fences the earlier session of the same process, and that of the process which this one
+    replaces (predecessor_key); while another process of the worker_id has a session, the call is refused. Not idempotent,
+    safe to repeat with a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
     """
     Report: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReportRequest, _cache_pb2.ReportResponse]
     """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
@@ -92,8 +96,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.RegisterRequest,
         context: _aio.ServicerContext[_cache_pb2.RegisterRequest, _abc.Awaitable[_cache_pb2.RegisterResponse]],
     ) -> _abc.Awaitable[_cache_pb2.RegisterResponse]:
-        """A worker begins a session. Fences every earlier session of the same worker_id. Not idempotent, safe to repeat with
-        a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
+        """A worker begins a session. Fences the earlier session of the same process, and that of the process which this one
+        replaces (predecessor_key); while another process of the worker_id has a session, the call is refused. Not idempotent,
+        safe to repeat with a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
         """
 
     @_abc_1.abstractmethod

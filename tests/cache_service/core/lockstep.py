@@ -58,7 +58,7 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 def registration(
     worker_id: str = "w1", *, num_blocks: int = 9, block_size: int = 4, incarnation: int = 1, register_no: int = 1
 ) -> Registration:
-    """A well-formed introduction."""
+    """A well-formed introduction, of a process that has no proof that an earlier one has ended."""
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -67,6 +67,18 @@ def registration(
         model_name="a model",
         model_fingerprint=FINGERPRINT,
         pool=PoolConfig(block_size, num_blocks),
+        process_key=b"process %d" % incarnation,
+    )
+
+
+def successor(registration: Registration) -> Registration:
+    """The introduction of the next process of the worker, which proves that the one before it has ended."""
+    incarnation = registration.incarnation + 1
+    return registration._replace(
+        incarnation=incarnation,
+        register_no=1,
+        process_key=b"process %d" % incarnation,
+        predecessor_key=registration.process_key,
     )
 
 

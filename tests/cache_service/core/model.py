@@ -209,7 +209,10 @@ class Model:
         self.tick_seconds = tick_seconds
         self.limits = limits
         self.sessions: list[ModelSession] = []
-        self.newest: dict[str, tuple[int, int]] = {}
+        self.newest: dict[str, Registration] = {}
+        """The last one of each worker that was taken."""
+        self.forgets_at: dict[str, float] = {}
+        """When an older process of a worker without a session is taken again."""
         self.last_tick: float | None = None
 
     # -- sessions
@@ -223,13 +226,21 @@ class Model:
 
     def register(self, registration: Registration, number: int, now: float) -> None:
         """Begin session `number`; the worker's earlier one ends."""
-        incarnation, register_no = self.newest.get(registration.worker_id, (0, 0))
-        if registration.incarnation < incarnation:
-            raise Refused(Reason.STALE_INCARNATION)
-        if registration.incarnation == incarnation and registration.register_no <= register_no:
-            raise Refused(Reason.STALE_REGISTER)
-        self.newest[registration.worker_id] = registration.incarnation, registration.register_no
-        self.sessions = [s for s in self.sessions if s.registration.worker_id != registration.worker_id]
+        worker_id = registration.worker_id
+        newest = self.newest.get(worker_id)
+        lives = any(session.registration.worker_id == worker_id for session in self.sessions)
+        if newest is not None:
+            same_process = newest.process_key == registration.process_key
+            if registration.incarnation > newest.incarnation:
+                if lives and registration.predecessor_key != newest.process_key:
+                    raise Refused(Reason.WORKER_ELSEWHERE)
+            elif registration.incarnation == newest.incarnation and same_process:
+                if registration.register_no <= newest.register_no:
+                    raise Refused(Reason.STALE_REGISTER)
+            elif lives or now < self.forgets_at[worker_id]:
+                raise Refused(Reason.STALE_INCARNATION)
+        self.newest[worker_id] = registration
+        self._end([s for s in self.sessions if s.registration.worker_id == worker_id])
         blocks = range(1, registration.pool.num_blocks)
         self.sessions.append(
             ModelSession(number, registration, now + self.lease_seconds, list(blocks), dict.fromkeys(blocks, 0))
@@ -237,7 +248,12 @@ class Model:
 
     def deregister(self, number: int) -> None:
         """End a session, if it lives."""
-        self.sessions = [session for session in self.sessions if session.number != number]
+        self._end([session for session in self.sessions if session.number == number])
+
+    def _end(self, sessions: list[ModelSession]) -> None:
+        for session in sessions:
+            self.sessions.remove(session)
+            self.forgets_at[session.registration.worker_id] = session.lease_end + self.lease_seconds
 
     def keep_alive(self, number: int, downlink_ack: int, now: float) -> None:
         """Renew a lease."""
@@ -254,9 +270,9 @@ class Model:
             for session in self.sessions:
                 session.lease_end = min(session.lease_end + stood_still, now + self.lease_seconds)
         self.last_tick = now
-        expired = [session.number for session in self.sessions if session.lease_end <= now]
-        self.sessions = [session for session in self.sessions if session.number not in expired]
-        return expired
+        expired = [session for session in self.sessions if session.lease_end <= now]
+        self._end(expired)
+        return [session.number for session in expired]
 
     # -- the link
 

@@ -8,7 +8,7 @@ from cache_service.core.manager import CacheManager
 from cache_service.core.messages import AllocateItem, Limits, Uplink, WorkerLoad
 from cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import key, registration, snapshot, token_bytes
+from tests.cache_service.core.lockstep import key, registration, snapshot, successor, token_bytes
 from tests.cache_service.core.model import Refused
 
 LEASE = 6.0
@@ -23,10 +23,21 @@ class Clockwork:
         self.now = 100.0
         self.manager.tick(self.now)
 
-    def register(self, worker_id: str = "w1", *, incarnation: int = 1, register_no: int = 1) -> int:
-        """Begin a session."""
+    def register(self, worker_id: str = "w1", *, incarnation: int = 1, register_no: int = 1, replaces: int = 0) -> int:
+        """Begin a session. `replaces`: the incarnation of a process that has ended, as this one proves."""
         introduction = registration(worker_id, incarnation=incarnation, register_no=register_no)
+        if replaces:
+            earlier = registration(worker_id, incarnation=replaces)
+            introduction = introduction._replace(predecessor_key=earlier.process_key)
         return self.manager.register(introduction, self.now).session
+
+    def refused(self, *, incarnation: int, **more: int) -> Refusal:
+        """The refusal of a Register, which has changed nothing."""
+        before = snapshot(self.manager)
+        with pytest.raises(Refusal) as caught:
+            self.register(incarnation=incarnation, **more)  # type: ignore[arg-type]
+        assert snapshot(self.manager) == before
+        return caught.value
 
     def run(self, seconds: float) -> list[str]:
         """Tick as planned; returns the workers that expired."""
@@ -146,7 +157,7 @@ def test_registering_again_fences_the_earlier_session() -> None:
     clock = Clockwork()
     first = clock.register()
     second = clock.register(register_no=2)
-    third = clock.register(incarnation=2, register_no=1)
+    third = clock.register(incarnation=2, register_no=1, replaces=1)
     assert first < second < third
     for stale in (first, second):
         with pytest.raises(Refusal) as caught:
@@ -165,7 +176,7 @@ def test_registering_again_fences_the_earlier_session() -> None:
     ],
 )
 def test_an_older_registration_is_refused(incarnation: int, register_no: int, reason: Reason) -> None:
-    """While a newer incarnation or register_no is known, a straggler changes nothing, also after the newer one has left."""
+    """While a newer incarnation or register_no is known, a straggler changes nothing, also when the newer one has just left."""
     clock = Clockwork()
     session = clock.register(incarnation=5, register_no=3)
     for _ in range(2):
@@ -182,8 +193,109 @@ def test_a_newer_incarnation_may_count_its_registers_anew() -> None:
     """register_no orders the registrations of one process only."""
     clock = Clockwork()
     clock.register(incarnation=5, register_no=30)
-    clock.register(incarnation=6, register_no=1)
+    clock.register(incarnation=6, register_no=1, replaces=5)
     assert clock.live == ["w1"]
+
+
+def test_of_two_processes_the_first_stays_while_it_lives() -> None:
+    """A newer one that cannot show that it replaces the first is refused, whatever key it makes up, and told when to ask again."""
+    clock = Clockwork()
+    first = clock.register(incarnation=5)
+    for seconds in (0.0, 4.0):
+        clock.run(seconds)
+        for replaces in (0, 4, 6):
+            refusal = clock.refused(incarnation=(1 << 64) - 1, replaces=replaces)
+            assert refusal.reason is Reason.WORKER_ELSEWHERE
+            assert refusal.retry_seconds == LEASE - seconds
+            assert "--worker-id" in refusal.message
+    clock.keep_alive(first)
+    clock.run(LEASE - TICK)
+    assert clock.refused(incarnation=6).reason is Reason.WORKER_ELSEWHERE
+    clock.run(TICK)
+    clock.register(incarnation=6)
+
+
+def test_without_a_process_key_nobody_proves_anything() -> None:
+    """An engine of another make that names no key: an empty predecessor_key is not the key of an empty one."""
+    manager = CacheManager(1, lease_seconds=LEASE)
+    manager.register(registration()._replace(process_key=b""), 0.0)
+    with pytest.raises(Refusal) as caught:
+        manager.register(registration(incarnation=2)._replace(process_key=b""), 0.0)
+    assert caught.value.reason is Reason.WORKER_ELSEWHERE
+    manager.register(registration(register_no=2)._replace(process_key=b""), 0.0)
+
+
+def test_another_process_with_the_same_incarnation_is_another_process() -> None:
+    """Whoever reads an incarnation in Describe cannot speak for its process, not even with the largest register_no."""
+    clock = Clockwork()
+    clock.register(incarnation=5)
+    stranger = registration(incarnation=5, register_no=(1 << 64) - 1)._replace(process_key=b"another")
+    with pytest.raises(Refusal) as caught:
+        clock.manager.register(stranger, clock.now)
+    assert caught.value.reason is Reason.STALE_INCARNATION
+    clock.register(incarnation=5, register_no=2)
+
+
+@pytest.mark.parametrize("how", ["expired", "deregistered"])
+def test_an_older_incarnation_is_accepted_a_lease_after_the_end_of_the_newer(how: str) -> None:
+    """The largest incarnation there is does not lock a worker out: 2**64 - 1 was made up, or the clock was set back."""
+    clock = Clockwork()
+    newer = clock.register(incarnation=(1 << 64) - 1)
+    refusal = clock.refused(incarnation=7)
+    assert refusal.reason is Reason.STALE_INCARNATION
+    assert refusal.retry_seconds == 2 * LEASE
+    assert refusal.metadata == {"incarnation": str((1 << 64) - 1)}
+    assert "restart the manager" in refusal.message
+    if how == "expired":
+        assert clock.run(LEASE) == ["w1"]
+    else:
+        clock.run(TICK)
+        clock.manager.deregister(newer)
+    while clock.now < 100.0 + 2 * LEASE:
+        refusal = clock.refused(incarnation=7)
+        assert refusal.reason is Reason.STALE_INCARNATION
+        assert refusal.retry_seconds == 100.0 + 2 * LEASE - clock.now
+        clock.run(TICK)
+    clock.register(incarnation=7)
+    assert clock.refused(incarnation=(1 << 64) - 1, replaces=6).reason is Reason.WORKER_ELSEWHERE
+
+
+def test_a_manager_that_stood_still_gives_no_live_worker_s_place_away() -> None:
+    """The Registers of others are read before the tick that would lengthen the lease."""
+    clock = Clockwork()
+    session = clock.register(incarnation=5)
+    clock.now += 100 * LEASE
+    assert clock.refused(incarnation=4).reason is Reason.STALE_INCARNATION
+    assert clock.refused(incarnation=6).reason is Reason.WORKER_ELSEWHERE
+    assert clock.refused(incarnation=6).retry_seconds == 0.0
+    clock.keep_alive(session)
+
+
+def test_what_the_newer_process_still_has_under_way_does_nothing_when_the_older_one_has_returned() -> None:
+    """Its calls name a session that has ended; its Register waits for the older one's end."""
+    clock = Clockwork()
+    newer = clock.register(incarnation=9)
+    clock.run(2 * LEASE)
+    older = clock.register(incarnation=7)
+    before = snapshot(clock.manager)
+    with pytest.raises(Refusal) as caught:
+        clock.manager.allocate(Uplink(newer, 1), [AllocateItem(key("s"), ROOT, token_bytes([1]))])
+    assert caught.value.reason is Reason.STALE_SESSION
+    assert clock.refused(incarnation=9, register_no=2).reason is Reason.WORKER_ELSEWHERE
+    clock.manager.deregister(newer)
+    assert snapshot(clock.manager) == before
+    clock.keep_alive(older)
+
+
+def test_a_process_that_replaces_another_is_taken_at_once() -> None:
+    """It has the key of the one before it from the state folder, whose lock that one held to its end. Once only: a copy of the
+    folder, on a machine that is a clone, proves nothing of the process that came after."""
+    clock = Clockwork()
+    clock.register(incarnation=5)
+    clock.register(incarnation=6, replaces=5)
+    assert clock.refused(incarnation=7, replaces=5).reason is Reason.WORKER_ELSEWHERE
+    fourth = successor(registration(incarnation=6))
+    clock.manager.register(fourth, clock.now)
 
 
 def test_deregister_is_idempotent() -> None:

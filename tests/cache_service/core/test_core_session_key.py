@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_service.core.manager import MAX_FIRST_REGISTER_NO, CacheManager
+from cache_service.core.incarnations import MAX_FIRST_REGISTER_NO
+from cache_service.core.manager import CacheManager
 from cache_service.core.messages import Limits, ReportPart, Uplink, WorkerLoad
 from cache_service.core.refusal import Reason, Refusal
 from cache_service.core.session import SessionEnd
@@ -123,5 +124,5 @@ def test_a_restarted_manager_takes_the_register_no_of_a_worker_that_has_tried_fo
     furthest = MAX_FIRST_REGISTER_NO + Limits().max_numbers_skipped
     assert refused(lambda: manager.register(registration(register_no=furthest + 1), 0.0)).field == "register_no"
     manager.register(registration(register_no=furthest), 0.0)
-    manager.register(registration(register_no=furthest + 1), 0.0)
+    manager.deregister(manager.register(registration(register_no=furthest + 1), 0.0).session)
     manager.register(registration(incarnation=2, register_no=1), 0.0)

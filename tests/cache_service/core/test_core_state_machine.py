@@ -41,6 +41,7 @@ from tests.cache_service.core.lockstep import (
     Memory,
     registration,
     snapshot,
+    successor,
     token_bytes,
 )
 from tests.cache_service.core.model import Refused
@@ -580,7 +581,7 @@ class ManagerMachine(RuleBasedStateMachine):
         worker = self._worker(who)
         old = worker.registration
         if kind == "process":
-            self._register(worker, old._replace(incarnation=old.incarnation + 1, register_no=1))
+            self._register(worker, successor(old))
         elif kind == "link":
             self._register(worker, old._replace(register_no=old.register_no + 1))
         elif kind == "deregister":
@@ -594,12 +595,21 @@ class ManagerMachine(RuleBasedStateMachine):
             self.lockstep.manager.raise_epoch(self.lockstep.epoch)
 
     def register_late(self, who: int, back: int) -> None:
-        """A Register that was overtaken, or one of an older process, changes nothing while the newer one is known."""
-        introduction = self._worker(who).registration
+        """A Register that was overtaken, or one of an older process. It changes nothing while a newer process is known; after that
+        the older one is the worker."""
+        worker = self._worker(who)
+        introduction = worker.registration
         if introduction.worker_id not in self.lockstep.model.newest:
             return
-        result = self.lockstep.register(introduction._replace(incarnation=introduction.incarnation - back))
-        assert isinstance(result, Refused)
+        late = introduction._replace(incarnation=introduction.incarnation - back)
+        if back:
+            late = late._replace(process_key=b"process %d" % late.incarnation, predecessor_key=b"")
+        lives = any(session.registration == introduction for session in self.lockstep.model.sessions)
+        result = self.lockstep.register(late)
+        assert isinstance(result, Refused) or (back and not lives)
+        if not isinstance(result, Refused):
+            worker.forget()
+            worker.registration, worker.session = late, result
 
     def tick(self, seconds: float) -> None:
         self.lockstep.now += seconds

@@ -61,6 +61,7 @@ def registration(worker_id: str = "w", *, num_blocks: int = 17, register_no: int
         worker_id=worker_id,
         incarnation=1,
         register_no=register_no,
+        process_key=b"first",
         address="127.0.0.1:1",
         model_name="tiny",
         model_fingerprint=FINGERPRINT,

@@ -280,6 +280,8 @@ async def test_an_order_to_drain_outlives_the_session_but_not_the_process(stub: 
     (entry,) = (await worker.keep_alive()).downlink.entries
     assert entry.drain.grace_ms == 1500
     worker.request.incarnation += 1
+    worker.request.predecessor_key = worker.request.process_key
+    worker.request.process_key = b"successor"
     await worker.register()
     assert not (await worker.keep_alive()).downlink.entries
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))

@@ -1,0 +1,159 @@
+"""A worker whose Register is refused: it waits where that helps, gives up where it does not, and drops its blocks when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from kvpool.v1 import cache_pb2
+
+from cache_service import codec
+from cache_service.core.manager import CacheManager
+from cache_service.core.messages import WorkerLoad
+from cache_service.core.refusal import Reason, Refusal
+from tests.worker_service.test_engine_recovery import until
+from tests.worker_service.tracer import expected_text
+from tests.worker_service.world import Wire, World, read
+from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.manager_link import RegistrationRefused
+from worker_service.patience import POLL_SECONDS, Patience
+
+LEASE_SECONDS = 0.4
+
+
+# -- patience
+
+
+def test_it_asks_often_and_gives_up_after_three_times_the_longest_wait() -> None:
+    """Every second, since the other process may leave before its lease ends."""
+    patience = Patience()
+    pauses = [patience.pause(6.0, float(second)) for second in range(18)]
+    assert pauses == [POLL_SECONDS] * 18
+    assert patience.pause(6.0, 18.0) is None
+
+
+def test_a_short_wait_is_kept_and_none_is_a_busy_loop() -> None:
+    patience = Patience()
+    assert [patience.pause(wait, 0.0) for wait in (0.5, 0.0, 2.0)] == [0.5, 0.2, POLL_SECONDS]
+
+
+def test_a_longer_wait_is_more_patience() -> None:
+    """The other process is newer: first its lease has to end, then a lease after that."""
+    patience = Patience()
+    assert patience.pause(1.0, 0.0) is not None
+    assert patience.pause(12.0, 2.9) is not None
+    assert patience.pause(5.0, 35.9) is not None
+    assert patience.pause(5.0, 36.0) is None
+
+
+def test_another_answer_in_between_begins_it_anew() -> None:
+    patience = Patience()
+    assert not patience.is_tried
+    patience.pause(6.0, 0.0)
+    assert patience.is_tried
+    patience.restore()
+    assert not patience.is_tried
+    assert patience.pause(6.0, 100.0) is not None
+
+
+# -- over the manager's core
+
+
+@contextlib.asynccontextmanager
+async def with_another_process(world: World, *, is_alive: bool, incarnation: int) -> AsyncIterator[int]:
+    """Another process has the worker's name; the manager ticks, and that process renews its lease as long as it `is_alive`."""
+    manager = world.wire.manager = CacheManager(1, lease_seconds=LEASE_SECONDS, tick_seconds=60.0)
+    other = cache_pb2.RegisterRequest()
+    other.CopyFrom(world.link._registration.introduction)
+    other.incarnation, other.register_no, other.process_key = incarnation, 1, b"another"
+    session = manager.register(codec.decode_registration(other), world.wire.now()).session
+
+    async def tick() -> None:
+        while True:
+            if is_alive:
+                manager.keep_alive(session, 0, WorkerLoad(), world.wire.now())
+            manager.tick(world.wire.now())
+            await asyncio.sleep(0.02)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield session
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("incarnation", [1, (1 << 64) - 1])
+async def test_a_worker_is_taken_when_the_other_process_has_ended(incarnation: int) -> None:
+    """An older one, whose lease has to end, or a newer one, made up or from before the clock was set back."""
+    world = World(num_blocks=20, block_size=4)
+    world.link._registration.introduction.incarnation = 7
+    async with with_another_process(world, is_alive=False, incarnation=incarnation) as session, world.running():
+        assert world.cache.session > session
+        assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
+        # From here on it renews its own lease, which the manager counts in tenths of a second.
+        assert world.wire.num_calls["Register"] > 1
+
+
+@pytest.mark.parametrize("incarnation", [1, 9])
+async def test_a_worker_gives_up_while_the_other_process_lives(incarnation: int) -> None:
+    """Newer or older than that one: it says what can be done about it."""
+    world = World(num_blocks=20, block_size=4)
+    world.link._registration.introduction.incarnation = 7
+    async with with_another_process(world, is_alive=True, incarnation=incarnation) as session:
+        with pytest.raises(RegistrationRefused) as caught:
+            await world.link.talk_to(world.wire)  # type: ignore[arg-type]
+        assert [live.number for live in world.manager.sessions] == [session]
+    for cure in ("stop that process", "another --worker-id", "restart the manager", "Ask again in"):
+        assert cure in str(caught.value)
+    assert ("WORKER_ELSEWHERE" if incarnation < 7 else "STALE_INCARNATION") in str(caught.value)
+    assert world.wire.num_calls["Register"] > 2
+
+
+# -- a manager that cannot outgrow what the worker has seen
+
+
+class _ForeignWire(Wire):
+    """The manager has lost its state file, and does not raise its epoch."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        super().__init__(manager)
+        self.requests: list[cache_pb2.RegisterRequest] = []
+
+    def _execute(self, name: str, request: Any) -> Any:
+        if name == "Register":
+            self.requests.append(request)
+            if request.highest_epoch_seen > self.manager.epoch:
+                raise Refusal(Reason.FOREIGN_EPOCH, "drop all blocks")
+        return super()._execute(name, request)
+
+
+async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> None:
+    """In the middle of a stream, which ends with UNAVAILABLE; it registers holding nothing, and new requests are answered under
+    generations that are smaller than those it has forgotten."""
+    wire = _ForeignWire(CacheManager(1 << 20))
+    world = World(num_blocks=40, block_size=4, wire=wire)
+    async with world.running():
+        assert await world.generate(list(range(9)), 5) == expected_text(list(range(9)), 5)
+        await world.until_idle()
+        gate = world.model.gate = threading.Event()
+        request = world.submit(list(range(30, 45)), 20)
+        await until(lambda: request.sequence.in_step)
+        wire.manager = CacheManager(1)
+        await until(lambda: wire.requests[-1].highest_epoch_seen == 1 << 20 and wire.requests[-1].holds_state)
+        assert not world.is_open.is_set()
+        gate.set()
+        with pytest.raises(EngineError) as caught:
+            await read(request)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        assert "drop all blocks" in caught.value.message
+        await until(world.is_open.is_set)
+        last = wire.requests[-1]
+        assert (last.highest_epoch_seen, last.last_session, last.holds_state) == (0, 0, False)
+        assert world.link.highest_epoch == 1
+        assert await world.generate(list(range(9)), 5) == expected_text(list(range(9)), 5)
+        assert world.manager.worker("w0").pool.generation(1) >> 40 == 1

@@ -1,0 +1,174 @@
+"""The worker's incarnation: a number that is larger in every life of the worker, kept in its state folder.
+
+The folder is locked for the life of the process, so whoever holds the lock knows that the process before it has ended. It shows
+that to the manager by that process's key, which is written nowhere else: so a worker that crashed is taken back at once, while a
+second process of the same name is not taken as long as the first one lives.
+
+Nothing here is needed for safety. Without a folder a worker starts all the same: the manager then makes it wait until the lease
+of the process before it has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+log = structlog.get_logger("kvpool.worker")
+
+MAX_INCARNATION = (1 << 63) - 1
+"""What the wall clock reads in the year 2262. A larger one in the folder is damage."""
+LOCK_WAIT_SECONDS = 10.0
+"""For the process before this one to end, where it is about to: a worker that leaves ends what runs first."""
+_LOCK_POLL_SECONDS = 0.1
+_KEY_BYTES = 16
+_FILE = "incarnation"
+_TEMPORARY_FILE = "incarnation.tmp"
+_LOCK_FILE = "lock"
+_FORMAT = re.compile(rb"kvpool worker (\d{1,19}) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
+
+
+class WorkerStateError(Exception):
+    """The worker cannot start: another process has its state folder, or the folder that was named cannot be used."""
+
+
+class Identity(NamedTuple):
+    """What this process introduces itself with."""
+
+    incarnation: int
+    process_key: bytes
+    """Random, of this process."""
+    predecessor_key: bytes
+    """Of the process before it, which has ended; empty if it is not known."""
+
+
+class _FolderInUse(Exception):
+    pass
+
+
+class WorkerState:
+    """The state folder of a worker, locked, and the identity of this process. Made by `open`."""
+
+    def __init__(self, identity: Identity, lock: int) -> None:
+        self.identity = identity
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | None,
+        *,
+        is_required: bool = False,
+        wait_seconds: float = LOCK_WAIT_SECONDS,
+        wall_clock: Callable[[], int] = time.time_ns,
+    ) -> WorkerState:
+        """Make the folder if there is none, lock it for the life of the process, and begin the next incarnation.
+
+        A folder that cannot be used is logged and done without, unless it `is_required`; so is a damaged file. `folder` None:
+        the worker has none. `wall_clock` gives nanoseconds. Blocks. Raises WorkerStateError if another process holds the folder
+        and does not end within `wait_seconds`.
+        """
+        if folder is None:
+            return cls(next_identity(None, wall_clock()), -1)
+        lock = -1
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _take_lock(lock, folder, wait_seconds)
+            identity = next_identity(_read(folder), wall_clock())
+            _write(folder, identity)
+        except OSError as error:
+            if lock >= 0:
+                os.close(lock)
+            problem = f"state folder {folder} cannot be used: {error.strerror or error}"
+            if is_required:
+                raise WorkerStateError(f"{problem}; give the worker another --state-dir") from error
+            log.warning(
+                problem,
+                result="after a crash the manager takes this worker back only when the lease of the crashed process has ended",
+                cure="name a folder with --state-dir",
+            )
+            return cls(next_identity(None, wall_clock()), -1)
+        except _FolderInUse as error:
+            os.close(lock)
+            raise WorkerStateError(str(error)) from None
+        return cls(identity, lock)
+
+    def close(self) -> None:
+        """Let the folder go. Idempotent; the end of the process does it too."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def next_identity(last: tuple[int, bytes] | None, now_ns: int) -> Identity:
+    incarnation, key = last or (0, b"")
+    return Identity(max(now_ns, incarnation + 1), secrets.token_bytes(_KEY_BYTES), key)
+
+
+def _take_lock(lock: int, folder: Path, wait_seconds: float) -> None:
+    """Raises _FolderInUse, OSError."""
+    ends_at = time.monotonic() + wait_seconds
+    is_told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            process = f"process {holder}" if holder.isdecimal() else "another process"
+            if time.monotonic() >= ends_at:
+                raise _FolderInUse(
+                    f"{process} runs this worker already and holds its state folder {folder}: stop it, or give this worker another "
+                    "--worker-id or --state-dir"
+                ) from None
+            if not is_told:
+                is_told = True
+                log.warning(f"{process} still runs this worker: waiting for its end", seconds=wait_seconds)
+            time.sleep(_LOCK_POLL_SECONDS)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+
+
+def _encode(incarnation: int, key: bytes) -> bytes:
+    body = b"kvpool worker %d %s" % (incarnation, key.hex().encode())
+    return b"%s %08x\n" % (body, zlib.crc32(body))
+
+
+def _read(folder: Path) -> tuple[int, bytes] | None:
+    """Incarnation and key of the last process; None if there was none, or if the file is damaged."""
+    path = folder / _FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    match = _FORMAT.fullmatch(data)
+    if match is not None:
+        incarnation, key = int(match[1]), bytes.fromhex(match[2].decode())
+        if incarnation < MAX_INCARNATION and _encode(incarnation, key) == data:
+            return incarnation, key
+    log.warning("the last incarnation is not known: the file is damaged", path=str(path))
+    return None
+
+
+def _write(folder: Path, identity: Identity) -> None:
+    temporary = folder / _TEMPORARY_FILE
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(_encode(identity.incarnation, identity.process_key))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / _FILE)
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
