@@ -261,7 +261,7 @@ class Server:
             engine.fail_all(EngineError(ErrorKind.DRAINING, why))
 
     def _set_health(self, serving: bool) -> None:
-        """Tell the health service whether this worker takes requests: it has a session that works and is not about to leave."""
+        """Set the health: whether this worker takes requests, so it has a session that works and is not about to leave."""
         serving = serving and not self.engine.is_draining
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):

@@ -1,4 +1,4 @@
-"""A peer that reaches the manager's port and knows what Describe shows, beside a worker at work: no text, and no session, notices.
+"""A peer that reaches the manager's port and knows what Describe shows, next to a worker at work: no text, and no session, notices.
 
 Each call alone: tests/cache_service/edge/test_edge_strangers.py.
 """

@@ -47,7 +47,7 @@ configure_logging(LogFormat.{format}, LogLevel.info)
 def execute(request):
     raise RuntimeError("a defect")
 try:
-    execute("what nobody may read")
+    execute("what must not be read")
 except RuntimeError:
     structlog.get_logger("kvpool").exception("call failed")
 """
@@ -60,4 +60,4 @@ def test_a_traceback_shows_no_values(log_format: str) -> None:
         [sys.executable, "-c", SECRETIVE.format(format=log_format)], capture_output=True, text=True, check=True
     )
     assert "a defect" in done.stderr
-    assert "what nobody may read" not in done.stderr
+    assert "what must not be read" not in done.stderr

@@ -49,7 +49,7 @@ class _Leaving:
             assert self.world.violation is None, self.world.violation
 
     def leave(self) -> None:
-        """Tell the worker, as SIGTERM does."""
+        """Order the worker to leave, as SIGTERM does."""
         self.worker.deliver(self.worker.engine.drain_asked.set)
 
     def deliver(self) -> None:

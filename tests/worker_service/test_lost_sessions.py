@@ -29,7 +29,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() -> None:
-    """Somebody has executed a call of a far larger number: every call is stale until 2**20 more are sent. The worker registers
+    """Another peer has executed a call of a far larger number: every call is stale until 2**20 more are sent. The worker registers
     again, with a report, and no stream notices."""
     world = World(num_blocks=200, block_size=4)
     world.model.step_seconds = 0.003
@@ -79,7 +79,7 @@ async def test_a_worker_whose_key_is_refused_registers_again(name: str) -> None:
         assert await reading == expected_text(PROMPT, 60)
 
 
-async def test_a_worker_that_nobody_hears_does_not_say_that_it_serves() -> None:
+async def test_an_unheard_worker_does_not_say_that_it_serves() -> None:
     """When no heartbeat was answered for the length of the lease; and as soon as one is, it serves again."""
     world = World(num_blocks=60, block_size=4)
     world.wire.lease_ms = 200
@@ -121,7 +121,7 @@ async def test_a_worker_outgrows_a_register_no_that_is_not_its_own() -> None:
 
 
 class _LateWire(Wire):
-    """Executes the first Register when it is told to; until then nobody hears of it."""
+    """Executes the first Register when it is told to; until then it is not answered."""
 
     def __init__(self, manager: CacheManager, *, answers: bool) -> None:
         super().__init__(manager)
@@ -182,7 +182,7 @@ async def test_while_a_worker_leaves_no_request_is_routed_to_it() -> None:
     assert named == [("Register", []), ("Deregister", [])]
 
 
-async def test_a_worker_that_nobody_answers_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unanswered_worker_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so in its log, and goes."""
     monkeypatch.setattr("worker_service.manager_link.LEAVE_SECONDS", 0.05)
     wire = Wire(CacheManager(1))

@@ -63,7 +63,7 @@ class Stranger:
         return pb.Uplink(session=self.victim.session, **head)
 
     def update(self) -> pb.SequenceUpdate:
-        """Invented tokens behind those of the victim's first sequence, as if they were computed."""
+        """Invented tokens after those of the victim's first sequence, as if they were computed."""
         victim = self.victim.sequences[0]
         return pb.SequenceUpdate(
             key=victim.key,
