@@ -410,9 +410,9 @@ async def _claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | N
     before = (await arena.describe()).epoch
     sessions = {name: {(await arena.described(name)).session} for name in WORKERS}
     async with arena.channel() as channel:
-        for number, claim in enumerate(claims):
+        for claim in claims:
             epoch = (await arena.describe()).epoch if claim is None else claim
-            request = registration(f"epoch-{number}", highest_epoch_seen=epoch)
+            request = registration(highest_epoch_seen=epoch)
             outcome.said.append((await _status(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
             for problem in await arena.problems(LOOK_SECONDS):
                 outcome.problems.append(problem)
