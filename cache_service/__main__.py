@@ -20,7 +20,7 @@ EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Run the manager; returns the exit status: 0 after a signal, 1 if it could not start, 2 for wrong settings."""
+    """Run the manager; returns the exit status: 0 after a signal, 1 if it could not start or go on, 2 for wrong settings."""
     try:
         settings = load_settings(ManagerSettings)
     except SettingsProblem as problem:
@@ -44,15 +44,15 @@ def main() -> int:
 
 
 async def _serve(settings: ManagerSettings, epochs: EpochStore) -> None:
-    """Serve until a signal asks to stop. A second signal ends the process at once."""
+    """Serve until a signal asks to stop. Raises PortError. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, stopping.set)
-    async with Server(settings, epochs):
+    async with Server(settings, epochs) as server:
         _switch_off_the_collector()
-        await stopping.wait()
+        await server.serve_until(stopping)
         for number in signals:
             loop.remove_signal_handler(number)
 

@@ -28,6 +28,8 @@ class EdgeCounts:
         """From the request as read to the answer, before it is written."""
         self.refusals: Counter[Reason] = Counter()
         """Of whole calls, and of items of a batch."""
+        self.unread: Counter[str] = Counter()
+        """Requests that were refused before they were read, by reason."""
         self.report_seconds = Histogram(REPORT_SECONDS)
         """From Register to the last part of the report."""
 
@@ -40,6 +42,13 @@ class EdgeCounts:
         self.num_under_way -= 1
         self.calls[method, code] += 1
         self.call_seconds[method].observe(seconds)
+
+    def on_unread(self, method: str, reason: str) -> None:
+        """A call was refused before its request was read. `method`: "/package.Service/Method", of any service."""
+        self.unread[reason] += 1
+        name = method.rpartition("/")[2]
+        if name in METHODS:
+            self.calls[name, "INVALID_ARGUMENT"] += 1
 
     def on_outcomes(self, outcomes: Iterable[object]) -> None:
         """A batch was answered."""

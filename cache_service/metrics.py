@@ -7,6 +7,7 @@ never becomes a label.
 from __future__ import annotations
 
 from kvpool.process.metrics import MetricsPage
+from kvpool.process.request_guard import MALFORMED, TOO_LARGE
 from kvpool.process.version import installed_version
 
 from .audits import Audits
@@ -75,6 +76,13 @@ class ManagerMetrics:
                 "Calls, and items of batches, that were refused.",
                 counts.refusals[reason],
                 reason=reason.value.lower(),
+            )
+        for unread in (MALFORMED, TOO_LARGE):
+            page.counter(
+                "kvpool_manager_refusals",
+                "Calls, and items of batches, that were refused.",
+                counts.unread[unread],
+                reason=unread.lower(),
             )
 
     def _fill_reports(self, page: MetricsPage) -> None:

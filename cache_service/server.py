@@ -11,16 +11,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
 from kvpool.process.address import PortError, is_loopback
+from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .epoch import EpochStore
 from .garbage import collect_young
+from .request_sizes import request_limits
 from .servicer import CacheServicer
 from .settings import ManagerSettings
 
@@ -29,24 +29,7 @@ if TYPE_CHECKING:
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
-MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Largest message, both ways: four prompts of a million tokens."""
-
 SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
-
-_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Otherwise a second manager on the port would share it, and each worker would meet now one and now the other.
-    ("grpc.so_reuseport", 0),
-    # Peers may ping every 10 s without a call in flight; a second of slack, because too early a ping ends in GOAWAY.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
 
 _GRACE_SECONDS: Final = 1.0
 """How long calls in flight may take to end when the manager stops; they take milliseconds."""
@@ -74,14 +57,10 @@ class Server:
         )
         self.port = 0
         """The port in use, once started."""
-        self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._grpc = GrpcServer(settings.host, settings.port, settings, clock=clock)
         self._servicer = CacheServicer(
             self.manager, epochs, keep_alive_seconds=settings.keep_alive_seconds, clock=clock
         )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer, self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self._ticking: asyncio.Task[None] | None = None
         self.metrics: MetricsServer | None = None
         """Answers /metrics, once started and if the settings name a port for it."""
@@ -98,28 +77,48 @@ class Server:
     async def start(self) -> None:
         """Listen and serve. Raises PortError."""
         await require_free(self._settings.host.strip("[]"), self._settings.port)
-        try:
-            self.port = self._grpc.add_insecure_port(self._settings.address)
-        except RuntimeError as error:
-            raise PortError(f"cannot listen on {self._settings.address}: {error}") from None
+        self._grpc.bind()
+        self.port = self._grpc.port
         if self._settings.metrics_port is not None:
             self.metrics = self._listen_for_metrics(self._settings.metrics_host, self._settings.metrics_port)
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        await self._grpc.start()
+        await self._grpc.health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await self._grpc.start(
+            Services(
+                names=(SERVICE,),
+                add_to=lambda server: cache_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer, server),
+                limits=request_limits(self.manager.limits),
+                on_refused=self._servicer.counts.on_unread,
+            )
+        )
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
-        address = self._settings.model_copy(update={"port": self.port}).address
-        log.info("listening", address=address, epoch=self.manager.epoch, state_dir=str(self._settings.state_folder))
+        log.info(
+            "listening",
+            address=self._grpc.address,
+            epoch=self.manager.epoch,
+            state_dir=str(self._settings.state_folder),
+        )
         if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
         if self.metrics is not None:
             await self.metrics.start()
+
+    async def serve_until(self, stopping: asyncio.Event) -> None:
+        """Wait for `stopping`. Raises PortError if the gRPC server has ended and could not be built anew."""
+        waits = [asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(self._grpc.run())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        for wait in done:
+            wait.result()
 
     async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Report NOT_SERVING, refuse further calls, let those in flight end, and stop. Idempotent."""
         if self._ticking is None:
             return
         ticking, self._ticking = self._ticking, None
-        await self._health.enter_graceful_shutdown()
+        await self._grpc.health.enter_graceful_shutdown()
         self._servicer.refuse_calls()
         await asyncio.sleep(notice_seconds)
         await self._grpc.stop(_GRACE_SECONDS)
@@ -136,7 +135,11 @@ class Server:
         from .metrics import ManagerMetrics
 
         metrics = ManagerMetrics(self.manager, self._servicer.counts, self._servicer.audits)
-        return MetricsServer(listen_for_metrics(host, port), lambda page: metrics.fill(page, self._clock()))
+        return MetricsServer(
+            listen_for_metrics(host, port),
+            lambda page: metrics.fill(page, self._clock()),
+            is_serving=self._grpc.is_answering,
+        )
 
     async def _tick_for_ever(self) -> None:
         while True:

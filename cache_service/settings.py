@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Self
 
 from kvpool.process.address import join_host_port
 from kvpool.process.logs import LogFormat, LogLevel
-from kvpool.process.settings import ProcessSettings
+from kvpool.process.server_settings import ServerSettings
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
 
-class ManagerSettings(ProcessSettings):
+class ManagerSettings(ServerSettings):
     """The cache manager of kvpool: owns every decision about KV blocks, for all workers that register with it.
 
     Each setting is also a variable, e.g. KVPOOL_MANAGER_LEASE_SECONDS=6, and a line below [manager] of the file that --config

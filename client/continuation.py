@@ -9,11 +9,16 @@ from .chunk import Usage
 from .errors import FailedPrecondition, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable
 
 # Of another worker only: it has fewer blocks than the one that began, or by now another model.
-_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "OTHER_MODEL")
+_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "OTHER_MODEL", "TOO_LARGE")
+
+_SLOW_READER: Final = "SLOW_READER"
+"""The worker ended the stream because it was not read. Another worker would generate what is not read either."""
 
 
 def another_may_begin(error: KvpoolError) -> bool:
     """Whether a request that has no token yet may be answered by another worker."""
+    if error.reason == _SLOW_READER:
+        return False
     # RESOURCE_EXHAUSTED without a reason is gRPC's own, about the size of a message: the same everywhere.
     return isinstance(error, Unavailable) or (isinstance(error, ResourceExhausted) and error.reason != "")
 

@@ -19,9 +19,10 @@ MAX_NAME_BYTES = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
-PART_BYTES = 1 << 20
-MAX_PROMPT_LOGPROBS = 4096
-"""In one message: with 20 of the most likely tokens each, 0.8 MB."""
+PART_BYTES = 1 << 16
+"""Of a model's files in one message, which is in memory for as long as its reader does not take it."""
+MAX_PROMPT_LOGPROBS = 256
+"""In one message: with 20 of the most likely tokens each, 50 KB."""
 
 ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 """The files that GetModel streams, by kind."""

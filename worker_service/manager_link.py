@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 import structlog
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link import SESSION_OVER, Call
@@ -27,8 +28,6 @@ LEAVE_SECONDS = 2.0
 """For finding out, before leaving, what became of a Register that was not answered."""
 REGISTER_PAUSE_SECONDS = 0.02
 """Between the end of a session and the next: should sessions end as soon as they begin, this is what is left of the CPU."""
-MAX_MESSAGE_BYTES = 16 << 20
-
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

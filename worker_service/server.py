@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from kvpool.process.address import PortError, is_loopback
+from grpc_health.v1 import health_pb2
+from kvpool.process.address import is_loopback
+from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
@@ -27,7 +26,7 @@ from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
-from .manager_link import MAX_MESSAGE_BYTES, ManagerLink
+from .manager_link import ManagerLink
 from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
 from .model.load import LoadedModel, load_model
@@ -35,6 +34,7 @@ from .model.memory import KVCachePlan
 from .model.placement import choose_device
 from .model.runner import ModelRunner
 from .priority import stand_back
+from .request_sizes import request_limits
 from .servicer import WorkerServicer
 from .settings import WorkerSettings
 from .throughput import ThroughputLog
@@ -42,15 +42,6 @@ from .throughput import ThroughputLog
 log = structlog.get_logger("kvpool.worker")
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-
-SERVER_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two workers on one port would share its connections at random.
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
 
 LAST_WORDS_SECONDS = 1.0
 """For the calls that have ended to be read to their end, and for transfers of a model's files."""
@@ -106,20 +97,19 @@ class Server:
     def __init__(
         self,
         settings: WorkerSettings,
-        grpc_server: grpc.aio.Server,
-        port: int,
+        grpc_server: GrpcServer,
         state: WorkerState,
         loaded: LoadedModel,
         runner: ModelRunner,
         model_thread: ThreadPoolExecutor,
         metrics_listener: socket.socket | None = None,
     ) -> None:
-        """`grpc_server` is bound to `port` and not started yet. `state` is closed in the end. `metrics_listener`: where /metrics is
-        to be served, if at all."""
+        """`grpc_server` is bound and not started yet. `state` is closed in the end. `metrics_listener`: where /metrics is to be
+        served, if at all."""
         self._settings = settings
         self._state = state
         self._grpc = grpc_server
-        self.port = port
+        self.port = port = grpc_server.port
         self.worker_id = settings.name(port)
         self.facts = loaded.facts
         self.runner = runner
@@ -127,10 +117,7 @@ class Server:
         self.engine = _build_engine(settings, loaded.facts, runner, model_thread)
         files = _model_files(loaded.facts)
         facts = _encode_facts(settings, loaded.facts, self.worker_id, files)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.engine, facts, files), grpc_server)
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), grpc_server)
+        self._servicer = WorkerServicer(self.engine, facts, files, reader_seconds=settings.reader_seconds)
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._link = ManagerLink(
             settings.manager,
@@ -143,7 +130,7 @@ class Server:
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
             metrics = WorkerMetrics(self.engine, self._link, _labels(settings, loaded.facts, plan))
-            self.metrics = MetricsServer(metrics_listener, metrics.fill)
+            self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
 
     @classmethod
@@ -152,18 +139,15 @@ class Server:
         metrics_listener = None
         if settings.metrics_port is not None:
             metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        try:
-            port = server.add_insecure_port(settings.address(settings.port))
-        except RuntimeError as error:
-            raise PortError(f"cannot listen on {settings.address(settings.port)}: {error}") from error
+        server = GrpcServer(settings.host, settings.port, settings)
+        server.bind()
         # The thread that loads runs the steps too: OpenMP keeps a team of threads for each thread that ever computed
         # something, and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
         model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
         state = None
         try:
             state = await asyncio.to_thread(
-                WorkerState.open, settings.state_folder(port), is_required=settings.state_dir is not None
+                WorkerState.open, settings.state_folder(server.port), is_required=settings.state_dir is not None
             )
             loaded, runner = await asyncio.get_running_loop().run_in_executor(model_thread, _load, settings)
         except BaseException:
@@ -173,16 +157,23 @@ class Server:
             if metrics_listener is not None:
                 metrics_listener.close()
             raise
-        return cls(settings, server, port, state, loaded, runner, model_thread, metrics_listener)
+        return cls(settings, server, state, loaded, runner, model_thread, metrics_listener)
 
     @property
     def address(self) -> str:
         """host:port that it listens on."""
-        return self._settings.address(self.port)
+        return self._grpc.address
 
     async def __aenter__(self) -> Self:
         self._set_health(False)
-        await self._grpc.start()
+        await self._grpc.start(
+            Services(
+                names=(SERVICE,),
+                add_to=lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server),
+                limits=request_limits(self.facts.max_model_len, self.facts.vocab_size, self.engine.tokenizer),
+                on_refused=self._servicer.on_unread,
+            )
+        )
         log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.name)
         if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
@@ -196,12 +187,14 @@ class Server:
         return self
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, for an order to drain, or for the engine or the link to fail: raises what they raised."""
+        """Wait for `stop`, for an order to drain, or for the engine, the link or the gRPC server to fail: raises what they
+        raised."""
         reasons = [asyncio.create_task(_wait(event)) for event in (stop, self.engine.drain_asked)]
-        done, _ = await asyncio.wait({*self._tasks, *reasons}, return_when=asyncio.FIRST_COMPLETED)
-        for reason in reasons:
-            reason.cancel()
-        for task in done & set(self._tasks):
+        parts = {*self._tasks, asyncio.create_task(self._grpc.run(), name="grpc-server-run")}
+        done, _ = await asyncio.wait({*parts, *reasons}, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (*reasons, *(parts - set(self._tasks))):
+            waiting.cancel()
+        for task in done & parts:
             task.result()
 
     def cut_grace(self) -> None:
@@ -265,7 +258,7 @@ class Server:
         serving = serving and not self.engine.is_draining
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
-            task = asyncio.ensure_future(self._health.set(service, state))
+            task = asyncio.ensure_future(self._grpc.health.set(service, state))
             self._health_tasks.add(task)
             task.add_done_callback(self._health_tasks.discard)
 

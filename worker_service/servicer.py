@@ -10,13 +10,18 @@ import grpc
 import structlog
 from google.rpc import status_pb2
 from grpc_status import rpc_status
+from kvpool.process.rare_line import RareLine
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 from . import codec, status
 from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
+from .engine.request import Request
+from .reader import ReaderWatch
 
 log = structlog.get_logger("kvpool.worker")
+
+GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
 
 TOKENISE_IN_THREAD_BYTES = 1 << 15
 """Longer texts are tokenised off the event loop."""
@@ -25,10 +30,15 @@ TOKENISE_IN_THREAD_BYTES = 1 << 15
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one engine and the files of its model."""
 
-    def __init__(self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles) -> None:
+    def __init__(
+        self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles, *, reader_seconds: float
+    ) -> None:
+        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: for ever."""
         self._engine = engine
+        self._reader_seconds = reader_seconds
         self._facts = facts
         self._files = files
+        self._slow_readers = RareLine(log, "readers that took nothing: their requests were ended")
 
     async def GetModel(
         self,
@@ -58,16 +68,37 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except Exception:
             engine.stats.on_refused(ErrorKind.INTERNAL)
             await _abort_with_bug(context)
+        reader = ReaderWatch(self._reader_seconds, lambda: self._give_up(accepted, context.peer()))
+
+        def end(_: object = None) -> None:
+            reader.end()
+            engine.abort(accepted)
+
         # A client that goes away while a message waits to be sent would leave the `finally` to the garbage collector.
-        context.add_done_callback(lambda _: engine.abort(accepted))  # type: ignore[arg-type]
+        context.add_done_callback(end)  # type: ignore[arg-type]
         try:
             while (chunk := await accepted.stream.get()) is not None:
                 for message in codec.encode_chunk(chunk):
-                    yield message
+                    reader.begin(message.ByteSize())
+                    yield message  # goes on when the transport has taken it
+                    reader.end()
+                    if reader.is_slow:
+                        break  # the stream has an error by now
         except EngineError as error:
             await _abort(context, status.of_error(error))
         finally:
-            engine.abort(accepted)  # at the end, and when gRPC cancels this coroutine
+            end()  # at the end, and when gRPC cancels this coroutine
+
+    def _give_up(self, request: Request, peer: str) -> None:
+        """End a request whose reader takes nothing. Its blocks are free from now on; the status follows when the reader takes the
+        message that waits before it, since a stream of HTTP/2 has one order."""
+        self._engine.give_up_reader(request, self._reader_seconds)
+        self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
+
+    def on_unread(self, method: str, reason: str) -> None:
+        """A call was refused before its request was read."""
+        if method == GENERATE:
+            self._engine.stats.on_refused(ErrorKind.INVALID)
 
     def _decode(self, request: worker_pb2.GenerateRequest) -> Any:
         return codec.decode_generate(request, self._engine.tokenizer, self._facts.model_fingerprint)

@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
-from kvpool.process.settings import ProcessSettings, SettingsProblem, load_settings
+from kvpool.process.server_settings import ServerSettings
+from kvpool.process.settings import SettingsProblem, load_settings
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -30,7 +31,7 @@ _MAX_FILE_NAME: Final = 200
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
-class WorkerSettings(ProcessSettings):
+class WorkerSettings(ServerSettings):
     """A worker of kvpool: holds a model and its KV tensors, and generates text out of blocks that the cache manager grants.
 
     Each setting is also a variable, e.g. KVPOOL_WORKER_NUM_BLOCKS=4096, and a line below [worker] of the file that --config
@@ -147,6 +148,13 @@ class WorkerSettings(ProcessSettings):
         ge=0,
         le=3600,
         description="Seconds that running requests get to end on SIGTERM, or when the worker is drained.",
+    )
+    reader_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="Seconds that a message of Generate may wait for a reader who takes nothing; then the request ends and its "
+        "blocks are freed. A request that has nothing to read yet does not count. 0: no limit.",
     )
     metrics_port: int | None = Field(
         None,

@@ -32,6 +32,7 @@ _TABLE = {
     ErrorKind.SUPERSEDED: _Row(code_pb2.FAILED_PRECONDITION),
     ErrorKind.UNAVAILABLE: _Row(code_pb2.UNAVAILABLE, retry_seconds=0.5),
     ErrorKind.DRAINING: _Row(code_pb2.UNAVAILABLE, retry_seconds=0.5),
+    ErrorKind.SLOW_READER: _Row(code_pb2.RESOURCE_EXHAUSTED),
     ErrorKind.INTERNAL: _Row(code_pb2.INTERNAL),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import xxhash
 from google.rpc import code_pb2
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, worker_pb2
 
 from cache_service import status as manager_status
@@ -39,7 +40,6 @@ from cache_service.core.messages import (
 )
 from cache_service.core.refusal import Reason, Refusal
 from cache_service.core.session import Session
-from cache_service.server import MAX_MESSAGE_BYTES
 from tests.docs.blocks import ROOT, Block, blocks
 from worker_service import status as worker_status
 from worker_service.engine.errors import EngineError, ErrorKind

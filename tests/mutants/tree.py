@@ -62,9 +62,11 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def modules(paths: list[str]) -> list[str]:
-    """The names under which files of a component are imported, by the tests and as installed."""
+    """The names under which files are imported: those of a component by the tests and as installed, those of `common` only so."""
     dotted = [path.removesuffix(".py").replace("/", ".") for path in paths]
-    return [*dotted, *(f"kvpool.{name}" for name in dotted)]
+    shared = [name.removeprefix("common.") for name in dotted if name.startswith("common.")]
+    components = [name for name in dotted if not name.startswith("common.")]
+    return [*shared, *components, *(f"kvpool.{name}" for name in components)]
 
 
 _IMPORT = """

@@ -102,7 +102,8 @@ class WorkerProcess(Process):
             eos_token_ids=sorted(tracer.EOS),
         )
         methods = Methods()
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.engine, facts, {}), methods)  # type: ignore[arg-type]
+        servicer = WorkerServicer(self.engine, facts, {}, reader_seconds=0)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.link = ManagerLink(
             manager.ADDRESS, self.introduction(), self.engine, self._on_session, clock=self.loop.clock.now

@@ -200,6 +200,20 @@ class Engine:
         self._break_off(request, CANCELLED)
         self.changed_for_link.set()
 
+    def give_up_reader(self, request: Request, seconds: float) -> None:
+        """The reader has taken nothing for `seconds`: end the request, free its blocks and drop what waits for it. After the last
+        token too, since what is dropped would be missing. Nothing happens if the stream has failed before."""
+        num_tokens = request.num_generated
+        request.stream.give_up(
+            EngineError(
+                ErrorKind.SLOW_READER,
+                f"the reader took nothing for {seconds:g} s while there was something for it, {num_tokens} tokens were generated: "
+                "read faster or ask for less at a time, or give the worker a longer --reader-seconds",
+            )
+        )
+        self._break_off(request, ErrorKind.SLOW_READER.name.lower())
+        self.changed_for_link.set()
+
     def load(self) -> common_pb2.WorkerLoad:
         """What the worker is busy with."""
         scheduler = self.scheduler

@@ -11,8 +11,8 @@ from typing import Final
 from .errors import EngineError
 from .step import SampledToken, TokenLogprobs
 
-MAX_CHUNK_TOKENS: Final = 4096
-"""Generated tokens of one chunk, which becomes one message: with 20 log-probabilities each, a megabyte."""
+MAX_CHUNK_TOKENS: Final = 256
+"""Generated tokens of one chunk, which becomes one message: with 20 log-probabilities each, about what HTTP/2 sends at once."""
 
 
 class FinishReason(Enum):
@@ -75,6 +75,14 @@ class TokenStream:
     def fail(self, error: EngineError) -> None:
         """End the stream with an error; what was put before is still read. Nothing happens if it has ended."""
         if not self.is_finished:
+            self._error = error
+            self.is_finished = True
+            self._changed.set()
+
+    def give_up(self, error: EngineError) -> None:
+        """End the stream with an error in place of everything that has not been read yet, its end included."""
+        if self._error is None:
+            self._pending.clear()
             self._error = error
             self.is_finished = True
             self._changed.set()

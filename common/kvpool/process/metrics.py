@@ -10,7 +10,7 @@ import asyncio
 import errno
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from types import TracebackType
 from typing import Final, Self
@@ -89,14 +89,24 @@ def listen_for_metrics(host: str, port: int) -> socket.socket:
 
 
 class MetricsServer:
-    """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer."""
+    """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer.
 
-    def __init__(self, listener: socket.socket, fill: Callable[[MetricsPage], None]) -> None:
+    While `is_serving` says no the answer is 503: who looks at this page must not take a process for healthy whose callers cannot
+    reach it.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        fill: Callable[[MetricsPage], None],
+        is_serving: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         host, port = listener.getsockname()[:2]
         self.host: str = host
         self.url = f"http://{join_host_port(host, port)}{PATH}"
         self._listener = listener
         self._fill = fill
+        self._is_serving = is_serving
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -163,6 +173,8 @@ class MetricsServer:
         if method not in ("GET", "HEAD"):
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
         page = MetricsPage()
+        if self._is_serving is not None and not await self._is_serving():
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE)
         try:
             self._fill(page)
             body = await asyncio.to_thread(generate_latest, page)

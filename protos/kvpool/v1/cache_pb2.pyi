@@ -31,7 +31,8 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
 The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
-has passed: check the size before you send.
+has passed: check the size before you send. A request is refused before it is read, INVALID_ARGUMENT, with the reason TOO_LARGE
+if it is over the size of its method (docs/PROTOCOL.md), and MALFORMED if its bytes are no such message.
 
 A message that was answered FAILED_PRECONDITION must never be sent again as it is: after STALE_CALL send the state
 anew under a larger call_no, after STALE_SESSION register again.

@@ -49,9 +49,8 @@ async def test_an_empty_manager_tells_its_epoch_and_zeroes(server: Server) -> No
     assert page.value("kvpool_manager_epoch") == server.manager.epoch
     assert page.labelled("kvpool_manager_sessions", "state") == {"serving": 0, "recovering": 0, "draining": 0}
     assert set(page.labelled("kvpool_manager_refusals_total", "reason").values()) == {0.0}
-    assert page.labelled("kvpool_manager_refusals_total", "reason").keys() == {
-        reason.value.lower() for reason in Reason
-    }
+    reasons = {reason.value.lower() for reason in Reason} | {"malformed", "too_large"}
+    assert page.labelled("kvpool_manager_refusals_total", "reason").keys() == reasons
     assert blocks(page) == {}
     assert page.families["kvpool_manager_refusals"].type == "counter"
     assert page.families["kvpool_manager_call_duration_seconds"].type == "histogram"

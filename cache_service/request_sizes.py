@@ -1,0 +1,39 @@
+"""How large a request of each of the manager's methods may be, out of what the core takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvpool.process.request_guard import SMALL, RequestLimit
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.v1 import cache_pb2
+
+from .core.messages import TOKEN_BYTES, Limits
+
+_SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+_ROOM: Final = 64 << 10
+"""For what is not tokens: names, roots, options."""
+
+_LINK: Final = RequestLimit(MAX_MESSAGE_BYTES, "send fewer items, or a report in more parts")
+
+
+def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
+    """By full method name. A new method has an entry here, or the smallest limit."""
+    route = RequestLimit(limits.max_tokens_per_sequence * TOKEN_BYTES + _ROOM, "send fewer tokens")
+    by_name = {
+        "Register": RequestLimit(_ROOM, "shorten the names, or list fewer groups and pools"),
+        "Report": _LINK,
+        "KeepAlive": SMALL,
+        "Allocate": _LINK,
+        "Append": _LINK,
+        "Free": _LINK,
+        "Fork": SMALL,
+        "Deregister": SMALL,
+        "Drain": SMALL,
+        "Route": route,
+        "Describe": SMALL,
+        "Check": SMALL,
+    }
+    return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}

@@ -1,0 +1,183 @@
+"""What every call meets before its servicer: a limit on the size of its request, then a parser that answers in one status.
+
+gRPC's own parser answers bytes that are no message with UNKNOWN and a traceback in the log, and its limit is one for all methods.
+So the handlers get raw bytes here, and a method that is in no table has a small limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from .rare_line import RareLine
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
+
+DOMAIN: Final = "kvpool"
+"""`ErrorInfo.domain` of every status."""
+MALFORMED: Final = "MALFORMED"
+"""`ErrorInfo.reason` of bytes that are no message of their method."""
+TOO_LARGE: Final = "TOO_LARGE"
+"""`ErrorInfo.reason` of a request over the limit of its method."""
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RequestLimit(NamedTuple):
+    """How large the requests of one method may be."""
+
+    num_bytes: int
+    cure: str = "send less in one request"
+    """What a caller, or the operator, can change."""
+
+
+SMALL: Final = RequestLimit(4 << 10)
+"""Of a method that no table names: health checks, reflection, and whatever is added to a service without a thought about size."""
+
+
+class _RefusedRequest(Exception):
+    """A request that its servicer never sees."""
+
+    def __init__(self, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status = _status(code_pb2.INVALID_ARGUMENT, reason, message, metadata)
+
+
+class RequestGuard(grpc.aio.ServerInterceptor):
+    """Stands before the servicers of one gRPC server, and knows which of their calls are in flight."""
+
+    def __init__(self, complaints: RareLine | None = None) -> None:
+        self._limits: Mapping[str, RequestLimit] = {}
+        self._on_refused: Callable[[str, str], None] = lambda method, reason: None
+        self._complaints = complaints or RareLine(log, "requests refused before they were read")
+        self._guarded: dict[str, Handler] = {}
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def protect(self, limits: Mapping[str, RequestLimit], on_refused: Callable[[str, str], None] | None = None) -> None:
+        """Take the limits by full method name ("/package.Service/Method"); before the server starts. `on_refused` is called with
+        the full name and the reason of every request that was refused here."""
+        self._limits = limits
+        if on_refused is not None:
+            self._on_refused = on_refused
+
+    @property
+    def num_calls(self) -> int:
+        """Calls in flight."""
+        return self._num_calls
+
+    async def wait_until_idle(self) -> None:
+        """Until no call is in flight."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """The guarded handler of a method; the same one for each of its calls."""
+        method = handler_call_details.method
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # a method that nobody serves: peers may invent as many as they like, so it is not kept
+            guarded = self._guarded[method] = self._guard(method, handler)
+        return guarded
+
+    def _guard(self, method: str, handler: Handler) -> Handler:
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        limit = self._limits.get(method, SMALL)
+
+        def parse(raw: bytes) -> Any:
+            return _parse(method, limit, raw, handler.request_deserializer)
+
+        async def parse_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for raw in requests:
+                yield parse(raw)
+
+        read: Callable[[Any], Any] = parse_each if handler.request_streaming else parse
+
+        async def answer_once(request: Any, context: Context) -> Any:
+            return await self._run(method, context, lambda: behaviour(read(request), context))
+
+        async def answer_in_parts(request: Any, context: Context) -> None:
+            async def write_all() -> None:
+                # Here and not by gRPC, which leaves a generator whose caller has gone to the garbage collector.
+                async with contextlib.aclosing(behaviour(read(request), context)) as messages:
+                    async for message in messages:
+                        await context.write(message)
+
+            await self._run(method, context, write_all)
+
+        guarded = answer_in_parts if inspect.isasyncgenfunction(behaviour) else answer_once
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        wrapped: Handler = make(guarded, None, handler.response_serializer)
+        return wrapped
+
+    async def _run(self, method: str, context: Context, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        self._num_calls += 1
+        self._idle.clear()
+        try:
+            return await work()
+        except _RefusedRequest as refused:
+            self._complaints.note(method=method, reason=refused.reason, peer=context.peer(), message=str(refused))
+            self._on_refused(method, refused.reason)
+            return _fail(context, refused.status)
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._idle.set()
+
+
+def _parse(method: str, limit: RequestLimit, raw: bytes, deserializer: Callable[[bytes], Any] | None) -> Any:
+    """The message in `raw`. Raises _RefusedRequest."""
+    name = method.rpartition("/")[2]
+    if len(raw) > limit.num_bytes:
+        raise _RefusedRequest(
+            TOO_LARGE,
+            f"a request of {name} may have {limit.num_bytes} bytes, this one has {len(raw)}: {limit.cure}",
+            {"num_bytes": str(len(raw)), "max_bytes": str(limit.num_bytes)},
+        )
+    if deserializer is None:
+        return raw
+    try:
+        return deserializer(raw)
+    except DecodeError:
+        raise _RefusedRequest(
+            MALFORMED,
+            f"needed a request of {name} as kvpool's protos define it, got {len(raw)} bytes that are none: generate the caller's "
+            "code from the protos of this version",
+        ) from None
+
+
+def _status(code: int, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> status_pb2.Status:
+    status = status_pb2.Status(code=code, message=message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
+    return status
+
+
+def _fail(context: Context, found: status_pb2.Status) -> None:
+    """Give the call a status other than OK. Not by `abort_with_status`, whose exception ends in a reference cycle."""
+    failure = rpc_status.to_status(found)
+    context.set_code(failure.code)
+    context.set_details(failure.details)
+    context.set_trailing_metadata(failure.trailing_metadata)

@@ -1,0 +1,104 @@
+"""What every gRPC server of kvpool can be told about the connections that it takes."""
+
+from __future__ import annotations
+
+import resource
+from typing import Final
+
+import structlog
+from pydantic import Field
+
+from .settings import ProcessSettings
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Largest message, both ways: four prompts of a million tokens."""
+
+PING_TIMEOUT_SECONDS: Final = 10.0
+"""Beyond that a peer that has not answered a ping is gone."""
+
+SPARE_DESCRIPTORS: Final = 128
+"""File descriptors for everything but the connections of callers."""
+
+MIN_CONNECTIONS: Final = 16
+"""Below that nothing can be served."""
+
+
+class ServerSettings(ProcessSettings):
+    """Limits on connections. A process that serves over gRPC has these among its settings."""
+
+    ping_seconds: float = Field(
+        default=30.0,
+        ge=1,
+        le=3600,
+        description="Seconds of silence after which a connection is pinged. A peer that does not answer within 10 s is gone, and "
+        "its calls end.",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=MIN_CONNECTIONS,
+        le=1 << 20,
+        description="Connections at the same time; further ones are closed at once. Each takes a file descriptor (ulimit -n).",
+    )
+    max_concurrent_streams: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="Calls at the same time on one connection; further ones wait at the caller.",
+    )
+    max_connection_age: float = Field(
+        default=3600.0,
+        ge=0,
+        le=1 << 20,
+        description="Seconds after which a connection takes no further calls and its caller connects anew; calls on it go on to "
+        "their end. 0: no limit.",
+    )
+
+    def server_options(self, max_connections: int) -> tuple[tuple[str, int], ...]:
+        """Of a gRPC server that takes at most `max_connections`."""
+        age: tuple[tuple[str, int], ...] = ()
+        if self.max_connection_age:
+            # Without a grace gRPC lets calls in flight go on to their end.
+            age = (("grpc.max_connection_age_ms", max(1, round(self.max_connection_age * 1000))),)
+        return (
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # Otherwise a second server on the port would share it, and callers would meet now one and now the other.
+            ("grpc.so_reuseport", 0),
+            # Peers may ping every 10 s without a call in flight; a second of slack, because too early a ping ends in GOAWAY.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
+            ("grpc.keepalive_time_ms", round(self.ping_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
+            # Without it a ping that is not answered ends the connection after a minute, whatever the line above says.
+            ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_concurrent_streams", self.max_concurrent_streams),
+            *age,
+        )
+
+    def descriptors_for_connections(self) -> int:
+        """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
+
+        gRPC goes on without descriptors, but nothing else of the process does.
+        """
+        needed = self.max_connections + SPARE_DESCRIPTORS
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= needed:
+            return self.max_connections
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if allowed > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed == needed:
+            return self.max_connections
+        possible = max(MIN_CONNECTIONS, allowed - SPARE_DESCRIPTORS)
+        log.warning(
+            "fewer connections than --max-connections: the limit of file descriptors (ulimit -n) does not allow more",
+            max_connections=self.max_connections,
+            possible=possible,
+            descriptors=allowed,
+        )
+        return possible

@@ -1,0 +1,140 @@
+"""What a peer may send to a manager's port without harm to others: bad paths, bytes that are no message, too many of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from kvpool.process.request_guard import SMALL
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+
+from cache_service.core.messages import Limits
+from cache_service.request_sizes import request_limits
+from cache_service.server import SERVICE, Server
+from tests import http2
+from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
+from tests.cache_service.edge.test_edge_process import manager
+from tests.cluster.polling import eventually
+
+Stub = cache_pb2_grpc.CacheServiceStub
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NO_MESSAGE = b"\x0a\x04\xff\xfe"
+"""A field of four bytes, of which two are there: no message has it."""
+METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["CacheService"].methods)
+
+
+async def until_rebuilt(server: Server, number: int) -> None:
+    async def rebuilt() -> bool:
+        return server._grpc.num_rebuilds >= number
+
+    await eventually(rebuilt, "the gRPC server is built anew")
+
+
+async def test_sessions_blocks_and_leases_outlive_a_bad_path(server: Server, worker: Worker) -> None:
+    """The worker's channel connects anew; its session is the same, and so are its table and the block counts."""
+    first = await worker.allocate(item("a", prompt(9)))
+    for number in range(1, 4):
+        async with await http2.Connection.open(server.port) as connection:
+            await connection.request(b"/\xff")
+            await until_rebuilt(server, number)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+                described = await Stub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True)
+            assert [(found.worker_id, found.session) for found in described.workers] == [("w", worker.session)]
+            assert described.epoch == worker.registered.epoch
+            await worker.stub.Check(pb.CheckRequest(), wait_for_ready=True)
+            assert (await worker.keep_alive()).lease_ms
+            again = await worker.allocate(item("a", prompt(9)))
+            assert again.results[0].granted == first.results[0].granted
+
+
+async def test_a_manager_that_stops_afterwards_stops_as_ever(server: Server) -> None:
+    async with await http2.Connection.open(server.port) as connection:
+        await connection.request(b"/\xff")
+        await until_rebuilt(server, 1)
+    await server.stop(notice_seconds=0)
+    with pytest.raises(ConnectionRefusedError):
+        await http2.Connection.open(server.port)
+
+
+async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path) -> None:
+    """With its own logging: one line tells of all, gRPC's own included."""
+    with manager(tmp_path / "state") as (process, address, _):
+        port = int(address.rpartition(":")[2])
+        for _attack in range(3):
+            async with await http2.Connection.open(port) as connection:
+                await connection.request(b"/\xff")
+                while await connection.read() is not None:
+                    pass  # until the server that was replaced has gone
+            async with grpc.aio.insecure_channel(address) as channel:
+                assert (await Stub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True, timeout=60)).epoch == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        events = [json.loads(line)["event"] for line in process.stderr]
+        assert events == ["the gRPC server ended unasked and was built anew", "stopped"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_bytes_that_are_no_message_are_refused_by_every_method(server: Server, channel: Any, method: str) -> None:
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(10):
+            await refused(channel.unary_unary(f"/{SERVICE}/{method}")(NO_MESSAGE), INVALID, "MALFORMED")
+    assert len(logged) == 1
+    assert server._servicer.counts.unread["MALFORMED"] == 10
+    assert server._servicer.counts.calls[method, "INVALID_ARGUMENT"] == 10
+    assert server._servicer.counts.num_under_way == 0
+
+
+def test_every_method_has_a_limit_of_its_own() -> None:
+    """A new one is to be thought about: what is the largest request that is legal?"""
+    assert request_limits(Limits()).keys() == {f"/{SERVICE}/{name}" for name in METHODS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_request_over_the_limit_of_its_method_is_refused(channel: Any, method: str) -> None:
+    """Bytes of an unknown field, which a parser would take. What is as long as the transport takes is refused there."""
+    path = f"/{SERVICE}/{method}"
+    limit = request_limits(Limits())[path].num_bytes
+    assert limit <= {"Register": 64 << 10, "Route": 5 << 20}.get(method, MAX_MESSAGE_BYTES)
+    if limit < MAX_MESSAGE_BYTES:
+        found = await refused(channel.unary_unary(path)(bytes(limit + 1)), INVALID, "TOO_LARGE")
+        assert str(limit) in found.message
+        assert str(limit + 1) in found.message
+    assert limit in (SMALL.num_bytes, MAX_MESSAGE_BYTES) or method in ("Register", "Route")
+
+
+async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:
+    """Names, groups and counts at the limits of the core; a heartbeat with the counts of a hundred groups."""
+    limits = Limits()
+    largest = registration("w" * limits.max_id_bytes)
+    largest.address = "a" * limits.max_name_bytes
+    largest.model_name = "m" * limits.max_name_bytes
+    largest.engine = "e" * limits.max_name_bytes
+    largest.model_fingerprint = FINGERPRINT
+    registered = await stub.Register(largest)
+    counts = [
+        common_pb2.BlockCounts(
+            group=group, tier=common_pb2.TIER_DEVICE, free=1 << 24, cached=1 << 24, held=1 << 24, reserved=1 << 24
+        )
+        for group in range(100)
+    ]
+    heartbeat = pb.KeepAliveRequest(session=registered.session, downlink_ack=(1 << 64) - 1, counts=counts)
+    heartbeat.load.CopyFrom(common_pb2.WorkerLoad(num_running=4096, num_waiting=1 << 20, num_uncomputed_tokens=1 << 31))
+    heartbeat.downlink_ack = 0
+    assert heartbeat.ByteSize() < SMALL.num_bytes
+    assert (await stub.KeepAlive(heartbeat)).lease_ms
+    root = common_pb2.Root(
+        model_fingerprint=FINGERPRINT, adapter="a" * limits.max_name_bytes, tenant_salt="t" * limits.max_name_bytes
+    )
+    longest = bytes(4 * limits.max_tokens_per_sequence)
+    assert (await stub.Route(pb.RouteRequest(root=root, tokens=longest))).workers
+    await stub.Drain(pb.DrainRequest(worker_id="w" * limits.max_id_bytes, grace_ms=1000))
+    await stub.Describe(pb.DescribeRequest(worker_id="w" * limits.max_id_bytes, max_sequences=1000))
+    await stub.Deregister(pb.DeregisterRequest(session=registered.session))

@@ -1,0 +1,396 @@
+"""A gRPC server that ends unasked is replaced: on its port, with its servicers, its health and its calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvpool.process import grpc_server, server_settings
+from kvpool.process.address import PortError
+from kvpool.process.grpc_server import GrpcServer, Services
+from kvpool.process.metrics import MetricsServer, listen_for_metrics
+from kvpool.process.server_settings import ServerSettings
+from pydantic import ValidationError
+
+from tests import http2
+from tests.cluster.polling import eventually
+
+HOST = "127.0.0.1"
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+BAD_PATH = b"/\xff"
+"""What ends grpcio's server."""
+
+
+class Counting(grpc.GenericRpcHandler):
+    """Streams as many numbers as the request says, each after the test has let it go on."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Semaphore(0)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        if handler_call_details.method == "/test/Count":
+            return grpc.unary_stream_rpc_method_handler(self._count)
+        if handler_call_details.method == "/test/Hang":
+            return grpc.unary_stream_rpc_method_handler(self._hang)
+        if handler_call_details.method == "/test/Echo":
+            return grpc.unary_unary_rpc_method_handler(self._echo)
+        return None
+
+    async def _count(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for number in range(int(request)):
+            await self.go_on.acquire()
+            yield b"%d" % number
+
+    async def _hang(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"begun"
+        await asyncio.Event().wait()
+
+    async def _echo(self, request: bytes, context: Any) -> bytes:
+        return request
+
+
+class Settings(ServerSettings):
+    """Those of no process."""
+
+    table = "test"
+
+
+class Served:
+    """A server under test, its servicer and a channel."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.counting = Counting()
+        self.server = GrpcServer(HOST, 0, settings)
+
+    async def __aenter__(self) -> Served:
+        services = Services(
+            names=("test",), add_to=lambda server: server.add_generic_rpc_handlers((self.counting,)), limits={}
+        )
+        await self.server.start(services)
+        self.port = self.server.port
+        self.channel: Any = self.new_channel()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.server.stop(0)
+
+    def new_channel(self) -> Any:
+        """A connection of its own. Its type knows no methods of raw bytes."""
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50))
+        return grpc.aio.insecure_channel(f"{HOST}:{self.port}", options=options)
+
+    async def echo(self) -> bytes:
+        """A call on a connection of its own, waiting for one to be there."""
+        async with self.new_channel() as channel:
+            found: bytes = await channel.unary_unary("/test/Echo")(b"here", wait_for_ready=True, timeout=20)
+            return found
+
+    async def attack(self) -> http2.Connection:
+        """Send what ends the server, and wait until it has been replaced."""
+        before = self.server.num_rebuilds
+        connection = await http2.Connection.open(self.port)
+        await connection.request(BAD_PATH)
+
+        async def rebuilt() -> bool:
+            return self.server.num_rebuilds > before
+
+        await eventually(rebuilt, "the server is built anew")
+        return connection
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with Served(Settings()) as served:
+        yield served
+
+
+async def test_a_bad_path_costs_neither_new_calls_nor_those_in_flight(served: Served) -> None:
+    """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
+    call = served.channel.unary_stream("/test/Count")(b"5")
+    served.counting.go_on.release()
+    assert await call.read() == b"0"
+    async with await served.attack():
+        assert await served.echo() == b"here"
+        # Longer than a server that is stopped leaves its calls.
+        await asyncio.sleep(2 * grpc_server.LAST_WORDS_SECONDS)
+        for _ in range(4):
+            served.counting.go_on.release()
+        assert [await call.read() for _ in range(4)] == [b"1", b"2", b"3", b"4"]
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert await served.channel.unary_unary("/test/Echo")(b"again", wait_for_ready=True) == b"again"
+    assert served.server.port == served.port
+
+
+async def test_it_is_replaced_as_often_as_it_ends(served: Served) -> None:
+    for number in range(1, 5):
+        async with await served.attack():
+            assert await served.echo() == b"here"
+        assert served.server.num_rebuilds == number
+
+
+async def test_health_outlives_the_server(served: Served) -> None:
+    """What was NOT_SERVING is so afterwards, and those who watch it hear of the next change on the call that they have."""
+    await served.server.health.set("test", NOT_SERVING)
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="test"))
+    assert (await watch.read()).status == NOT_SERVING
+    async with await served.attack():
+        async with served.new_channel() as channel:
+            fresh: Any = health_pb2_grpc.HealthStub(channel)
+            found = await fresh.Check(health_pb2.HealthCheckRequest(service="test"), wait_for_ready=True)
+            assert found.status == NOT_SERVING
+        await served.server.health.set("test", health_pb2.HealthCheckResponse.SERVING)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+
+
+async def test_stop_ends_the_newest_server_and_the_calls_of_the_replaced_ones(served: Served) -> None:
+    call = served.channel.unary_stream("/test/Count")(b"5")
+    served.counting.go_on.release()
+    assert await call.read() == b"0"
+    async with await served.attack():
+        async with asyncio.timeout(20):
+            await served.server.stop(0.1)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call.read()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, served.port)
+
+
+async def test_one_line_tells_of_many_ends(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC's own lines and asyncio's are left out: a peer may do this ten times a second."""
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(4):
+            async with await served.attack():
+                pass
+    assert [line["event"] for line in logged] == ["the gRPC server ended unasked and was built anew"]
+    assert "UnicodeDecodeError" in logged[0]["why"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_listener_that_is_gone_is_noticed_though_grpc_says_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if wait_for_termination waited for ever, which it does without a time-out while a call is in flight."""
+    real = grpc.aio.Server.wait_for_termination
+
+    async def says_nothing(server: Any, timeout: float | None = None) -> bool:
+        try:
+            await real(server, timeout)
+        except UnicodeDecodeError:
+            await asyncio.sleep(timeout or 0)
+        return True
+
+    monkeypatch.setattr(type(served.server._life.server), "wait_for_termination", says_nothing)  # type: ignore[union-attr]
+    async with await served.attack():
+        assert await served.echo() == b"here"
+
+
+async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_page_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has taken the port: five tries, then `run` raises what the process exits with."""
+    monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(grpc_server, "MAX_PAUSE_SECONDS", 0.005)
+    real = served.server._bound
+    taken: list[socket.socket] = []
+
+    def bound(max_connections: int) -> Any:
+        if not taken:
+            taken.append(socket.create_server((HOST, served.port)))
+        return real(max_connections)
+
+    monkeypatch.setattr(served.server, "_bound", bound)
+    metrics = MetricsServer(listen_for_metrics(HOST, 0), lambda page: None, is_serving=served.server.is_answering)
+    async with metrics:
+        assert await status_of(metrics) == "200"
+        with structlog.testing.capture_logs() as logged:
+            async with await http2.Connection.open(served.port) as connection:
+                await connection.request(BAD_PATH)
+                with pytest.raises(PortError, match="could not be built anew in 5 tries"):
+                    async with asyncio.timeout(30):
+                        await served.server.run()
+        assert [line["tries"] for line in logged if "tries" in line] == [1, 2, 3, 4, 5]
+        assert await status_of(metrics) == "503"
+    taken[0].close()
+
+
+async def test_a_port_that_is_free_again_in_time_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old listener may take a moment to close."""
+    monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
+    real, num_tries = served.server._bound, 0
+
+    def bound(max_connections: int) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 3:
+            with socket.create_server((HOST, served.port)):
+                return real(max_connections)
+        return real(max_connections)
+
+    monkeypatch.setattr(served.server, "_bound", bound)
+    async with await served.attack():
+        assert await served.echo() == b"here"
+    assert num_tries == 4
+
+
+async def test_calls_of_too_many_replaced_servers_end_as_unavailable(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UNAVAILABLE, so that a caller of ours goes on elsewhere; each attack has a call of its own that never ends."""
+    monkeypatch.setattr(grpc_server, "MAX_RETIRED", 2)
+    monkeypatch.setattr(grpc_server, "MAX_PAUSE_SECONDS", 0.01)
+    first = served.channel.unary_stream("/test/Hang")(b"")
+    assert await first.read() == b"begun"
+    others: list[Any] = []
+    channels: list[Any] = []
+    for number in range(3):
+        async with await served.attack():
+            pass
+        if number < 2:
+            channels.append(served.new_channel())
+            others.append(channels[-1].unary_stream("/test/Hang")(b"", wait_for_ready=True))
+            assert await others[-1].read() == b"begun"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(20):
+            await first.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not any(call.done() for call in others)
+    for channel in channels:
+        await channel.close()
+
+
+async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_attacker_keeps_open(served: Served) -> None:
+    """The connection of the attack stays open, with the stream that was never answered."""
+    connections = [await served.attack() for _ in range(3)]
+    try:
+
+        async def gone() -> bool:
+            return not served.server._retired
+
+        await eventually(gone, "the replaced servers are gone")
+        for connection in connections:
+            async with asyncio.timeout(20):
+                while await connection.read() is not None:
+                    pass
+    finally:
+        for connection in connections:
+            await connection.__aexit__(None, None, None)
+
+
+# -- limits on connections
+
+
+async def test_connections_beyond_the_bound_are_closed_and_others_served() -> None:
+    settings = Settings(max_connections=server_settings.MIN_CONNECTIONS)
+    async with Served(settings) as served:
+        assert await served.echo() == b"here"
+        open_ones = [await http2.Connection.open(served.port) for _ in range(3 * server_settings.MIN_CONNECTIONS)]
+        greeted = [await connection.read() is not None for connection in open_ones]
+        assert server_settings.MIN_CONNECTIONS // 2 <= sum(greeted) <= server_settings.MIN_CONNECTIONS
+        for connection in open_ones:
+            await connection.__aexit__(None, None, None)
+        assert await served.echo() == b"here"
+
+
+async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> None:
+    async with Served(Settings(max_concurrent_streams=2)) as served:
+        async with await http2.Connection.open(served.port) as connection:
+            frame = await connection.read()
+            assert frame is not None
+            assert frame.kind == http2.SETTINGS
+            values = {
+                frame.payload[at : at + 2]: frame.payload[at + 2 : at + 6] for at in range(0, len(frame.payload), 6)
+            }
+            assert values[b"\x00\x03"] == b"\x00\x00\x00\x02"
+        calls = [served.channel.unary_stream("/test/Count")(b"1") for _ in range(5)]
+        for _ in calls:
+            served.counting.go_on.release()
+        # All at once: a call that nobody reads keeps its place.
+        assert await asyncio.gather(*(read_all(call) for call in calls)) == [[b"0"]] * 5
+
+
+async def test_an_old_connection_takes_no_new_calls_and_keeps_those_that_it_has() -> None:
+    """The age is over many times while the call runs; nothing ends it, and calls after it are served."""
+    async with (
+        Served(Settings(max_connection_age=0.2)) as served,
+        await http2.Connection.open(served.port) as connection,
+    ):
+        call = served.channel.unary_stream("/test/Count")(b"4")
+        for number in range(4):
+            served.counting.go_on.release()
+            assert await call.read() == b"%d" % number
+            async with asyncio.timeout(20):
+                # The other connection, which has no call, is closed again and again.
+                while (await connection.read()) is not None:
+                    pass
+            await connection.__aexit__(None, None, None)
+            connection = await http2.Connection.open(served.port)
+            assert await served.channel.unary_unary("/test/Echo")(b"x", wait_for_ready=True) == b"x"
+        assert await call.read() is grpc.aio.EOF
+        await connection.__aexit__(None, None, None)
+
+
+async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lost its power: its connection is open for ever, as far as TCP knows."""
+    monkeypatch.setattr(server_settings, "PING_TIMEOUT_SECONDS", 0.2)
+    async with Served(Settings(ping_seconds=1)) as served:
+        connection = await http2.Connection.open(served.port)
+        async with asyncio.timeout(30):
+            while await connection.read(answer=False) is not None:
+                pass
+        await connection.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ping_seconds", 0), ("max_connections", 15), ("max_concurrent_streams", 0), ("max_connection_age", -1)],
+)
+def test_each_setting_has_a_bound_and_a_refusal(name: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=name):
+        Settings.model_validate({name: value})
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected", "raised_to"),
+    [
+        ((1024, 1 << 20), 4096, 4096 + server_settings.SPARE_DESCRIPTORS),
+        ((1 << 20, 1 << 20), 4096, None),
+        ((1024, 1024), 1024 - server_settings.SPARE_DESCRIPTORS, None),
+        ((100, 120), server_settings.MIN_CONNECTIONS, 120),
+    ],
+)
+def test_connections_are_bounded_by_what_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], expected: int, raised_to: int | None
+) -> None:
+    """`ulimit -n` is 1024 in many shells; the process raises its own limit as far as it may, and says so where it may not."""
+    raised: list[int] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
+    with structlog.testing.capture_logs() as logged:
+        assert Settings().descriptors_for_connections() == expected
+    assert raised == ([] if raised_to is None else [raised_to])
+    assert bool(logged) == (expected < 4096)
+
+
+async def read_all(call: Any) -> list[bytes]:
+    """The messages of a stream."""
+    return [message async for message in call]
+
+
+async def status_of(metrics: MetricsServer) -> str:
+    """Of the page, as a health check sees it."""
+    port = int(metrics.url.split(":")[2].partition("/")[0])
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    head = await reader.readline()
+    writer.close()
+    return head.split()[1].decode()

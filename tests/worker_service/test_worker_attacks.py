@@ -1,0 +1,302 @@
+"""What a peer may send to a worker's port without harm to others, over real gRPC, with a real manager and a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import structlog
+from grpc_status import rpc_status
+from kvpool.v1 import worker_pb2
+
+from client import Client, ResourceExhausted
+from tests import http2
+from tests.cluster.in_process import InProcessCluster, in_process_cluster
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.cluster.truth import Truth
+from tests.tiny_models import Oracle, TinyModel
+from worker_service.engine.errors import ErrorKind
+from worker_service.request_sizes import request_limits
+from worker_service.server import SERVICE
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GENERATE = f"/{SERVICE}/Generate".encode()
+NO_MESSAGE = b"\x0a\x04\xff\xfe"
+"""A field of four bytes, of which two are there: no message has it."""
+MAX_MODEL_LEN = 2048
+READER_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_endless_model(tmp_path_factory.mktemp("model") / "endless", tokenizer=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[InProcessCluster]:
+    settings = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 1025, "reader_seconds": READER_SECONDS}
+    async with in_process_cluster(model.path, tmp_path_factory.mktemp("cluster"), **settings) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cluster(shared: InProcessCluster) -> AsyncIterator[InProcessCluster]:
+    """After each test all blocks are back and every law holds."""
+    shared.worker.engine.stats.ended.clear()
+    yield shared
+    await shared.until_idle()
+    assert shared.manager.manager.check().violations == []
+
+
+def request(sequence_id: str, max_tokens: int = 1000, **fields: Any) -> worker_pb2.GenerateRequest:
+    """A good one, for a text that no token ends."""
+    asked = worker_pb2.GenerateRequest(
+        sequence_id=sequence_id, attempt=1, token_ids=worker_pb2.TokenIds(ids=[1, 2, 3, 4, 5]), **fields
+    )
+    asked.stop.max_tokens = max_tokens
+    asked.stop.ignore_eos = True
+    return asked
+
+
+async def outcome(cluster: InProcessCluster, name: str) -> None:
+    """Wait until a request has ended so."""
+
+    async def ended() -> bool:
+        return cluster.worker.engine.stats.ended[name] > 0
+
+    await eventually(ended, f"a request ends as {name}")
+    cluster.worker.engine.stats.ended.clear()
+
+
+# -- a server that ends unasked
+
+
+async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
+    cluster: InProcessCluster, model: TinyModel
+) -> None:
+    """Both servers end while it runs. Its text is that of transformers, it is one attempt, the session is the same, and new
+    requests are served on the same ports."""
+    prompt, num_tokens = model.prompts[0], 120
+    truth = Truth(Oracle.of(model.path), prompt, 16)
+    undisturbed = await cluster.complete(prompt, max_tokens=num_tokens)
+    session = cluster.worker.engine.cache.session
+    stream = cluster.client.generate(prompt, max_tokens=num_tokens, ignore_eos=True)
+    chunks = [await anext(stream)]
+    before = [server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager)]
+    connections = []
+    for port in (cluster.worker.port, cluster.manager.port):
+        connections.append(await http2.Connection.open(port))
+        await connections[-1].request(b"/\xff")
+
+    async def rebuilt() -> bool:
+        now = [server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager)]
+        return all(a < b for a, b in zip(before, now, strict=True))
+
+    await eventually(rebuilt, "both servers are built anew")
+    chunks += [chunk async for chunk in stream]
+    for connection in connections:
+        await connection.__aexit__(None, None, None)
+    found = [token for chunk in chunks for token in chunk.token_ids]
+    assert found == list(undisturbed.token_ids)
+    assert found[:16] == truth.tokens
+    assert {chunk.attempt for chunk in chunks} == {1}
+    assert cluster.worker.engine.cache.session == session
+    async with Client(f"127.0.0.1:{cluster.manager.port}") as fresh:
+        again = await fresh.generate(prompt, max_tokens=num_tokens, ignore_eos=True).collect()
+    assert list(again.token_ids) == list(undisturbed.token_ids)
+    assert again.num_cached_tokens > 0
+
+
+# -- before protobuf
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def channel(cluster: InProcessCluster) -> AsyncIterator[Any]:
+    options = (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.worker.port}", options=options) as channel:
+        yield channel
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Code and message of a stream that fails, which it must, with its rich status."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+    assert status is not None
+    return caught.value.code(), status.message
+
+
+@pytest.mark.parametrize("method", ["GetModel", "Generate"])
+async def test_bytes_that_are_no_message_are_invalid_and_one_line(
+    cluster: InProcessCluster, channel: Any, method: str
+) -> None:
+    cluster.worker._grpc._refused_line._quiet_until = 0.0
+    refused_before = cluster.worker.engine.stats.refused[ErrorKind.INVALID]
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(10):
+            code, _message = await refusal(channel.unary_stream(f"/{SERVICE}/{method}")(NO_MESSAGE))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(logged) == 1
+    refused = cluster.worker.engine.stats.refused[ErrorKind.INVALID] - refused_before
+    assert refused == (10 if method == "Generate" else 0)
+
+
+async def test_every_method_has_a_limit_of_its_own() -> None:
+    """A new one is to be thought about: what is the largest request that is legal?"""
+    methods = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
+    assert request_limits(2048, 264, None).keys() == {f"/{SERVICE}/{method.name}" for method in methods}
+
+
+async def test_a_prompt_that_no_model_can_take_is_refused_before_it_is_read(
+    cluster: InProcessCluster, channel: Any
+) -> None:
+    """15 MB, which the transport takes. What was sent, what is allowed, and which setting decides."""
+    asked = request("huge")
+    asked.text = "hello world " * 1_300_000
+    raw = asked.SerializeToString()
+    code, message = await refusal(channel.unary_stream(GENERATE.decode())(raw))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(len(raw)) in message
+    assert "--max-model-len" in message
+
+
+async def test_the_largest_legal_request_is_taken(cluster: InProcessCluster, channel: Any) -> None:
+    """Every field at its limit, the prompt of the largest ids, one tag for each."""
+    asked = request("s" * 128, max_tokens=1, tenant="t" * 256, tenant_salt="u" * 256)
+    asked.model_fingerprint = cluster.worker.facts.fingerprint
+    asked.token_ids.ids[:] = [263] * (MAX_MODEL_LEN - 1)
+    asked.sampling.CopyFrom(
+        worker_pb2.SamplingParams(
+            temperature=1, top_k=5, top_p=0.5, seed=(1 << 64) - 1, min_p=0.1, repetition_penalty=1.5
+        )
+    )
+    for token in range(264):
+        asked.sampling.logit_bias[token] = -1.5
+    asked.stop.stop_strings.extend(["é" * 128] * 16)
+    asked.stop.stop_token_ids.extend(range(256))
+    asked.logprobs = asked.prompt_logprobs = 20
+    call = channel.unary_stream(GENERATE.decode())(asked.SerializeToString())
+    messages = [worker_pb2.GenerateResponse.FromString(raw) async for raw in call]
+    assert messages[-1].finish_reason
+    assert sum(len(message.prompt_logprobs) for message in messages) == MAX_MODEL_LEN - 1
+
+
+# -- readers that do not read
+
+
+async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cluster: InProcessCluster) -> None:
+    """No DATA may be sent to it, so its first token waits. When it opens its window it gets the status, after what waited."""
+    async with await http2.Connection.open(
+        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+    ) as connection:
+        stream = await connection.request(GENERATE, request("slow").SerializeToString())
+        await outcome(cluster, "slow_reader")
+        await cluster.until_idle()  # while the stream is still open
+        assert cluster.worker._grpc._life is not None
+        assert cluster.worker._grpc._life.guard.num_calls == 1
+        await connection.open_window(1 << 20, stream)
+        trailers = b""
+        while (frame := await connection.read()) is not None:
+            if frame.kind == http2.HEADERS:
+                trailers = frame.payload
+            if frame.flags & http2.END_STREAM and frame.stream == stream and frame.kind in (http2.HEADERS, http2.DATA):
+                break
+        assert b"took nothing for" in trailers
+        assert b"--reader-seconds" in trailers
+
+
+async def test_a_reader_that_takes_the_first_tokens_only_is_given_up(cluster: InProcessCluster) -> None:
+    """A window of one message or so: some is taken, then nothing."""
+    async with await http2.Connection.open(
+        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 300}
+    ) as connection:
+        await connection.request(GENERATE, request("some", logprobs=20).SerializeToString())
+        await outcome(cluster, "slow_reader")
+
+
+async def test_a_reader_that_is_slow_but_reads_gets_everything(cluster: InProcessCluster) -> None:
+    """It never lets more than 2,000 bytes come before it has looked at them, which it does for longer than the limit."""
+    async with await http2.Connection.open(
+        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 2_000}
+    ) as connection:
+        stream = await connection.request(GENERATE, request("steady", max_tokens=700, logprobs=1).SerializeToString())
+        data = bytearray()
+
+        async def receive() -> None:
+            while (frame := await connection.read()) is not None:
+                if frame.stream == stream and frame.kind == http2.DATA:
+                    data.extend(frame.payload)
+                if frame.stream == stream and frame.kind == http2.HEADERS and frame.flags & http2.END_STREAM:
+                    return
+
+        receiving = asyncio.create_task(receive())
+        num_seen = 0
+        async with asyncio.timeout(60):
+            while not receiving.done():
+                await asyncio.sleep(READER_SECONDS / 10)
+                if len(data) > num_seen:
+                    num_new, num_seen = len(data) - num_seen, len(data)
+                    await connection.open_window(num_new, stream)
+        tokens: list[int] = []
+        while data:
+            size = int.from_bytes(data[1:5])
+            tokens += worker_pb2.GenerateResponse.FromString(bytes(data[5 : 5 + size])).token_ids
+            del data[: 5 + size]
+        assert len(tokens) == 700
+    assert not cluster.worker.engine.stats.ended["slow_reader"]
+
+
+async def test_a_request_that_waits_for_blocks_has_no_slow_reader(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to read yet, for several times the limit: that its reader has no window does not matter until there is."""
+    scheduler = cluster.worker.engine.scheduler
+    monkeypatch.setattr(scheduler, "candidates", lambda *_: [])
+    async with await http2.Connection.open(
+        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+    ) as connection:
+        await connection.request(GENERATE, request("patient").SerializeToString())
+        await asyncio.sleep(3 * READER_SECONDS)
+        assert scheduler.num_waiting == 1
+        assert not cluster.worker.engine.stats.ended
+        monkeypatch.undo()
+        cluster.worker.engine.changed_for_link.set()
+        await outcome(cluster, "slow_reader")
+
+
+async def test_our_client_does_not_go_on_elsewhere_for_a_reader_that_does_not_read(cluster: InProcessCluster) -> None:
+    """One attempt, then the worker's reason. The window is the client's own, so the worker is made to see a slow reader."""
+    stream = cluster.client.generate([1, 2, 3], max_tokens=1500, ignore_eos=True)
+    await anext(stream)
+    (running,) = list(cluster.worker.engine.scheduler)
+    cluster.worker.engine.give_up_reader(running, READER_SECONDS)
+    with pytest.raises(ResourceExhausted) as caught:
+        await stream.collect()
+    assert caught.value.reason == "SLOW_READER"
+    assert "read faster" in str(caught.value)
+    assert cluster.worker.engine.stats.ended["slow_reader"] == 1
+    assert running.params.attempt == 1
+
+
+async def test_readers_that_do_not_read_keep_nobody_waiting(cluster: InProcessCluster) -> None:
+    """Many of them, each with a fifth of the pool if it were let: a good client's answers come all the while."""
+    async with await http2.Connection.open(
+        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+    ) as connection:
+        for number in range(30):
+            await connection.request(GENERATE, request(f"slow-{number}", logprobs=20).SerializeToString())
+        for _ in range(3):
+            answer = await cluster.complete([7, 8, 9], max_tokens=50)
+            assert len(answer.token_ids) == 50
+
+        async def all_given_up() -> bool:
+            return cluster.worker.engine.stats.ended["slow_reader"] == 30
+
+        await eventually(all_given_up, "all of them are given up")
+        await cluster.until_idle()
