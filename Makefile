@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, what `make gpu-wheels` made, PYTHON itself runs it, and neither .venv nor a network is needed.
 WHEELS ?=
 
-.PHONY: help demo test test-compose simulate live soak exhaustive linearizability mutants models cpus check proto format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models cpus check proto format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -25,6 +25,7 @@ help:
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
 	@echo "make soak         a cluster with full pools for twenty minutes, every token held against the right one"
+	@echo "make hostile      everything that no peer may break, done to a cluster beside a good client; minutes"
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
 	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
@@ -66,6 +67,9 @@ live: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGUMENTS)
+
+hostile: $(READY)
+	$(BIN)/python -m tests.hostile $(ARGUMENTS)
 
 exhaustive: $(READY)
 	$(BIN)/python -m tests.exhaustive

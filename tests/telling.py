@@ -37,7 +37,9 @@ def told(
     `columns` stand behind the bar; without a terminal only what `is_worth_a_line` is a line, each once.
     """
     console = Console(stderr=True)
-    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn(), console=console) as bar:
+    with Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeElapsedColumn(), console=console
+    ) as bar:
         task = bar.add_task(starting, total=None)
         last = ""
 

@@ -1,0 +1,218 @@
+"""Attacks below gRPC: connections that are malformed, idle, reset in haste, or never read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from kvpool.v1 import worker_pb2
+
+from tests.cluster.cluster import MANAGER
+from tests.hostile import http2
+from tests.hostile.arena import VICTIM, Arena
+from tests.hostile.malformed import CASES
+
+AT_ONCE: Final = 32
+LINGER_SECONDS: Final = 0.05
+"""How long a malformed connection waits for what the server does about it."""
+REBUILT_SECONDS: Final = 3.0
+"""For a server that a malformed connection has ended to be there again."""
+SLOW: Final = 0.02
+"""Share of the malformed connections that send their bytes one by one, and leave in the middle."""
+SLOW_SECONDS: Final = 1.0
+GENERATE: Final = b"/kvpool.v1.WorkerService/Generate"
+DESCRIBE: Final = b"/kvpool.v1.CacheService/Describe"
+
+OnDone = Callable[[int], None]
+
+
+async def _at_once(count: int, one: Callable[[int], Awaitable[None]], on_done: OnDone) -> None:
+    """Run one(0) … one(count − 1), AT_ONCE at a time."""
+    numbers = iter(range(count))
+
+    async def run() -> None:
+        for number in numbers:
+            await one(number)
+            on_done(number + 1)
+
+    async with asyncio.TaskGroup() as running:
+        for _ in range(AT_ONCE):
+            running.create_task(run())
+
+
+async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone = lambda done: None) -> Counter[str]:
+    """`count` connections to manager and worker in turn. Returns how many of them were closed, left open or refused."""
+    outcomes: Counter[str] = Counter()
+
+    async def one(number: int) -> None:
+        draw = random.Random(f"{seed} {number}")
+        payload = CASES[number % len(CASES)](draw)
+        connection = await _connect(arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2]))
+        if connection is None:
+            outcomes["not accepted"] += 1
+            return
+        async with connection:
+            if draw.random() < SLOW:
+                await _drip(connection, payload[: draw.randint(1, 60)])
+                outcomes["left in the middle"] += 1
+            else:
+                await connection.send(payload)
+                closed = await connection.read_until_end(LINGER_SECONDS)
+                outcomes["closed" if closed else "left open"] += 1
+
+    await _at_once(count, one, on_done)
+    return outcomes
+
+
+async def _connect(address: str) -> http2.Connection | None:
+    """None if nothing listens there for REBUILT_SECONDS: some of the connections end a server, which is then replaced."""
+    deadline = time.monotonic() + REBUILT_SECONDS
+    while True:
+        try:
+            return await http2.Connection.connect(address)
+        except (OSError, TimeoutError):
+            if time.monotonic() > deadline:
+                return None
+        await asyncio.sleep(0.05)
+
+
+async def _drip(connection: http2.Connection, payload: bytes) -> None:
+    for at in range(len(payload)):
+        if not await connection.send(payload[at : at + 1]):
+            break
+        await asyncio.sleep(SLOW_SECONDS / len(payload))
+
+
+@asynccontextmanager
+async def idle(arena: Arena, count: int) -> AsyncIterator[Counter[str]]:
+    """`count` connections that say nothing, half of them after a preface; `count` in all, to manager and worker in turn."""
+    outcomes: Counter[str] = Counter()
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def one(number: int) -> None:
+            try:
+                connection = await http2.Connection.connect(arena.cluster.address((MANAGER, VICTIM)[number % 2]))
+            except (OSError, TimeoutError):
+                outcomes["not accepted"] += 1
+                return
+            stack.push_async_callback(connection.close)
+            if number // 2 % 2:
+                await connection.start()
+            outcomes["open"] += 1
+
+        await _at_once(count, one, lambda done: None)
+        yield outcomes
+
+
+async def rapid_reset(
+    arena: Arena, num_connections: int, streams_each: int, on_done: OnDone = lambda done: None
+) -> Counter[str]:
+    """Streams that are opened and reset in one breath: Describe at the manager, Generate at the worker."""
+    outcomes: Counter[str] = Counter()
+    request = _long_request("reset", 4).SerializeToString()
+
+    async def one(number: int) -> None:
+        name, path, payload = ((MANAGER, DESCRIBE, b""), (VICTIM, GENERATE, request))[number % 2]
+        try:
+            connection = await http2.Connection.connect(arena.cluster.address(name))
+        except (OSError, TimeoutError):
+            outcomes["not accepted"] += 1
+            return
+        async with connection:
+            await connection.start()
+            for stream in range(1, 2 * streams_each, 2):
+                if not await connection.send(http2.call(path, payload, stream) + http2.reset(stream)):
+                    outcomes["closed by the server"] += 1
+                    return
+                if stream % 64 == 1:
+                    await asyncio.sleep(0)
+            outcomes["all sent"] += 1
+            await connection.read_until_end(LINGER_SECONDS)
+
+    await _at_once(num_connections, one, on_done)
+    return outcomes
+
+
+def _long_request(sequence_id: str, num_prompt_tokens: int) -> worker_pb2.GenerateRequest:
+    return worker_pb2.GenerateRequest(
+        sequence_id=sequence_id,
+        attempt=1,
+        token_ids=worker_pb2.TokenIds(ids=range(num_prompt_tokens)),
+        stop=worker_pb2.StopConditions(max_tokens=450, ignore_eos=True),
+        logprobs=20,
+    )
+
+
+class SlowReaders:
+    """Streams of Generate with a window of 0 bytes: the worker may send no message. `async with` opens them."""
+
+    def __init__(self, arena: Arena, count: int) -> None:
+        self._arena = arena
+        self._count = count
+        self._connections: list[http2.Connection] = []
+        self._reading: list[asyncio.Task[bytes]] = []
+
+    async def __aenter__(self) -> SlowReaders:
+        address = self._arena.cluster.address(VICTIM)
+        for number in range(self._count):
+            connection = await http2.Connection.connect(address)
+            self._connections.append(connection)
+            await connection.start((http2.Setting.INITIAL_WINDOW_SIZE, 0))
+            request = _long_request(f"{SLOW_NAME}-{time.monotonic_ns()}-{number}", 20)
+            request.token_ids.ids[0] = number
+            await connection.send(http2.call(GENERATE, request.SerializeToString()))
+            self._reading.append(asyncio.create_task(_trailers(connection)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._reading:
+            task.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
+        for connection in self._connections:
+            await connection.close()
+
+    async def until_freed(self, seconds: float) -> int:
+        """Wait until no sequence of theirs holds blocks; returns how many do after that time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            sequences = (await self._arena.described(VICTIM, max_sequences=1000)).sequences
+            left = sum(sequence.key.sequence_id.startswith(SLOW_NAME) for sequence in sequences)
+            if not left or time.monotonic() > deadline:
+                return left
+            await asyncio.sleep(0.2)
+
+    async def statuses(self, seconds: float) -> Counter[str]:
+        """Read at last, and return what the streams were ended with: a gRPC status, or nothing within the time."""
+        for connection in self._connections:
+            await connection.send(http2.window_update(1 << 24), http2.window_update(1 << 24, stream=1))
+        _, late = await asyncio.wait(self._reading, timeout=seconds)
+        found: Counter[str] = Counter({"nothing": len(late)} if late else {})
+        for task in set(self._reading) - late:
+            status = _STATUS.search(task.result())
+            found["a reset" if status is None else f"status {status[1].decode()}"] += 1
+        return found
+
+
+SLOW_NAME: Final = "slow"
+_STATUS: Final = re.compile(rb"grpc-status.(\d+)", re.DOTALL)
+"""In a header block without Huffman codes, as grpcio writes it: name, length of the value, value."""
+
+
+async def _trailers(connection: http2.Connection) -> bytes:
+    """The header block that ends stream 1; empty if the stream is reset, or the connection ends."""
+    while frame := await connection.read_frame(3600.0):
+        if frame.kind == http2.Kind.PING and not frame.flags & http2.Flag.ACK:
+            # Unanswered, the peer would take us for dead and close the connection itself.
+            await connection.send(http2.frame(http2.Kind.PING, http2.Flag.ACK, 0, frame.payload))
+        if frame.stream == 1 and frame.kind == http2.Kind.RST_STREAM:
+            return b""
+        if frame.stream == 1 and frame.kind == http2.Kind.HEADERS and frame.flags & http2.Flag.END_STREAM:
+            return frame.payload
+    return b""

@@ -1,0 +1,153 @@
+"""A client that does nothing wrong: it asks, compares each answer with the right one, and times each call.
+
+`python -m tests.hostile.good_client MANAGER MODEL` reads questions from the first line of stdin and ends with stdin. It is a
+process of its own, so that its times do not contain the attacker's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from client import Client, ClientConfig, GenerateOptions, KvpoolError
+
+ASKERS: Final = 2
+"""Requests at any time: well below what the cluster can do, so that a slow answer is the attacker's doing."""
+PAUSE_SECONDS: Final = 0.03
+TIMEOUT_SECONDS: Final = 30.0
+DESCRIBE_EACH: Final = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and its greedy continuation as `transformers` has it."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the good client."""
+
+    ended_at: float
+    """Monotonic seconds, which all processes of a machine share."""
+    seconds: float
+    kind: str
+    """generate or describe."""
+    problem: str | None
+    """What is wrong with the answer, or why there is none after all retries."""
+
+
+class GoodClient:
+    """The process, and what it reports. Use it as `async with`."""
+
+    def __init__(self, manager: str, model: str, questions: Sequence[Question]) -> None:
+        """`model`: fingerprint of the one to ask; attackers may register others."""
+        self._manager = manager
+        self._model = model
+        self._questions = questions
+        self.calls: list[Call] = []
+        """All that have ended, in that order."""
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.hostile.good_client", self._manager, self._model),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([asdict(question) for question in self._questions]).encode() + b"\n")
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self.calls.append(Call(**json.loads(line)))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let it end its last calls, unless there is no time for that."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(2 * TIMEOUT_SECONDS if error is None else 0.1):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._reading
+
+    def since(self, began: float) -> list[Call]:
+        """Calls that ended after `began`."""
+        return [call for call in self.calls if call.ended_at >= began]
+
+    async def answers(self, count: int, seconds: float) -> bool:
+        """Whether `count` further answers come within the time, right or wrong."""
+        wanted = sum(call.kind == "generate" for call in self.calls) + count
+        try:
+            async with asyncio.timeout(seconds):
+                while sum(call.kind == "generate" for call in self.calls) < wanted:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            return False
+        return True
+
+
+async def _generate(client: Client, model: str, question: Question) -> str | None:
+    """What is wrong, if anything is."""
+    options = GenerateOptions(model=model, max_tokens=len(question.tokens), ignore_eos=True)
+    completion = await client.generate(question.prompt, **options).collect()
+    if completion.token_ids != question.tokens:
+        return f"answered {list(completion.token_ids)}, not {list(question.tokens)}, to {list(question.prompt)}"
+    return None
+
+
+async def _ask_on(client: Client, model: str, questions: Sequence[Question], first: int, ends: asyncio.Event) -> None:
+    number = first
+    while not ends.is_set():
+        number += ASKERS
+        kind = "describe" if number // ASKERS % DESCRIBE_EACH == 0 else "generate"
+        began = time.monotonic()
+        problem: str | None = None
+        try:
+            if kind == "describe":
+                await client.describe()
+            else:
+                problem = await _generate(client, model, questions[number % len(questions)])
+        except KvpoolError as error:
+            problem = f"lost: {type(error).__name__}: {error}"
+        ended = time.monotonic()
+        print(json.dumps(asdict(Call(ended, ended - began, kind, problem))), flush=True)
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def _run(manager: str, model: str, questions: Sequence[Question]) -> None:
+    ends = asyncio.Event()
+    config = ClientConfig(manager=manager, timeout=TIMEOUT_SECONDS)
+    async with Client(config=config) as client:
+        asking = [asyncio.create_task(_ask_on(client, model, questions, first, ends)) for first in range(ASKERS)]
+        await asyncio.to_thread(sys.stdin.read)
+        ends.set()
+        await asyncio.gather(*asking)
+
+
+def main() -> None:
+    given: list[dict[str, Any]] = json.loads(sys.stdin.readline())
+    questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in given]
+    manager, model = sys.argv[1:3]
+    asyncio.run(_run(manager, model, questions))
+
+
+if __name__ == "__main__":
+    main()

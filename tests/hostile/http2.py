@@ -1,0 +1,197 @@
+"""HTTP/2 written by hand, for tests that send what no library would: frames, literal headers, one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Iterable
+from enum import IntEnum, IntFlag
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+Header = tuple[bytes, bytes]
+
+
+class Kind(IntEnum):
+    """Frame types of RFC 9113."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
+
+
+class Flag(IntFlag):
+    """Those of the frames above; ACK and END_STREAM share a bit."""
+
+    NONE = 0
+    END_STREAM = 1
+    ACK = 1
+    END_HEADERS = 4
+    PADDED = 8
+    PRIORITY = 32
+
+
+class Setting(IntEnum):
+    """Identifiers in a SETTINGS frame."""
+
+    HEADER_TABLE_SIZE = 1
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+
+
+class Frame(NamedTuple):
+    """One frame as it was read. `kind` is a Kind where RFC 9113 knows it."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", *, length: int | None = None) -> bytes:
+    """The bytes of a frame; `length`: what it claims to be, if that is not the truth."""
+    claimed = len(payload) if length is None else length
+    return claimed.to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def settings(values: Iterable[tuple[int, int]] = ()) -> bytes:
+    """A SETTINGS frame."""
+    return frame(Kind.SETTINGS, payload=b"".join(struct.pack(">HI", *value) for value in values))
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header as HPACK has it: literal, new name, not indexed, no Huffman code."""
+    return b"\x00" + _string(name) + _string(value)
+
+
+def _string(text: bytes) -> bytes:
+    return _integer(len(text)) + text
+
+
+def _integer(value: int) -> bytes:
+    """With a prefix of 7 bits."""
+    if value < 127:
+        return bytes([value])
+    encoded = bytearray([127])
+    value -= 127
+    while value >= 128:
+        encoded.append(value % 128 + 128)
+        value //= 128
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def request_headers(path: bytes, *, authority: bytes = b"localhost", further: Iterable[Header] = ()) -> bytes:
+    """The header block of a gRPC call."""
+    call = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", authority)]
+    call += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *further]
+    return b"".join(literal(*header) for header in call)
+
+
+def headers(block: bytes, stream: int = 1, flags: int = Flag.END_HEADERS) -> bytes:
+    """A HEADERS frame."""
+    return frame(Kind.HEADERS, flags, stream, block)
+
+
+def data(payload: bytes, stream: int = 1, flags: int = Flag.END_STREAM) -> bytes:
+    """A DATA frame; ends the stream unless `flags` say otherwise. At most 16 KiB of payload."""
+    return frame(Kind.DATA, flags, stream, payload)
+
+
+def message(payload: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """A gRPC message, to be sent as data; `length`: what it claims to be, if that is not the truth."""
+    return struct.pack(">BI", compressed, len(payload) if length is None else length) + payload
+
+
+def call(path: bytes, payload: bytes, stream: int = 1, further: Iterable[Header] = ()) -> bytes:
+    """A whole unary request of at most 16 KiB."""
+    return headers(request_headers(path, further=further), stream) + data(message(payload), stream)
+
+
+def reset(stream: int, error: int = 8) -> bytes:
+    """A RST_STREAM frame; 8 is CANCEL."""
+    return frame(Kind.RST_STREAM, 0, stream, struct.pack(">I", error))
+
+
+def window_update(increment: int, stream: int = 0) -> bytes:
+    """A WINDOW_UPDATE frame."""
+    return frame(Kind.WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
+
+
+class Connection:
+    """A TCP connection that sends what it is given. What the peer does to it (reset, close) is no error here."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, address: str, seconds: float = 10.0) -> Self:
+        """`address` is host:port. Raises OSError or TimeoutError if nothing listens there."""
+        host, _, port = address.rpartition(":")
+        async with asyncio.timeout(seconds):
+            return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def send(self, *parts: bytes, seconds: float = 10.0) -> bool:
+        """Whether the peer has taken it within the time."""
+        try:
+            self._writer.write(b"".join(parts))
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+        except (OSError, TimeoutError):
+            return False
+        return True
+
+    async def start(self, *values: tuple[int, int]) -> bool:
+        """The preface and SETTINGS with these values."""
+        return await self.send(PREFACE, settings(values))
+
+    async def read_frame(self, seconds: float = 10.0) -> Frame | None:
+        """The next frame; None if the connection has ended, or nothing came in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                head = await self._reader.readexactly(9)
+                payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return None
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        return Frame(kind, flags, stream & 0x7FFFFFFF, payload)
+
+    async def read_until_end(self, seconds: float) -> bool:
+        """Whether the peer has closed the connection within the time; what it sends is thrown away."""
+        try:
+            async with asyncio.timeout(seconds):
+                while await self._reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    async def close(self) -> None:
+        """At once: what was not sent yet is lost."""
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

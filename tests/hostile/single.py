@@ -1,0 +1,530 @@
+"""Attacks of one message or a few, each by name: what was seen to stop, poison or wedge a cluster.
+
+An attack reports what it was answered, and what is wrong that the state of the cluster afterwards does not show. Sessions that the
+attacker takes for its own lead its calls with all that Register has answered it; in those of others it has what Describe shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
+
+from tests.cluster.cluster import MANAGER
+from tests.hostile import http2
+from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
+from tests.hostile.fuzz import DEFECTS
+from tests.hostile.services import manager_rpcs, worker_rpcs
+from tests.hostile.stranger import Stranger, registration
+
+LARGEST: Final = (1 << 64) - 1
+GROWTH_BYTES: Final = 96 << 20
+"""What one message, or a handful, may add to a process at its highest: 16 MiB are held several times on their way."""
+LOOK_SECONDS: Final = 15.0
+COMMAND_SECONDS: Final = 60.0
+
+
+@dataclass
+class Outcome:
+    """What came of an attack."""
+
+    said: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+Attack = Callable[[Arena, Outcome], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class Single:
+    """An attack by name."""
+
+    name: str
+    attack: Attack
+    costs_a_session: bool = False
+    """The cluster may have to wait for leases until it is as before."""
+
+    async def run(self, arena: Arena, outcome: Outcome) -> None:
+        """Do it. What ends it early is part of the outcome."""
+        try:
+            await self.attack(arena, outcome)
+        except grpc.aio.AioRpcError as error:
+            outcome.problems.append(f"a call that should work did not: {error.code().name}: {error.details()}")
+        except (OSError, TimeoutError) as error:
+            outcome.problems.append(f"could not connect: {error!r}")
+
+
+async def _status(call: Awaitable[object]) -> grpc.StatusCode:
+    """What the call is answered."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most that the process ever had in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+class _Memory:
+    """How far attacks push up the highest memory of a process."""
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        self._process = arena.cluster.processes[name]
+        # Let the peak begin at what it has now; the kernel counts on from there.
+        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+        self._before = self._process.resident_bytes
+
+    def judge(self, outcome: Outcome) -> None:
+        """Note how much it was, and whether that is too much."""
+        if self._process.status is not None:
+            return
+        grown = _peak_bytes(self._process.pid) - self._before
+        outcome.said.append(f"{self._process.name} grew by up to {grown >> 20} MiB")
+        if grown > GROWTH_BYTES:
+            outcome.problems.append(f"{self._process.name} grew by {grown >> 20} MiB, more than {GROWTH_BYTES >> 20}")
+
+
+# -- requests that are none
+
+
+async def _path(arena: Arena, outcome: Outcome, name: str) -> None:
+    async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+        await connection.send(http2.PREFACE, http2.settings(), http2.call(b"/\xff", b""))
+        closed = await connection.read_until_end(0.5)
+    outcome.said.append(f"connection {'closed' if closed else 'left open'}")
+
+
+async def path_at_manager(arena: Arena, outcome: Outcome) -> None:
+    """A `:path` that is not UTF-8."""
+    await _path(arena, outcome, MANAGER)
+
+
+async def path_at_worker(arena: Arena, outcome: Outcome) -> None:
+    """The same at a worker."""
+    await _path(arena, outcome, VICTIM)
+
+
+async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
+    """Bytes that no message type parses, to every method: each refused with a status of the table, and with one line at most."""
+    lines = {name: arena.cluster.processes[name].log.count("\n") for name in (MANAGER, VICTIM)}
+    num_sent = 0
+    defects: list[str] = []
+    for name, rpcs in ((MANAGER, manager_rpcs()), (VICTIM, worker_rpcs())):
+        async with arena.channel(name) as channel:
+            for rpc in rpcs:
+                # The second is cut off in the middle of a field, which is an error for every type.
+                for payload in (b"\x0a\x04\xff\xfe\xfd\xfc", b"\x0a\x7f\x01"):
+                    num_sent += 1
+                    code = await _status(_first(channel, rpc.path, payload, rpc.client_streams, rpc.server_streams))
+                    if code in DEFECTS:
+                        defects.append(f"{rpc.name}: {code.name}")
+    if defects:
+        outcome.problems.append(
+            f"{len(defects)} of {num_sent} messages were answered no status of the table: {', '.join(defects[:4])}"
+        )
+    await asyncio.sleep(0.2)
+    for name, before in lines.items():
+        added = arena.cluster.processes[name].log.count("\n") - before
+        outcome.said.append(f"{name} logged {added} lines")
+        if added > num_sent:
+            outcome.problems.append(f"{name} logged {added} lines about {num_sent} messages")
+
+
+async def _first(
+    channel: grpc.aio.Channel, path: str, payload: bytes, client_streams: bool, server_streams: bool
+) -> None:
+    if not server_streams:
+        unary: Any = channel.unary_unary(path)
+        await unary(payload, timeout=CALL_SECONDS)
+        return
+    stream: Any = channel.stream_stream(path) if client_streams else channel.unary_stream(path)
+    call = stream(iter([payload]) if client_streams else payload, timeout=CALL_SECONDS)
+    async for _ in call:
+        break
+    call.cancel()
+
+
+async def text_of_15_mb(arena: Arena, outcome: Outcome) -> None:
+    """Refused before it is tokenised: memory shows it, on a fast machine too."""
+    memory = _Memory(arena, VICTIM)
+    request = worker_pb2.GenerateRequest(sequence_id="long", attempt=1, text="hello world " * 1_300_000)
+    request.stop.max_tokens = 1
+    async with arena.channel(VICTIM) as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Generate(request, timeout=60.0)
+        code = await _status(anext(aiter(stream)))
+    outcome.said.append(code.name)
+    if code not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        outcome.problems.append(f"a text far beyond max_model_len was answered {code.name}")
+    memory.judge(outcome)
+
+
+async def oversize(arena: Arena, outcome: Outcome) -> None:
+    """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
+    for name, path in ((MANAGER, "/kvpool.v1.CacheService/Route"), (VICTIM, "/kvpool.v1.WorkerService/Generate")):
+        memory = _Memory(arena, name)
+        async with arena.channel(name) as channel:
+            for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
+                # Field 99, which no message has: a parser would keep it.
+                payload = b"\x9a\x06" + _varint(size) + bytes(size)
+                code = await _status(_first(channel, path, payload, False, name == VICTIM))
+                outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
+                if code is grpc.StatusCode.OK or code in DEFECTS:
+                    outcome.problems.append(f"{size:,} bytes to {path} were answered {code.name}")
+        async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+            claim = http2.message(b"", length=LARGEST & 0xFFFFFFFF)
+            await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path.encode())))
+            await connection.send(http2.data(claim, flags=0))
+            await connection.read_until_end(0.3)
+        async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+            head = http2.headers(http2.request_headers(path.encode(), further=[(b"grpc-encoding", b"gzip")]))
+            # Under 64 KiB, so that it fits the window that a connection begins with.
+            bomb = http2.message(gzip.compress(bytes(48 << 20)), compressed=1)
+            await connection.send(http2.PREFACE, http2.settings(), head)
+            for at in range(0, len(bomb), 1 << 14):
+                await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
+            await connection.read_until_end(0.3)
+        memory.judge(outcome)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*encoded, value))
+
+
+# -- in the session of another
+
+
+async def _own(arena: Arena, channel: grpc.aio.Channel, **fields: Any) -> Stranger:
+    """A session of the attacker's own, whose key, if there are keys, it tries on the sessions of others."""
+    stranger = Stranger(channel, **fields)
+    await stranger.register()
+    return stranger
+
+
+def _foreign(stranger: Stranger, worker: cache_pb2.WorkerDescription, **fields: Any) -> cache_pb2.Uplink:
+    """The uplink of a call in that worker's session."""
+    uplink = stranger.uplink(**{"call_no": worker.totals.num_calls + 1, **fields})
+    uplink.session = worker.session
+    return uplink
+
+
+def _refused(outcome: Outcome, what: str, code: grpc.StatusCode) -> None:
+    outcome.said.append(f"{what}: {code.name}")
+    if code is grpc.StatusCode.OK:
+        outcome.problems.append(f"{what} in the session of another was taken")
+
+
+async def _seen_running(arena: Arena, sequence_id: str) -> cache_pb2.WorkerDescription | None:
+    """The victim, as soon as Describe shows that sequence there."""
+    deadline = time.monotonic() + LOOK_SECONDS
+    async with arena.channel() as channel:
+        while time.monotonic() < deadline:
+            request = cache_pb2.DescribeRequest(worker_id=VICTIM, max_sequences=50)
+            (worker,) = (await arena.stub(channel).Describe(request, timeout=CALL_SECONDS)).workers
+            if any(sequence.key.sequence_id == sequence_id for sequence in worker.sequences):
+                return worker
+    return None
+
+
+async def foreign_append(arena: Arena, outcome: Outcome) -> None:
+    """A block of a running sequence is sealed under invented tokens; then a prompt of these tokens is asked."""
+    async with arena.channel() as channel, arena.channel(VICTIM) as worker_channel:
+        stranger = await _own(arena, channel)
+        for attempt in range(12):
+            prompt = [(17 * at + 29 * attempt + 5) % 241 for at in range(BLOCK_SIZE * 3 // 2)]
+            invented = [(31 * at + attempt + 3) % 239 for at in range(BLOCK_SIZE // 2)]
+            sequence_id = f"append-{time.monotonic_ns()}"
+            stream = arena.open_stream(worker_channel, prompt, sequence_id=sequence_id)
+            reading = asyncio.create_task(_read(stream))
+            worker = await _seen_running(arena, sequence_id)
+            if worker is None:
+                await reading
+                continue
+            sequence = next(one for one in worker.sequences if one.key.sequence_id == sequence_id)
+            item = cache_pb2.AppendItem()
+            item.update.key.CopyFrom(sequence.key)
+            item.update.start = len(prompt)
+            item.update.tokens = b"".join(token.to_bytes(4, "little") for token in invented)
+            item.update.num_computed_tokens = len(prompt) + len(invented)
+            request = cache_pb2.AppendRequest(uplink=_foreign(stranger, worker), items=[item])
+            try:
+                reply = await stranger.stub.Append(request, timeout=CALL_SECONDS)
+                was_taken = reply.results[0].status.code == 0 and reply.results[0].num_sealed_tokens > len(prompt)
+                outcome.said.append("taken" if was_taken else f"{reply.results[0].status.message[:60]}")
+            except grpc.aio.AioRpcError as error:
+                was_taken = False
+                outcome.said.append(error.code().name)
+            await reading
+            if was_taken:
+                outcome.problems.append(
+                    "Append in the session of another was taken: a block is sealed under invented tokens"
+                )
+                await asyncio.sleep(1.2)
+                await _ask(arena, [*prompt, *invented, 7, 8, 9], outcome)
+                return
+
+
+async def _read(stream: Any) -> str:
+    try:
+        return f"{len([token async for part in stream for token in part.token_ids])} tokens"
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+
+
+async def _ask(arena: Arena, prompt: Sequence[int], outcome: Outcome) -> None:
+    right = arena.right_answer(prompt)
+    try:
+        tokens = await arena.answer(VICTIM, prompt)
+    except grpc.aio.AioRpcError as error:
+        outcome.problems.append(f"no answer afterwards: {error.code().name}: {error.details()}")
+        return
+    if tokens != right:
+        outcome.problems.append(f"wrong text from the cache: {list(tokens)}, not {list(right)}")
+
+
+async def _during_a_stream(
+    arena: Arena, outcome: Outcome, attack: Callable[[Stranger, cache_pb2.WorkerDescription], Awaitable[None]]
+) -> None:
+    """Attack while the victim generates; the stream must come to its end, and be right."""
+    async with arena.channel() as channel, arena.channel(VICTIM) as worker_channel:
+        stranger = await _own(arena, channel)
+        question = arena.questions[0]
+        sequence_id = f"stream-{time.monotonic_ns()}"
+        stop = worker_pb2.StopConditions(max_tokens=300, ignore_eos=True)
+        stream = arena.open_stream(worker_channel, question.prompt, sequence_id=sequence_id, stop=stop)
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for part in stream:
+                tokens.extend(part.token_ids)
+
+        reading = asyncio.create_task(read())
+        worker = await _seen_running(arena, sequence_id)
+        if worker is None:
+            outcome.problems.append("the stream never showed in Describe")
+        else:
+            await attack(stranger, worker)
+        try:
+            await reading
+        except grpc.aio.AioRpcError as error:
+            outcome.problems.append(f"the stream that ran ended with {error.code().name} after {len(tokens)} tokens")
+        else:
+            if tuple(tokens[:NUM_TOKENS]) != question.tokens or len(tokens) != 300:
+                outcome.problems.append(f"the stream that ran gave {len(tokens)} tokens, or wrong ones")
+
+
+async def foreign_free(arena: Arena, outcome: Outcome) -> None:
+    """Free of a running sequence, with the largest call_no and downlink_ack that there are."""
+
+    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
+        request = cache_pb2.FreeRequest(uplink=_foreign(stranger, worker, call_no=LARGEST, downlink_ack=LARGEST))
+        request.items.add().update.key.CopyFrom(worker.sequences[0].key)
+        _refused(outcome, "Free", await _status(stranger.stub.Free(request, timeout=CALL_SECONDS)))
+
+    await _during_a_stream(arena, outcome, attack)
+
+
+async def foreign_keep_alive(arena: Arena, outcome: Outcome) -> None:
+    """A heartbeat that acknowledges what was never heard, reports a load without end and says that the worker leaves."""
+
+    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
+        request = cache_pb2.KeepAliveRequest()
+        stranger.led(request)
+        request.session, request.downlink_ack, request.draining = worker.session, LARGEST, True
+        request.load.num_running = request.load.num_waiting = (1 << 32) - 1
+        request.load.num_uncomputed_tokens = LARGEST
+        _refused(outcome, "KeepAlive", await _status(stranger.stub.KeepAlive(request, timeout=CALL_SECONDS)))
+
+    await _during_a_stream(arena, outcome, attack)
+
+
+async def foreign_deregister(arena: Arena, outcome: Outcome) -> None:
+    """The victim's session is ended in its name."""
+
+    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
+        request = cache_pb2.DeregisterRequest()
+        stranger.led(request)
+        request.session = worker.session
+        outcome.said.append(
+            f"Deregister: {(await _status(stranger.stub.Deregister(request, timeout=CALL_SECONDS))).name}"
+        )
+        sessions = [one.session for one in (await arena.describe()).workers if one.worker_id == VICTIM]
+        if sessions != [worker.session]:
+            outcome.problems.append("Deregister in the session of another ended it")
+
+    await _during_a_stream(arena, outcome, attack)
+
+
+async def largest_call_no(arena: Arena, outcome: Outcome) -> None:
+    """In the attacker's own session: refused, and the session goes on with the numbers that it had."""
+    async with arena.channel() as channel:
+        stranger = await _own(arena, channel)
+        code = await _status(
+            stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink(call_no=LARGEST)), timeout=CALL_SECONDS)
+        )
+        outcome.said.append(code.name)
+        after = await _status(stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink()), timeout=CALL_SECONDS))
+        if code is grpc.StatusCode.OK or after is not grpc.StatusCode.OK:
+            outcome.problems.append(f"call_no 2^64 − 1 was answered {code.name}, the next call {after.name}")
+        await stranger.deregister()
+
+
+# -- registrations
+
+
+async def largest_incarnation(arena: Arena, outcome: Outcome) -> None:
+    """The victim's name with the largest incarnation; the attacker then keeps silent."""
+    async with arena.channel() as channel:
+        request = registration(VICTIM, incarnation=LARGEST)
+        outcome.said.append((await _status(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
+
+
+async def own_epoch(arena: Arena, outcome: Outcome) -> None:
+    """Claims, again and again, to have seen the manager's epoch in another life. Others may lose their session once at most."""
+    await _claim_epochs(arena, outcome, [None] * 10)
+
+
+async def largest_epoch(arena: Arena, outcome: Outcome) -> None:
+    """Claims to have seen an epoch after which few are left."""
+    await _claim_epochs(arena, outcome, [(1 << 23) - 1] * 3)
+
+
+async def _claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | None]) -> None:
+    before = (await arena.describe()).epoch
+    sessions = {name: {(await arena.described(name)).session} for name in WORKERS}
+    async with arena.channel() as channel:
+        for claim in claims:
+            epoch = (await arena.describe()).epoch if claim is None else claim
+            request = registration(highest_epoch_seen=epoch)
+            outcome.said.append((await _status(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
+            for problem in await arena.problems(LOOK_SECONDS):
+                outcome.problems.append(problem)
+                return
+            for name in WORKERS:
+                sessions[name].add((await arena.described(name)).session)
+    after = (await arena.describe()).epoch
+    outcome.said.append(f"epoch {before} → {after}")
+    if after > before + (1 << 16) + 1:
+        outcome.problems.append(f"the epoch went from {before} to {after}")
+    for name, seen in sessions.items():
+        if len(seen) > 2:
+            outcome.problems.append(f"{name} was in {len(seen)} sessions in turn")
+
+
+async def huge_pools(arena: Arena, outcome: Outcome) -> None:
+    """Eight registrations of 2^24 blocks each."""
+    memory = _Memory(arena, MANAGER)
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(arena.channel())
+        codes = []
+        for number in range(8):
+            stranger = Stranger(channel, f"huge-{number}", num_blocks=1 << 24)
+            codes.append(await _status(stranger.register()))
+            if codes[-1] is grpc.StatusCode.OK:
+                stack.push_async_callback(_status, stranger.deregister())
+        outcome.said.append(", ".join(sorted({code.name for code in codes})))
+        memory.judge(outcome)
+
+
+async def huge_wish(arena: Arena, outcome: Outcome) -> None:
+    """One call that wishes for a reserve of 2^24 blocks; its reply must come, and so must that to the next heartbeat."""
+    memory = _Memory(arena, MANAGER)
+    async with arena.channel() as channel:
+        stranger = Stranger(channel, num_blocks=1 << 24)
+        code = await _status(stranger.register())
+        outcome.said.append(f"Register: {code.name}")
+        if code is not grpc.StatusCode.OK:
+            return
+        wish = cache_pb2.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=1 << 24)
+        request = cache_pb2.AppendRequest(uplink=stranger.uplink(reserve_wishes=[wish]))
+        code = await _status(stranger.stub.Append(request, timeout=60.0))
+        outcome.said.append(f"Append: {code.name}")
+        beat = cache_pb2.KeepAliveRequest()
+        stranger.led(beat)
+        after = await _status(stranger.stub.KeepAlive(beat, timeout=60.0))
+        outcome.said.append(f"KeepAlive: {after.name}")
+        for what, found in (("Append", code), ("KeepAlive", after)):
+            # A call that was executed and whose reply cannot be sent is the one thing that may not be.
+            if found not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                outcome.problems.append(f"{what} was answered {found.name}: its reply could not be sent")
+        memory.judge(outcome)
+        await _status(stranger.deregister())
+
+
+STRANGE_NAMES: Final = ("[/x]", "[bold red]x", "\x1b]0;PWN\x07\x1b[2J", "a\nb", "\u202ex")
+COMMANDS: Final = (("status",), ("blocks", "--worker", "NAME"), ("drain", "NAME-not-there"))
+
+
+async def strange_names(arena: Arena, outcome: Outcome) -> None:
+    """Workers named in markup and escapes: every command shows them without harm, and so does the manager's log."""
+    log = arena.cluster.processes[MANAGER].log_path
+    logged = log.stat().st_size
+    async with arena.channel() as channel:
+        strangers = []
+        for number, name in enumerate(STRANGE_NAMES):
+            stranger = Stranger(channel, f"{name}{number}", model_name=f"{name} model", address=f"{name}:1")
+            code = await _status(stranger.register())
+            outcome.said.append(code.name)
+            if code is grpc.StatusCode.OK:
+                strangers.append(stranger)
+        commands = [[part.replace("NAME", f"{STRANGE_NAMES[2]}2") for part in command] for command in COMMANDS]
+        for command, shown in zip(
+            commands, await asyncio.gather(*(_kvpool(arena, one) for one in commands)), strict=True
+        ):
+            if b"Traceback" in shown:
+                outcome.problems.append(f"kvpool {command[0]} ended in a traceback: {shown.decode().splitlines()[-1]}")
+            if b"\x1b" in shown or b"\x07" in shown:
+                outcome.problems.append(f"kvpool {command[0]} let an escape through to the terminal")
+        for stranger in strangers:
+            await _status(stranger.deregister())
+    if b"\x1b" in log.read_bytes()[logged:]:
+        outcome.problems.append("the manager's log has an escape of another's name in it")
+
+
+async def _kvpool(arena: Arena, arguments: Sequence[str]) -> bytes:
+    """What the command shows, on stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from kvpool.client.cli import main; main()", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "NO_COLOR": "1", "KVPOOL_MANAGER": arena.cluster.address()},
+    )
+    async with asyncio.timeout(COMMAND_SECONDS):
+        return (await process.communicate())[0]
+
+
+SINGLES: Final = (
+    Single("path not UTF-8, manager", path_at_manager),
+    Single("path not UTF-8, worker", path_at_worker),
+    Single("no protobuf", not_protobuf),
+    Single("oversize", oversize),
+    Single("15 MB of text", text_of_15_mb),
+    Single("Append in another's session", foreign_append),
+    Single("Free in another's session, call_no 2^64-1", foreign_free),
+    Single("KeepAlive in another's session", foreign_keep_alive),
+    Single("Deregister of another's session", foreign_deregister),
+    Single("call_no 2^64-1", largest_call_no),
+    Single("incarnation 2^64-1", largest_incarnation, costs_a_session=True),
+    Single("the manager's own epoch, claimed", own_epoch, costs_a_session=True),
+    Single("epoch 2^23-1", largest_epoch, costs_a_session=True),
+    Single("2^24 blocks", huge_pools),
+    Single("reserve wish of 2^24", huge_wish),
+    Single("worker [/x]", strange_names),
+)

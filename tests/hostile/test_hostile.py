@@ -1,0 +1,139 @@
+"""`make hostile` in small, without its times; and that its judges can find something."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.hostile import connections, http2
+from tests.hostile.arena import VICTIM, Arena
+from tests.hostile.campaign import READER_SLACK, Settings, allow_files, fuzz, hold_idle, hold_unread, worker_settings
+from tests.hostile.judge import Judge, Part
+from tests.hostile.malformed import CASES
+from tests.hostile.messages import MessageMaker
+from tests.hostile.services import manager_rpcs, worker_rpcs
+from tests.hostile.single import SINGLES, Outcome, Single
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATIENCE = 60.0
+"""Seconds for whatever must be as before; on a machine that is busy with other things too."""
+LEASE_SECONDS = 4.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge]:
+    """A cluster and a good client for all tests here; what an attack breaks is replaced for the next."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    allow_files()
+    folder = tmp_path_factory.mktemp("hostile")
+    arena = Arena(folder, lease_seconds=LEASE_SECONDS, worker_settings=worker_settings())
+    async with Judge(arena, limit_seconds=None) as started:
+        yield started
+    torch.set_num_threads(num_threads)
+
+
+async def _withstands(judge: Judge, name: str, attack: Callable[[Outcome], Awaitable[None]]) -> None:
+    """No process ends, the cluster is as before, `check` is clean, and the good client loses no answer and gets none wrong."""
+    part = await judge.part(name, attack, PATIENCE)
+    assert part.problems == [], f"{name} ({part.said})"
+
+
+@pytest.mark.parametrize("single", SINGLES, ids=lambda single: single.name)
+async def test_no_single_attack_breaks_the_cluster(judge: Judge, single: Single) -> None:
+    await _withstands(judge, single.name, lambda outcome: single.run(judge.arena, outcome))
+
+
+async def test_mutated_messages_are_answered_with_statuses_of_the_table(judge: Judge) -> None:
+    await _withstands(judge, "messages", lambda outcome: fuzz(judge.arena, 1, 400, outcome))
+
+
+async def test_malformed_connections_cost_nothing_but_themselves(judge: Judge) -> None:
+    async def attack(outcome: Outcome) -> None:
+        outcome.said.append(str(await connections.malformed(judge.arena, 1, 10 * len(CASES))))
+
+    await _withstands(judge, "malformed", attack)
+
+
+async def test_next_to_idle_connections_new_ones_are_served(judge: Judge) -> None:
+    await _withstands(judge, "idle", lambda outcome: hold_idle(judge.arena, 40, outcome))
+
+
+async def test_rapid_reset_takes_no_other_call_with_it(judge: Judge) -> None:
+    async def attack(outcome: Outcome) -> None:
+        outcome.said.append(str(await connections.rapid_reset(judge.arena, 4, 100)))
+
+    await _withstands(judge, "reset", attack)
+
+
+async def test_streams_that_are_not_read_are_ended(judge: Judge) -> None:
+    await _withstands(judge, "slow", lambda outcome: hold_unread(judge.arena, 8, READER_SLACK + PATIENCE, outcome))
+
+
+# -- the judges
+
+
+async def test_a_process_that_ends_is_found_and_replaced(judge: Judge) -> None:
+    """Last of those that need the cluster, but not the end of it."""
+    judge.arena.cluster.kill(VICTIM)
+    part = await judge.part("killed", _nothing, PATIENCE)
+    assert any(f"{VICTIM} has ended" in problem for problem in part.problems), part
+    assert (await judge.part("afterwards", _nothing, PATIENCE)).problems == []
+
+
+async def test_a_wrong_answer_is_found(judge: Judge) -> None:
+    """The right answers say another token: the good client complains."""
+    arena = judge.arena
+    questions = arena.questions
+    arena.questions = [type(one)(one.prompt, (*one.tokens[:-1], one.tokens[-1] ^ 1)) for one in questions]
+    async with arena.good_client() as wrong:
+        assert await wrong.answers(2, PATIENCE)
+    arena.questions = questions
+    asked = [call for call in wrong.calls if call.kind == "generate"]
+    assert asked
+    assert all(call.problem is not None and "answered" in call.problem for call in asked)
+
+
+async def _nothing(outcome: Outcome) -> None:
+    pass
+
+
+async def test_every_rpc_gets_every_kind_of_message_and_the_seed_decides_which() -> None:
+    """Of each RPC some messages parse and others do not, unless it has no string that could be wrong."""
+    for rpc in (*manager_rpcs(), *worker_rpcs()):
+        first, second = (MessageMaker(random.Random(7), {}) for _ in range(2))
+        payloads = [first.payload(rpc.request) for _ in range(60)]
+        assert payloads == [second.payload(rpc.request) for _ in range(60)], rpc
+        assert len(set(payloads)) > 10, rpc
+    names = {rpc.name for rpc in (*manager_rpcs(), *worker_rpcs())}
+    assert {"Register", "Append", "KeepAlive", "Generate", "ServerReflectionInfo", "Watch"} <= names
+
+
+async def test_a_part_knows_its_quantiles() -> None:
+    part = Part("x", "", 1.0, [float(number) for number in range(1, 102)])
+    assert (part.quantile(0.5), part.quantile(0.99), part.quantile(1.0)) == (51.0, 100.0, 101.0)
+    assert Part("x", "", 1.0, [2.0]).quantile(0.99) == 2.0
+
+
+async def test_the_headers_written_by_hand_are_those_that_a_server_reads(judge: Judge) -> None:
+    """A call in order, made of the same bytes as the malformed ones, is answered."""
+    async with await http2.Connection.connect(judge.arena.cluster.address()) as connection:
+        await connection.start()
+        await connection.send(http2.call(b"/kvpool.v1.CacheService/Describe", b""))
+        kinds = []
+        while (frame := await connection.read_frame()) is not None:
+            kinds += [http2.Kind(frame.kind)] if frame.stream == 1 else []
+            if frame.stream == 1 and frame.flags & http2.Flag.END_STREAM:
+                break
+    assert kinds == [http2.Kind.HEADERS, http2.Kind.DATA, http2.Kind.HEADERS]
+
+
+async def test_the_campaign_is_the_size_that_is_promised() -> None:
+    settings = Settings()
+    assert (settings.num_messages, settings.num_malformed, settings.num_idle) == (20_000, 5_000, 2_000)
+    assert (settings.num_rounds, settings.limit_seconds) == (2, 2.0)
