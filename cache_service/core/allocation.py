@@ -73,8 +73,8 @@ def _never_fits(session: Session, num_tokens: int, num_new_tokens: int, num_bloc
     there, cure = session.limit_exceeded(num_blocks, limits)
     return Refusal(
         Reason.NEVER_FITS,
-        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {session.pool.block_size}; {there}: "
-        f"shorten the prompt, lower max_tokens, or {cure}",
+        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of "
+        f"{session.pool.block_size}; {there}: shorten the prompt, lower max_tokens, or {cure}",
         field="tokens",
     )
 
