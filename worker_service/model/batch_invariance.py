@@ -46,7 +46,7 @@ def find_batch_invariance(
     needs = tuple(dict.fromkeys(layer.needs for layer in layers))
     finding = find_invariance(dtype, device, needs)
     if finding is None or not isinstance(backend, TorchAttention):
-        reason = f"{dtype_name(dtype)} on {device} uses the fastest kernels, whose last bits depend on the batch (--dtype float32 on a CPU)"
+        reason = f"{dtype_name(dtype)} on {device} takes the fastest kernels; it is tried for --dtype float32 on a CPU"
         return BatchInvariance(False, 0, reason)
     partition = backend.shapes.partition or 0
     problem = _problem(model, layers, device, max_model_len, backend, finding)
