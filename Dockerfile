@@ -1,4 +1,5 @@
-# The images of kvpool. Targets: `manager` (no torch, no numpy) and `worker` (all of it; also runs the command line `kvpool`).
+# The images of kvpool. Targets: `manager` (no torch, no numpy), `worker` (all of it; also runs the command line `kvpool`) and
+# `worker-gpu` (the same, and a C compiler).
 #
 #   docker build --target manager --tag kvpool-manager:local .
 #   docker build --target worker --tag kvpool-worker:local --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
@@ -88,3 +89,13 @@ ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
 RUN python -c "import kvpool.worker_service.server, kvpool.client.cli" && kvpool-health --help >/dev/null
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.worker_service"]
+
+
+# Triton compiles a launcher in C for each kernel when it is first used, so it needs a compiler and libc's headers at run time;
+# Python's own headers are in the base image. What it has compiled must lie where files may be executed, which a tmpfs forbids.
+FROM worker AS worker-gpu
+USER 0:0
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ENV TRITON_CACHE_DIR=/var/cache/kvpool/triton \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/kvpool/inductor
+USER 10001:10001

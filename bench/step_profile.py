@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
+from bench.stopwatch import Stopwatch, timed_calls
 from worker_service.attention.backend import AttentionBackend
 from worker_service.engine.step import SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel, load_model
@@ -74,25 +74,8 @@ CASES: Final = {
 }
 
 
-class _Stopwatch:
-    """Seconds by kind, of calls that lie side by side; a call inside another one counts for the inner kind alone."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._began: list[float] = []
-
-    def begin(self) -> None:
-        self._began.append(time.perf_counter())
-
-    def end(self, kind: str) -> None:
-        spent = time.perf_counter() - self._began.pop()
-        self.seconds[kind] += spent
-        if self._began:
-            self._began[-1] += spent
-
-
 @contextmanager
-def _watched(model: torch.nn.Module, backend: AttentionBackend, watch: _Stopwatch) -> Iterator[None]:
+def _watched(model: torch.nn.Module, backend: AttentionBackend, watch: Stopwatch) -> Iterator[None]:
     """Every leaf module and the attention are timed meanwhile."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     with ExitStack() as stack:
@@ -103,18 +86,7 @@ def _watched(model: torch.nn.Module, backend: AttentionBackend, watch: _Stopwatc
                 after = module.register_forward_hook(lambda *_, kind=kind: watch.end(kind))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-        for name in ("begin", "attend"):
-            original = getattr(backend, name)
-
-            def timed(*arguments: Any, original: Any = original, **options: Any) -> Any:
-                watch.begin()
-                try:
-                    return original(*arguments, **options)
-                finally:
-                    watch.end("attention")
-
-            setattr(backend, name, timed)
-            stack.callback(delattr, backend, name)
+        stack.enter_context(timed_calls(watch, (backend, "begin", "attention"), (backend, "attend", "attention")))
         yield
 
 
@@ -124,7 +96,7 @@ def _profile(loaded: LoadedModel, backend: AttentionBackend, runner: ModelRunner
         began = time.perf_counter()
         runner.execute(step)
         seconds.append(time.perf_counter() - began)
-    watch = _Stopwatch()
+    watch = Stopwatch()
     with _watched(loaded.model, backend, watch):
         began = time.perf_counter()
         for _ in range(runs):

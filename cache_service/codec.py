@@ -137,6 +137,7 @@ def encode_counts(counts: BlockCounts) -> common_pb2.BlockCounts:
         reserved=counts.reserved,
         copying=counts.copying,
         shared=counts.shared,
+        withheld=counts.withheld,
     )
 
 

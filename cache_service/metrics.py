@@ -46,6 +46,14 @@ class ManagerMetrics:
             "Ended sessions that still have entries in the tree.",
             manager.num_unswept_sessions,
         )
+        budget = manager.budget
+        for kind, used, limit in (
+            ("blocks", budget.num_blocks, budget.max_blocks),
+            ("token_slots", budget.num_slots, budget.max_tokens),
+            ("sequence_tokens", budget.num_sequence_tokens, budget.max_tokens),
+        ):
+            page.gauge("kvpool_manager_budget_used", "What all workers have of a budget.", used, kind=kind)
+            page.gauge("kvpool_manager_budget_limit", "What all workers may have of it.", limit, kind=kind)
         states = [_state(session) for session in manager.sessions]
         for state in ("serving", "recovering", "draining"):
             page.gauge("kvpool_manager_sessions", "Live sessions.", states.count(state), state=state)
@@ -114,7 +122,7 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
         model_name=session.registration.model_name,
     )
     page.gauge("kvpool_manager_capacity_blocks", "Blocks that can be granted.", counts.capacity, worker=worker)
-    for state in ("free", "cached", "held", "reserved"):
+    for state in ("free", "cached", "held", "reserved", "withheld"):
         page.gauge("kvpool_manager_blocks", "Blocks by state.", getattr(counts, state), worker=worker, state=state)
     page.gauge("kvpool_manager_shared_blocks", "Held blocks in several tables.", counts.shared, worker=worker)
     page.gauge("kvpool_manager_sequences", "Live sequences.", len(session.sequences), worker=worker)

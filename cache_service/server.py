@@ -18,6 +18,7 @@ from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
+from .core.messages import Limits
 from .epoch import EpochStore
 from .garbage import collect_young
 from .request_sizes import request_limits
@@ -54,6 +55,7 @@ class Server:
             session_start=secrets.randbits(39),
             lease_seconds=settings.lease_seconds,
             tick_seconds=settings.tick_seconds,
+            limits=Limits(max_total_blocks=settings.max_total_blocks, max_total_tokens=settings.max_total_tokens),
         )
         self.port = 0
         """The port in use, once started."""

@@ -312,6 +312,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 for session in sessions
             ],
             num_prefix_nodes=manager.num_prefix_nodes,
+            budget=views.encode_budget(manager.budget),
         )
 
     @answering

@@ -40,6 +40,21 @@ class ManagerSettings(ServerSettings):
     keep_alive_seconds: float = Field(
         default=1.0, gt=0, le=3600, description="Seconds between two KeepAlives of a worker; at most half the lease."
     )
+    max_total_blocks: int = Field(
+        default=1 << 26,
+        ge=1,
+        le=1 << 40,
+        description="Blocks that all workers together may be granted, each counted once and until its session ends. At the limit "
+        "pools stop growing and live on the blocks that they have. One takes up to 0.3 KiB of the manager's memory.",
+    )
+    max_total_tokens: int = Field(
+        default=1 << 30,
+        ge=1,
+        le=1 << 44,
+        description="Tokens that the granted blocks of all workers together may have room for, and that all live sequences "
+        "together may have; at the limit pools stop growing, and new sequences wait. One takes 4 bytes of the manager's memory, "
+        "in each of the two.",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=0,

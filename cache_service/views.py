@@ -8,6 +8,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from .codec import GROUP, TIER, encode_counts, encode_key, encode_load
 from .core.block_pool import State
+from .core.budget import Budget
 from .core.description import BlockDescription, SequenceDescription
 from .core.integrity import Audit, Violation
 from .core.messages import PoolConfig
@@ -104,6 +105,17 @@ def encode_worker(
         draining=session.draining,
         recovering=session.recovery is not None,
         sequences=map(_encode_sequence, sequences),
+    )
+
+
+def encode_budget(budget: Budget) -> cache_pb2.Budget:
+    """What all workers together have, and may have."""
+    return cache_pb2.Budget(
+        num_blocks=budget.num_blocks,
+        max_blocks=budget.max_blocks,
+        num_slots=budget.num_slots,
+        num_sequence_tokens=budget.num_sequence_tokens,
+        max_tokens=budget.max_tokens,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -18,6 +19,7 @@ from .model import Model
 from .models import Models
 from .options import GenerateOptions, GenerateSettings
 from .stream import GenerateStream
+from .template_process import TemplateProcess
 
 _READ_TIMEOUT_SECONDS: Final = 10.0
 
@@ -35,7 +37,8 @@ class Client:
         self._config = config if manager is None else replace(config, manager=manager)
         self._channels = Channels()
         self._manager = Manager(self._channels, self._config)
-        self._models = Models(self._manager, self._channels)
+        self._templates = TemplateProcess()
+        self._models = Models(self._manager, self._channels, self._config, self._templates)
 
     def __repr__(self) -> str:
         return f"Client({self._config.manager})"
@@ -49,8 +52,12 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close all channels; streams that still run are cancelled. May be repeated."""
-        await self._channels.close()
+        """Close all channels, and end the process that renders chat templates if there is one; streams that still run are
+        cancelled. May be repeated."""
+        try:
+            await self._channels.close()
+        finally:
+            await asyncio.to_thread(self._templates.close)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerateStream:
         """Continue a raw prompt: text, tokenised as the model's tokenizer does it by itself, or token ids.

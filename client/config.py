@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .errors import InvalidRequest
+from .model_files import DEFAULT_MAX_BYTES
 
 DEFAULT_MANAGER: Final = "127.0.0.1:50051"
 MANAGER_VARIABLE: Final = "KVPOOL_MANAGER"
@@ -37,6 +38,10 @@ class ClientConfig:
     """Whether a stream whose worker dies, freezes or leaves behind its first token goes on at another one. If not, it ends
     with Unavailable, and the tokens delivered are all there is."""
 
+    max_model_bytes: int = DEFAULT_MAX_BYTES
+    """Tokenizer, chat template and special tokens of one model together, in bytes: what a worker may make this client receive
+    and keep."""
+
     def __post_init__(self) -> None:
         host, _, port = self.manager.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -50,6 +55,10 @@ class ClientConfig:
                 raise InvalidRequest(f"{name} must be in (0, 86400] seconds, got {value}", reason="BAD_FIELD")
         if not 1 <= self.max_attempts <= 64:
             raise InvalidRequest(f"max_attempts must be in 1 … 64, got {self.max_attempts}", reason="BAD_FIELD")
+        if not 1 <= self.max_model_bytes <= 2**32:
+            raise InvalidRequest(
+                f"max_model_bytes must be in 1 … 2**32, got {self.max_model_bytes}", reason="BAD_FIELD"
+            )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final, cast
 
@@ -9,6 +10,9 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from kvpool.process.printable import printable
+
+_LINE_ENDS: Final = re.compile(r"\s*[\r\n]\s*")
 
 ERROR_DOMAIN: Final = "kvpool"
 """The domain of every ErrorInfo that a kvpool service sends."""
@@ -26,16 +30,18 @@ class KvpoolError(Exception):
         metadata: Mapping[str, str] | None = None,
         violations: tuple[str, ...] = (),
     ) -> None:
+        # A peer has a say in most messages. Whoever shows or logs one must not have to think of that.
+        message = printable(_LINE_ENDS.sub(" ", message))
         super().__init__(message)
         self.message: Final = message
-        """The sentence for people."""
+        """The sentence for people: one line, no control characters."""
         self.reason: Final = reason
         """The word for programs, e.g. NO_BLOCKS; empty where the transport answered instead of a kvpool service."""
         self.retry_after: Final = retry_after
         """Seconds after which the same request may succeed, where the service said so."""
         self.metadata: Final[Mapping[str, str]] = dict(metadata or {})
         """Further figures of the service's ErrorInfo."""
-        self.violations: Final = violations
+        self.violations: Final = tuple(printable(violation) for violation in violations)
         """`field: what is wrong with it`, one for each bad field or exhausted quota."""
 
     def __repr__(self) -> str:

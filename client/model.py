@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from .chat_template import ChatTemplate, Message
 from .errors import InvalidRequest, ProtocolError
+from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
 _CHAT_TEMPLATE: Final = worker_pb2.MODEL_FILE_CHAT_TEMPLATE
@@ -42,8 +43,11 @@ class Model:
     """None: the model folder has none; generate() only."""
 
     @classmethod
-    def from_parts(cls, facts: worker_pb2.ModelFacts, files: Mapping[int, bytes]) -> Model:
-        """Build from a worker's facts and its files, already checked against their digests."""
+    def from_parts(
+        cls, facts: worker_pb2.ModelFacts, files: Mapping[int, bytes], templates: TemplateProcess | None = None
+    ) -> Model:
+        """Build from a worker's facts and its files, already checked against their digests. `templates`: where the chat template
+        is rendered; None: in a process of its own."""
         tokenizer = None
         if _TOKENIZER in files:
             try:
@@ -58,7 +62,8 @@ class Model:
         chat_template = None
         if _CHAT_TEMPLATE in files:
             special_tokens = _special_tokens(files.get(_SPECIAL_TOKENS, b"{}"), facts.model_name)
-            chat_template = ChatTemplate(files[_CHAT_TEMPLATE].decode(), special_tokens)
+            source = files[_CHAT_TEMPLATE].decode(errors="replace")
+            chat_template = ChatTemplate(source, special_tokens, process=templates)
         return cls(
             name=facts.model_name,
             fingerprint=facts.model_fingerprint,
@@ -88,8 +93,9 @@ class Model:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.name} has no tokenizer; pass the prompt as token ids", reason="NO_TOKENIZER")
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
+        # For a single text too: encode() holds the GIL, and a long text would stop the caller's event loop.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

@@ -11,21 +11,27 @@ from kvpool.v1 import worker_pb2
 
 from .errors import ProtocolError
 
-MAX_FILE_BYTES: Final = 256 * 1024 * 1024
+DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
+"""Of all files of a model together. The largest tokenizers that are published have some 35 MB."""
 MAX_FILES: Final = 16
 
 
 async def receive_model(
-    messages: AsyncIterator[worker_pb2.GetModelResponse], who: str, *, facts_timeout: float
+    messages: AsyncIterator[worker_pb2.GetModelResponse],
+    who: str,
+    *,
+    facts_timeout: float,
+    max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[worker_pb2.ModelFacts, dict[int, bytes]]:
-    """Read one GetModel answer to its end. ProtocolError if a file is missing, too large or not what its digest says.
+    """Read one GetModel answer to its end. ProtocolError if a file is missing or not what its digest says, or if the files
+    announced have more than `max_bytes` together: then none of them is received.
 
     TimeoutError if the first message is not there within `facts_timeout` seconds; how long the files may take is up to
     the call.
     """
     async with asyncio.timeout(facts_timeout):
         facts = await _receive_facts(messages, who)
-    sizes = _announced_sizes(facts, who)
+    sizes = _announced_sizes(facts, who, max_bytes)
     contents = {file: bytearray() for file in sizes}
     async for message in messages:
         part = message.part
@@ -61,14 +67,19 @@ async def _receive_facts(messages: AsyncIterator[worker_pb2.GetModelResponse], w
     return message.facts
 
 
-def _announced_sizes(facts: worker_pb2.ModelFacts, who: str) -> dict[int, int]:
+def _announced_sizes(facts: worker_pb2.ModelFacts, who: str, max_bytes: int) -> dict[int, int]:
     sizes = {int(file.file): file.size_bytes for file in facts.files}
-    if len(facts.files) > MAX_FILES or len(sizes) != len(facts.files):
+    if len(facts.files) > MAX_FILES:
+        raise ProtocolError(
+            f"{who} announced {len(facts.files)} files, at most {MAX_FILES} are received", reason="BAD_MODEL_FILE"
+        )
+    if len(sizes) != len(facts.files):
         raise ProtocolError(f"{who} announced {len(facts.files)} files, some twice", reason="BAD_MODEL_FILE")
-    for file, size_bytes in sizes.items():
-        if size_bytes > MAX_FILE_BYTES:
-            raise ProtocolError(
-                f"{who} announced {size_bytes} bytes for file {file}, at most {MAX_FILE_BYTES} are taken",
-                reason="BAD_MODEL_FILE",
-            )
+    total = sum(sizes.values())
+    if total > max_bytes:
+        raise ProtocolError(
+            f"{who} announced files of {total} bytes in all for {facts.model_name!r}, at most {max_bytes} are received; raise "
+            "max_model_bytes of ClientConfig (KVPOOL_CLIENT_MAX_MODEL_BYTES for the command line) if the model is to be trusted",
+            reason="MODEL_TOO_LARGE",
+        )
     return sizes

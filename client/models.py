@@ -11,6 +11,7 @@ import grpc.aio
 from kvpool.v1 import cache_pb2, worker_pb2
 
 from .channels import Channels
+from .config import ClientConfig
 from .deadline import Deadline
 from .errors import (
     DeadlineExceeded,
@@ -24,6 +25,7 @@ from .errors import (
 from .manager import Manager
 from .model import Model
 from .model_files import receive_model
+from .template_process import TemplateProcess
 
 MAX_MODELS: Final = 16
 # The facts are one small message: a worker that owes them for so long is frozen, and the next one is asked.
@@ -35,9 +37,11 @@ _FILES_TIMEOUT_SECONDS: Final = 30.0
 class Models:
     """Finds the model that a request means, and keeps what was fetched of it. One fetch at a time."""
 
-    def __init__(self, manager: Manager, channels: Channels) -> None:
+    def __init__(self, manager: Manager, channels: Channels, config: ClientConfig, templates: TemplateProcess) -> None:
         self._manager = manager
         self._channels = channels
+        self._max_model_bytes = config.max_model_bytes
+        self._templates = templates
         self._models: OrderedDict[str, Model] = OrderedDict()
         self._fingerprints: dict[str | None, str] = {}
         self._lock = asyncio.Lock()
@@ -107,7 +111,9 @@ class Models:
             longest = _FACTS_TIMEOUT_SECONDS + _FILES_TIMEOUT_SECONDS
             call = stub.GetModel(worker_pb2.GetModelRequest(), timeout=min(longest, remaining))
             try:
-                facts, files = await receive_model(aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS)
+                facts, files = await receive_model(
+                    aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS, max_bytes=self._max_model_bytes
+                )
             except TimeoutError:
                 # If both times are over, the caller's own is what to tell of.
                 deadline.check(f"asking {who} for its model")
@@ -128,7 +134,7 @@ class Models:
                 )
                 continue
             # Reading a tokenizer of several megabytes takes a while; other requests go on meanwhile.
-            return await asyncio.to_thread(Model.from_parts, facts, files)
+            return await asyncio.to_thread(Model.from_parts, facts, files, self._templates)
         if failure is None:
             raise ProtocolError("a fingerprint without a worker", reason="NO_WORKER")
         raise failure

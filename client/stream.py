@@ -281,7 +281,7 @@ class GenerateStream:
         return model
 
     async def _encode_within(self, model: Model, deadline: Deadline) -> list[int]:
-        """Tokenise off the event loop. A chat template that never ends costs its thread, not the caller."""
+        """Render and tokenise off the event loop."""
         try:
             async with asyncio.timeout(deadline.remaining()):
                 return await asyncio.to_thread(self._encode, model)

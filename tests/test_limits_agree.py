@@ -13,6 +13,9 @@ from client.options import GenerateOptions, GenerateSettings
 from worker_service import codec, sampling_codec
 from worker_service.codec import decode_generate
 from worker_service.engine.errors import EngineError, ErrorKind
+from worker_service.engine.prompt import PromptEncoder
+
+PROMPTS = PromptEncoder(None, 1000)
 
 WORKERS_ALONE = {"MAX_ID_BYTES", "MAX_PROMPT_LOGPROBS"}
 """Of the name that the client makes up itself, and of the worker's own messages."""
@@ -66,7 +69,7 @@ def request(**asked: Any) -> worker_pb2.GenerateRequest:
     ],
 )
 def test_the_worker_takes_the_furthest_that_the_client_sends(asked: dict[str, Any]) -> None:
-    decode_generate(request(**asked), None, "fp")
+    decode_generate(request(**asked), PROMPTS, "fp")
 
 
 BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -103,5 +106,5 @@ def test_beyond_the_limits_both_refuse(asked: dict[str, Any], fields: dict[str, 
     sent = request()
     sent.MergeFrom(worker_pb2.GenerateRequest(**fields))
     with pytest.raises(EngineError) as caught:
-        decode_generate(sent, None, "fp")
+        decode_generate(sent, PROMPTS, "fp")
     assert caught.value.kind is ErrorKind.INVALID

@@ -8,6 +8,7 @@ import sys
 
 import structlog
 from kvpool.process.logs import configure_logging
+from kvpool.process.printable import printable_lines
 
 from .priority import spin_between_products
 from .settings import WorkerSettings, settings_of_this_process
@@ -46,7 +47,8 @@ def main() -> None:
                 sys.stderr.flush()
                 os._exit(0)
     except (ModelError, PortError, RegistrationRefused, WorkerStateError) as error:
-        print(f"kvpool worker: {error}", file=sys.stderr)
+        # Among them words of the manager.
+        print(f"kvpool worker: {printable_lines(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

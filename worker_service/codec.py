@@ -1,4 +1,4 @@
-"""Between the messages of WorkerService and the engine's own types. Pure, except for tokenising."""
+"""Between the messages of WorkerService and the engine's own types. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterator
 
 from kvpool.v1 import worker_pb2
-from tokenizers import Tokenizer
 
 from .engine.errors import EngineError, ErrorKind, invalid
+from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
 from .engine.step import TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
@@ -28,10 +28,9 @@ ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 """The files that GetModel streams, by kind."""
 
 
-def decode_generate(
-    request: worker_pb2.GenerateRequest, tokenizer: Tokenizer | None, model_fingerprint: str
-) -> GenerationParams:
-    """The engine's view of a request. Raises EngineError naming the field that is wrong."""
+def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
+    """Refuse what can be refused before anything is made of the prompt: no list of its ids, no token of its text. Raises
+    EngineError naming the field that is wrong."""
     if not 1 <= len(request.sequence_id.encode()) <= MAX_ID_BYTES:
         raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
     if request.attempt < 1:
@@ -48,7 +47,23 @@ def decode_generate(
             f"the request was made for the model {request.model_fingerprint[:16]}…, this worker serves "
             f"{model_fingerprint[:16]}…: ask GetModel and tokenise again",
         )
-    token_ids = _prompt(request, tokenizer)
+    which = request.WhichOneof("prompt")
+    if which is None:
+        raise invalid("prompt", "needed text or token_ids, got neither")
+    if which == "text":
+        prompts.check_text(request.text)
+    else:
+        prompts.check_num_tokens(len(request.token_ids.ids))
+
+
+def decode_generate(
+    request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str
+) -> GenerationParams:
+    """The engine's view of a request; tokenises a text, which may take seconds. Raises EngineError naming the field that is
+    wrong."""
+    check_generate(request, prompts, model_fingerprint)
+    is_text = request.WhichOneof("prompt") == "text"
+    token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
@@ -66,17 +81,6 @@ def decode_generate(
         priority=request.priority,
         tenant=request.tenant,
     )
-
-
-def _prompt(request: worker_pb2.GenerateRequest, tokenizer: Tokenizer | None) -> list[int]:
-    which = request.WhichOneof("prompt")
-    if which == "token_ids":
-        return list(request.token_ids.ids)
-    if which is None:
-        raise invalid("prompt", "needed text or token_ids, got neither")
-    if tokenizer is None:
-        raise invalid("prompt", "this model has no tokenizer: send token_ids")
-    return list(tokenizer.encode(request.text).ids)
 
 
 def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:

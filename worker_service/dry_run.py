@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpool.process.printable import printable
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .model.memory import KVCachePlan, MemoryBudget, show_bytes
 from .model.outline import Outline, outline_model
@@ -27,8 +29,8 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
 
 def _model_table(outline: Outline) -> Table:
     table = _table("Model", "")
-    table.add_row("name", outline.name)
-    table.add_row("architecture", outline.architecture)
+    table.add_row("name", Text(printable(outline.name)))
+    table.add_row("architecture", Text(printable(outline.architecture)))
     table.add_row("parameters", f"{outline.blueprint.num_parameters:,}")
     for name, num_bytes in outline.weight_bytes().items():
         chosen = name == dtype_name(outline.dtype)

@@ -31,7 +31,7 @@ from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
 from .model.load import LoadedModel, load_model
 from .model.memory import KVCachePlan
-from .model.placement import choose_device
+from .model.placement import choose_device, enter_device
 from .model.runner import ModelRunner
 from .priority import stand_back
 from .request_sizes import request_limits
@@ -170,7 +170,7 @@ class Server:
             Services(
                 names=(SERVICE,),
                 add_to=lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server),
-                limits=request_limits(self.facts.max_model_len, self.facts.vocab_size, self.engine.tokenizer),
+                limits=request_limits(self.facts.max_model_len, self.facts.vocab_size, self.engine.prompts.text_bound),
                 on_refused=self._servicer.on_unread,
             )
         )
@@ -277,7 +277,9 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     """In the thread that will run the steps."""
-    if choose_device(settings.device).type == "cpu":
+    device = choose_device(settings.device)
+    enter_device(device)
+    if device.type == "cpu":
         stand_back(settings.model_nice)
     loaded = load_model(settings.model_settings(), progress=log.info)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)

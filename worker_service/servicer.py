@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import grpc
@@ -16,15 +17,18 @@ from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from . import codec, status
 from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
-from .engine.request import Request
+from .engine.request import GenerationParams, Request
 from .reader import ReaderWatch
 
 log = structlog.get_logger("kvpool.worker")
 
 GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
 
-TOKENISE_IN_THREAD_BYTES = 1 << 15
-"""Longer texts are tokenised off the event loop."""
+TOKENISE_IN_THREAD_CHARS = 1 << 13
+"""Longer texts are tokenised off the event loop: this many take some milliseconds."""
+
+TOKENISE_ALONE_CHARS = 1 << 15
+"""Of longer texts one is tokenised at a time: it may take seconds, and a hundred times its size in memory."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -39,6 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._facts = facts
         self._files = files
         self._slow_readers = RareLine(log, "readers that took nothing: their requests were ended")
+        self._long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
     async def GetModel(
         self,
@@ -57,11 +62,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         engine = self._engine
         try:
-            if len(request.text) > TOKENISE_IN_THREAD_BYTES:
-                params = await asyncio.to_thread(self._decode, request)
-            else:
-                params = self._decode(request)
-            accepted = engine.submit(params)
+            accepted = engine.submit(await self._decode(request))
         except EngineError as error:
             engine.stats.on_refused(error.kind)
             await _abort(context, status.of_error(error))
@@ -100,8 +101,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if method == GENERATE:
             self._engine.stats.on_refused(ErrorKind.INVALID)
 
-    def _decode(self, request: worker_pb2.GenerateRequest) -> Any:
-        return codec.decode_generate(request, self._engine.tokenizer, self._facts.model_fingerprint)
+    async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
+        """The engine's view of a request. What can be refused at once does not wait for its turn to be tokenised."""
+        decoded = (request, self._engine.prompts, self._facts.model_fingerprint)
+        codec.check_generate(*decoded)
+        num_chars = len(request.text)
+        if num_chars <= TOKENISE_IN_THREAD_CHARS:
+            return codec.decode_generate(*decoded)
+        thread = self._long_texts if num_chars > TOKENISE_ALONE_CHARS else None
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, *decoded)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], answer: status_pb2.Status) -> NoReturn:

@@ -61,14 +61,33 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     # The KV of the last generated token is never computed.
     num_slots = num_tokens + max(item.max_new_tokens, 1) - 1
     num_blocks = -(-num_slots // pool.block_size)
-    if num_blocks > pool.capacity:
-        raise Refusal(
-            Reason.NEVER_FITS,
-            f"{num_tokens} prompt tokens and up to {max(item.max_new_tokens, 1)} new ones need {num_blocks} blocks of "
-            f"{pool.block_size}; the whole pool of worker {session.worker_id!r} has {pool.capacity}: shorten the prompt, "
-            "lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-            field="tokens",
+    if (
+        num_blocks > session.most_blocks_per_sequence
+        or num_tokens + item.max_new_tokens > session.account.budget.max_tokens
+    ):
+        raise _never_fits(session, num_tokens, max(item.max_new_tokens, 1), num_blocks, limits)
+
+
+def _never_fits(session: Session, num_tokens: int, num_new_tokens: int, num_blocks: int, limits: Limits) -> Refusal:
+    """The refusal of what no wait would help, with the limit that is the smallest."""
+    pool, budget = session.pool, session.account.budget
+    if num_blocks > limits.max_blocks_per_sequence:
+        there, cure = (
+            f"a sequence has at most {limits.max_blocks_per_sequence}",
+            "give the worker larger blocks (--block-size)",
         )
+    elif num_blocks > pool.capacity:
+        there = f"the whole pool of worker {session.worker_id!r} has {pool.capacity}"
+        cure = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
+    else:
+        there = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
+        cure = "raise --max-total-blocks and --max-total-tokens of the manager"
+    return Refusal(
+        Reason.NEVER_FITS,
+        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {pool.block_size}; {there}: "
+        f"shorten the prompt, lower max_tokens, or {cure}",
+        field="tokens",
+    )
 
 
 def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:
@@ -152,7 +171,7 @@ def allocate(
     """Grant one sequence its table, or say whom to wait for.
 
     Raises Refusal (having changed and evicted nothing): BAD_FIELD, NEVER_FITS, STALE_ATTEMPT, SEQUENCE_ELSEWHERE, STALE_ROUND,
-    FREE_FIRST, TOKENS_DIFFER, TOO_MANY_SEQUENCES, NO_BLOCKS.
+    FREE_FIRST, TOKENS_DIFFER, TOO_MANY_SEQUENCES, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
     _check_item(session, item, limits)
     attempts.check(item.key, session)
@@ -180,15 +199,20 @@ def allocate(
             return wait
 
     num_fresh = -(-num_tokens // block_size) - len(hits)
-    num_available = pool.num_available - sum(map(pool.is_cached, hits))
+    num_available = pool.num_available - pool.num_cached_of(hits)
     if num_fresh > num_available:
         counts = pool.counts()
+        if num_fresh <= num_available + counts.withheld:
+            raise session.account.too_many_blocks(num_fresh - num_available + session.account.blocks_left)
         raise Refusal(
             Reason.NO_BLOCKS,
             f"needed {num_fresh} blocks beside {len(hits)} cached ones; worker {session.worker_id!r} has {counts.free} free "
             f"and {num_available - counts.free} evictable of {counts.capacity} ({counts.held} held, {counts.reserved} "
             "reserved): wait until sequences end, or give the worker more blocks (--num-blocks)",
         )
+
+    if num_tokens > session.account.budget.tokens_left:
+        raise session.account.too_many_tokens(num_tokens)
 
     if root is None:
         root = tree.intern_root(item.root, block_size)
@@ -207,6 +231,7 @@ def allocate(
     sequence.num_cached_tokens = sequence.num_computed_tokens = len(hits) * block_size
     session.sequences[item.key.sequence_id, item.key.attempt] = sequence
     attempts.add(sequence)
+    session.account.add_tokens(num_tokens)
     session.num_prompt_tokens += num_tokens
     session.num_cached_tokens += sequence.num_cached_tokens
     return granted(sequence)

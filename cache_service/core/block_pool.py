@@ -7,40 +7,27 @@ head is granted next. Every operation is O(1) in the number of blocks. A block o
 The pool keeps its own counts and states; it does not know sequences. Callers keep the tree and the pool in step through
 `seal`, `take` and `release` alone.
 
-What is only told of granted blocks is kept as far as blocks were ever granted: a pool of millions is made in a few milliseconds.
+A pool is declared with any number of blocks, and grows as they are granted. There are records of the first `num_known` blocks; the
+last of these stands on the free list for itself and for all blocks after it, and before it is granted records of the next ones are
+made. So the blocks above `last_granted` are together on the list, in ascending order. They may be granted as far as the session's
+account allows; the others are *withheld*, and grants step over them.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
-from itertools import chain, repeat
 
+from .budget import Account
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
-_NUMBERS_PER_PIECE = 1 << 16
+_FIRST_BLOCKS = 8
+"""A new pool has room for so many; each growth doubles them, up to _GROWTH_BLOCKS."""
 
 _GROWTH_BLOCKS = 1 << 14
-"""Room is made for so many further blocks at a time."""
-
-
-def counting(count: int) -> array[int]:
-    """The numbers 0 … count − 1. Many are written byte by byte, in pieces: `array("I", range(count))` takes 20 ms a million."""
-    if count < _NUMBERS_PER_PIECE // 16:
-        return array("I", range(count))
-    places = range(4) if sys.byteorder == "little" else range(3, -1, -1)
-    piece = bytearray(4 * _NUMBERS_PER_PIECE)
-    piece[places[0] :: 4] = bytes(range(256)) * 256
-    piece[places[1] :: 4] = b"".join(bytes((byte,)) * 256 for byte in range(256))
-    numbers = array("I")
-    for high in range(-(-count // _NUMBERS_PER_PIECE)):
-        piece[places[2] :: 4] = bytes((high & 0xFF,)) * _NUMBERS_PER_PIECE
-        piece[places[3] :: 4] = bytes((high >> 8,)) * _NUMBERS_PER_PIECE
-        numbers.frombytes(memoryview(piece)[: 4 * (count - high * _NUMBERS_PER_PIECE)])
-    return numbers
+"""Room is made for at most so many further blocks at a time; some 0.5 ms."""
 
 
 class State(IntEnum):
@@ -56,9 +43,9 @@ FREE, CACHED, HELD, RESERVED = (int(state) for state in State)
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` token slots; block 0 is never granted."""
+    """`num_blocks` blocks of `block_size` token slots; block 0 is never granted. `account`: the session's, which bounds growth."""
 
-    def __init__(self, num_blocks: int, block_size: int, tree: PrefixTree) -> None:
+    def __init__(self, num_blocks: int, block_size: int, tree: PrefixTree, account: Account) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.retired = False
@@ -67,18 +54,20 @@ class BlockPool:
         """Cached blocks whose content was dropped for a grant."""
         self.signature = tree.new_signature()
         """See Copies."""
+        self.num_known = min(num_blocks, _FIRST_BLOCKS)
+        """Blocks, from 0 on, of which there are records. While it is less than `num_blocks`, the last of them was never granted."""
+        self.last_granted = 0
+        """The highest block that was ever granted in this session, or before it as its report says; 0: none was."""
         self._tree = tree
-        self._state = bytearray(num_blocks)
-        self._num_known = 0
-        """Blocks that `_ref_count`, `_generation` and `_node` have room for. All behind them were never granted."""
-        self._ref_count = array("I")
-        self._generation = array("Q")
-        self._node: list[Node | None] = []
-        self._next = counting(num_blocks + 1)
-        del self._next[0]
-        self._next[num_blocks - 1] = 0
-        self._previous = counting(num_blocks - 1)
-        self._previous.insert(0, num_blocks - 1)
+        self._account = account
+        self._budget = account.budget
+        account.declare(num_blocks - 1)
+        self._state = bytearray(self.num_known)
+        self._ref_count = array("I", bytes(4 * self.num_known))
+        self._generation = array("Q", bytes(8 * self.num_known))
+        self._node: list[Node | None] = [None] * self.num_known
+        self._next = array("I", [*range(1, self.num_known), 0])
+        self._previous = array("I", [self.num_known - 1, *range(self.num_known - 1)])
         self._duplicates: dict[Node, dict[int, None]] = {}
         """Held blocks that hold the same content as the copy that serves hits; by node, oldest first."""
         self._num_free = num_blocks - 1
@@ -95,8 +84,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be granted now: free and cached."""
+        """Blocks that can be granted now: free and cached, less those that are withheld."""
+        if self._budget.is_tight:
+            return self._num_free + self._num_cached - self.num_withheld
         return self._num_free + self._num_cached
+
+    @property
+    def num_withheld(self) -> int:
+        """Blocks that were never granted, and for which the budget of all workers leaves no room."""
+        num_new = self.num_blocks - 1 - self.last_granted
+        return max(0, num_new - self._account.blocks_left) if self._budget.is_tight and not self.retired else 0
 
     @property
     def num_reserved(self) -> int:
@@ -106,13 +103,21 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         """Blocks by state."""
         held = self.capacity - self._num_free - self._num_cached - self._num_reserved
+        num_withheld = self.num_withheld if self._budget.is_tight else 0
         return BlockCounts(
-            self.capacity, self._num_free, self._num_cached, held, self._num_reserved, 0, self._num_shared
+            self.capacity,
+            self._num_free - num_withheld,
+            self._num_cached,
+            held,
+            self._num_reserved,
+            0,
+            self._num_shared,
+            num_withheld,
         )
 
     def state(self, block: int) -> State:
         """State of a block; the null block counts as free."""
-        return State(self._state[block])
+        return State(self._state[block]) if block < self.num_known else State.FREE
 
     def ref_count(self, block: int) -> int:
         """Tables of live sequences that name the block."""
@@ -137,54 +142,65 @@ class BlockPool:
 
     def is_free(self, block: int) -> bool:
         """Whether the block lies on the free list and holds nothing."""
-        return self._state[block] == FREE
+        return block >= self.num_known or self._state[block] == FREE
 
     def is_cached(self, block: int) -> bool:
         """Whether the block lies on the free list and is still a hit."""
-        return self._state[block] == CACHED
+        try:
+            return self._state[block] == CACHED
+        except IndexError:
+            return False
+
+    def num_cached_of(self, blocks: list[int]) -> int:
+        """How many of these known blocks lie on the free list and are still hits."""
+        states = self._state
+        return sum([states[block] == CACHED for block in blocks])
 
     def is_reserved(self, block: int, generation: int) -> bool:
         """Whether the block belongs to the reserve by the grant with that stamp."""
-        return 0 < block < self.num_blocks and self._state[block] == RESERVED and self._generation[block] == generation
+        return 0 < block < self.num_known and self._state[block] == RESERVED and self._generation[block] == generation
 
     def free_list(self) -> Iterator[int]:
-        """Blocks from the next to be granted to the last. The list must not change meanwhile."""
+        """Blocks from the next to be granted to the last, those that are withheld in their place. The list must not change
+        meanwhile."""
         block = self._next[0]
         while block:
             yield block
+            if block == self.num_known - 1:
+                yield from range(self.num_known, self.num_blocks)
             block = self._next[block]
 
     # -- looking, for audits
 
     def rows(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int, Node | None]]:
-        """Of the blocks `begin` … `end` − 1: block, state, ref_count, generation, node. As they are when it is called."""
+        """Of the known blocks among `begin` … `end` − 1: block, state, ref_count, generation, node; as they are now."""
         span = slice(begin, end)
         return zip(
             range(begin, end),
             self._state[span],
-            chain(self._ref_count[span], repeat(0)),
-            chain(self._generation[span], repeat(0)),
-            chain(self._node[span], repeat(None)),
+            self._ref_count[span],
+            self._generation[span],
+            self._node[span],
             strict=False,
         )
 
-    def photograph_states(self, into: bytearray) -> None:
-        """Copy the state of every block, as it is now."""
-        into[:] = self._state
+    def photograph_states(self) -> bytearray:
+        """A copy of the state of every known block."""
+        return self._state[:]
 
-    def photograph_ref_counts(self, into: array[int]) -> None:
-        """Copy the ref_count of every block that was ever granted, as it is now; the others have none."""
-        memoryview(into)[: self._num_known] = memoryview(self._ref_count)
+    def photograph_ref_counts(self) -> array[int]:
+        """A copy of the ref_count of every known block."""
+        return self._ref_count[:]
 
-    def photograph_list(self, into: array[int]) -> None:
-        """Copy what follows each block on the free list, as it is now; block 0 is before its head and behind its tail."""
-        memoryview(into)[:] = memoryview(self._next)
+    def photograph_list(self) -> array[int]:
+        """A copy of what follows each known block on the free list; block 0 is before its head and behind its tail."""
+        return self._next[:]
 
     def is_linked_back(self, block: int) -> bool:
         """Whether a block of the free list, or block 0, points back at the block of the list that points at it."""
         before = self._previous[block]
         return (
-            before < self.num_blocks
+            before < self.num_known
             and self._next[before] == block
             and (before == 0 or self._state[before] in (FREE, CACHED))
         )
@@ -226,11 +242,22 @@ class BlockPool:
         """Take `count` blocks off the head of the list, evicting what they hold. The caller sets their states."""
         follows, states = self._next, self._state
         blocks = []
-        block = follows[0]
+        before, block = 0, follows[0]
+        most = edge = self.last_granted
         for _ in range(count):
+            if block > edge:  # never granted before, as all after it up to the last known one
+                if edge == self.last_granted:
+                    most = edge + self._account.blocks_left
+                if block <= most:
+                    if block == self.num_known - 1:
+                        self._grow()
+                    edge = max(block, min(most, self.num_known - 2))
+                else:
+                    follows[before] = block
+                    self._previous[block] = before
+                    before = self.num_known - 1
+                    block = follows[before]
             assert block, "taken from an empty free list"
-            if block >= self._num_known:
-                self._make_room(block)
             assert generation > self._generation[block], "generations must grow"
             self._generation[block] = generation
             if states[block] == CACHED:
@@ -241,17 +268,32 @@ class BlockPool:
                 self._num_free -= 1
             blocks.append(block)
             block = follows[block]
-        follows[0] = block
-        self._previous[block] = 0
+        follows[before] = block
+        self._previous[block] = before
+        if edge > self.last_granted:
+            num_granted = max(blocks) - self.last_granted
+            self._account.add_blocks(num_granted)
+            self.last_granted += num_granted
         return blocks
 
-    def _make_room(self, block: int) -> None:
-        """For what is kept of granted blocks, up to `block` and some more."""
-        count = min(max(block + 1, self._num_known + _GROWTH_BLOCKS), self.num_blocks) - self._num_known
+    def _grow(self) -> None:
+        """Make records for some of the blocks that the last known one stands for on the list, and put them there."""
+        known = self.num_known
+        count = min(known, _GROWTH_BLOCKS, self.num_blocks - known)
+        if not count:
+            return
+        follows, last = self._next, known + count - 1
+        after = follows[known - 1]
+        follows[known - 1] = known
+        follows.extend(range(known + 1, last + 1))
+        follows.append(after)
+        self._previous.extend(range(known - 1, last))
+        self._previous[after] = last
+        self._state += bytes(count)
         self._ref_count.frombytes(bytes(4 * count))
         self._generation.frombytes(bytes(8 * count))
         self._node += [None] * count
-        self._num_known += count
+        self.num_known += count
 
     def take_held(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to a table: ref_count 1. The caller has checked num_available."""
@@ -371,12 +413,21 @@ class BlockPool:
         self._num_reserved += 1
 
     def _restore(self, block: int, generation: int) -> None:
-        assert self._state[block] == FREE
-        if block >= self._num_known:
-            self._make_room(block)
+        assert self.is_free(block)
+        self.make_room(block, self.num_blocks)
         self._unlink(block)
         self._num_free -= 1
         self._generation[block] = generation
+        if block > self.last_granted:
+            self._account.add_blocks(block - self.last_granted)
+            self.last_granted = block
+
+    def make_room(self, block: int, most: int) -> bool:
+        """Make records up to `block`, but for little more than `most` blocks; returns whether all are made."""
+        end = self.num_known + most
+        while block >= self.num_known - 1 and self.num_known < min(end, self.num_blocks):
+            self._grow()
+        return block < self.num_known - 1 or self.num_known == self.num_blocks
 
     def touch(self, block: int) -> None:
         """Make a cached block the most recently used one."""
@@ -386,6 +437,11 @@ class BlockPool:
 
     # -- the end of a session
 
+    def retire(self) -> None:
+        """The session is over: look-ups ignore the pool from now on, and it counts against no budget."""
+        self.retired = True
+        self._account.close()
+
     def sweep(self, begin: int, budget: int) -> int:
         """Take the content of blocks `begin` … of a retired pool out of the tree; returns the first block not done.
 
@@ -394,7 +450,7 @@ class BlockPool:
         """
         assert self.retired
         tree = self._tree
-        for block in range(begin, self._num_known):
+        for block in range(begin, self.num_known):
             if budget <= 0:
                 return block
             budget -= 1

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence as List
+from typing import NoReturn
 
 from . import allocation, updates
 from .attempts import Attempts
 from .block_pool import BlockPool
+from .budget import Account, Budget
 from .description import BlockDescription, describe_blocks
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
@@ -25,6 +27,7 @@ from .messages import (
     AppendOutcome,
     Drain,
     Grant,
+    Granted,
     Limits,
     Registered,
     Registration,
@@ -48,6 +51,9 @@ EPOCH_SHIFT = 40
 
 SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, give or take one sequence's path."""
+
+_OUT_OF_BLOCKS = frozenset({Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS})
+"""Nothing is left for the item now: those after it in a batch wait too, so that it is not overtaken for ever."""
 
 
 class CacheManager:
@@ -76,6 +82,8 @@ class CacheManager:
         self._hash_function = hash_function
         self._tree = PrefixTree(hash_function)
         self._attempts = Attempts()
+        self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
+        """What the live sessions have of what they all may have."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
@@ -141,9 +149,13 @@ class CacheManager:
         self._incarnations.remember(registration, self._workers)
         self._last_session += 1
         config = registration.pool
-        pool = BlockPool(config.num_blocks, config.block_size, self._tree)
-        downlink = Downlink(self.limits.max_downlink_entries)
-        session = Session(self._last_session, registration, pool, downlink, now + self.lease_seconds, key)
+        account = Account(self.budget, config.block_size)
+        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account)
+        downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
+        most_blocks = min(pool.capacity, self.limits.max_blocks_per_sequence, account.most_blocks)
+        session = Session(
+            self._last_session, registration, pool, account, downlink, now + self.lease_seconds, most_blocks, key
+        )
         is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
         if earlier is not None and earlier.drain is not None and is_same_process:
             # It may not have heard of the order.
@@ -210,7 +222,7 @@ class CacheManager:
         draining: bool = False,
         key: SessionKey = NO_KEY,
     ) -> Reply:
-        """Renew the lease, take the load, answer with what waits on the downlink.
+        """Renew the lease, take the load, refill the reserve as last wished, answer with what waits on the downlink.
 
         A heartbeat that was overtaken may be from before the draining began, so nothing ends that but the session.
 
@@ -222,6 +234,8 @@ class CacheManager:
         session.load = load
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
+        if session.recovery is None and self._num_to_grant(session) > 0:
+            self._top_up(session, self._stamp())
         return self._reply(session)
 
     def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
@@ -297,7 +311,8 @@ class CacheManager:
         """Take in the next part of a worker's report; with the last one the worker is served again.
 
         Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the
-        reports of too many other workers are on their way in: ask again), BAD_REPORT (the session has ended).
+        reports of too many other workers are on their way in, or the pool is to grow by much: ask again), BAD_REPORT,
+        TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session has ended).
         """
         session = self._begin(uplink, 0, reporting=True)
         recovery = session.recovery
@@ -320,7 +335,9 @@ class CacheManager:
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
         except Refusal as refusal:
-            self._retire(session, SessionEnd.BAD_REPORT)
+            if refusal.reason is not Reason.RECOVERING:
+                is_wrong = refusal.reason is Reason.BAD_REPORT
+                self._retire(session, SessionEnd.BAD_REPORT if is_wrong else SessionEnd.OVER_BUDGET)
             raise refusal.with_traceback(None) from None
         if part.last:
             session.num_report_parts = recovery.num_parts
@@ -339,7 +356,7 @@ class CacheManager:
     def _retire(self, session: Session, why: SessionEnd) -> None:
         """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
         self.ended[why] += 1
-        session.pool.retired = True
+        session.pool.retire()
         session.recovery = None  # the two refer to each other
         del self._sessions[session.number]
         del self._workers[session.worker_id]
@@ -402,7 +419,7 @@ class CacheManager:
         session.num_calls += 1
         session.downlink.acknowledge(uplink.downlink_ack)
         if uplink.reserve_wish is not None:
-            session.reserve_wish = min(uplink.reserve_wish, session.pool.capacity)
+            session.reserve_wish = min(uplink.reserve_wish, session.pool.capacity, self.limits.max_reserve_blocks)
         self._take_back(session, uplink.returned)
         return session
 
@@ -416,12 +433,22 @@ class CacheManager:
         self._last_stamp += 1
         return self._last_stamp
 
+    def _num_to_grant(self, session: Session) -> int:
+        """Blocks that the reserve lacks and that can be granted at once. Entries on their way count: their blocks are reserved
+        already."""
+        if session.downlink.is_full:
+            return 0
+        return min(
+            session.reserve_wish - session.pool.num_reserved,
+            session.pool.num_available,
+            self.limits.max_blocks_per_grant,
+        )
+
     def _top_up(self, session: Session, generation: int) -> None:
-        """Grant to the reserve what is wanted and there. Entries on their way count: their blocks are reserved already."""
-        pool = session.pool
-        count = min(session.reserve_wish - pool.num_reserved, pool.num_available)
-        if count > 0 and not session.downlink.is_full:
-            session.downlink.push(Grant(tuple(pool.take_reserved(count, generation)), generation))
+        """Grant to the reserve what is wanted and there, as much as one reply may bring: the rest follows with later ones."""
+        count = self._num_to_grant(session) if session.reserve_wish > session.pool.num_reserved else 0
+        if count > 0:
+            session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
 
     def _reply(self, session: Session) -> Reply:
         return Reply(session.downlink.pending(), session.pool.counts())
@@ -429,26 +456,36 @@ class CacheManager:
     # -- sequences
 
     def allocate(self, uplink: Uplink, items: List[AllocateItem]) -> tuple[list[AllocateOutcome], Reply]:
-        """Grant block tables, in order; the first item that finds no blocks ends the batch. Refilling the reserve comes first.
+        """Grant block tables, in order; the first item that finds no blocks ends the batch, and so does one whose table makes the
+        answer as large as it may be. Refilling the reserve comes first.
 
-        Raises Refusal for the call as a whole: STALE_SESSION, WRONG_KEY, STALE_CALL, RECOVERING, BAD_FIELD (too many items, a
-        number out of bounds).
+        Raises Refusal for the call as a whole: STALE_SESSION (also where the tables of what lives here already are more than one
+        answer holds: the session has ended), WRONG_KEY, STALE_CALL, RECOVERING, BAD_FIELD (too many items, a number out of bounds).
         """
         session = self._begin(uplink, len(items))
         generation = self._stamp()
         self._top_up(session, generation)
         outcomes: list[AllocateOutcome] = []
         full = False
+        num_blocks = 0
         for item in items:
             # What lives here already needs no blocks: its table is told even then, or a worker that lost the first answer would
             # take blocks that are held for nobody's.
-            if full and (item.key.sequence_id, item.key.attempt) not in session.sequences:
-                outcomes.append(Refusal(Reason.NOT_TRIED, "an earlier item of the batch found no blocks; ask again"))
-                continue
+            is_large = num_blocks >= self.limits.max_blocks_per_reply
+            if full or is_large:
+                if (item.key.sequence_id, item.key.attempt) not in session.sequences:
+                    why = "found no blocks" if full else "have filled the answer"
+                    outcomes.append(Refusal(Reason.NOT_TRIED, f"earlier items of the batch {why}; ask again"))
+                    continue
+                if is_large:
+                    self._end_unanswerable(session)
             try:
-                outcomes.append(allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits))
+                outcome = allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits)
+                outcomes.append(outcome)
+                if isinstance(outcome, Granted):
+                    num_blocks += len(outcome.blocks)
             except Refusal as refusal:
-                full = full or refusal.reason is Reason.NO_BLOCKS
+                full = full or refusal.reason in _OUT_OF_BLOCKS
                 # Its traceback holds this frame, whose `outcomes` holds it: a cycle that only the collector would free.
                 outcomes.append(refusal.with_traceback(None))
         return outcomes, self._reply(session)
@@ -458,9 +495,17 @@ class CacheManager:
         session = self._begin(uplink, len(items))
         generation = self._stamp()
         outcomes: list[AppendOutcome] = []
+        num_blocks = 0
         for item in items:
+            if num_blocks >= self.limits.max_blocks_per_reply and item.want_blocks:
+                outcomes.append(
+                    Refusal(Reason.NOT_TRIED, "earlier items of the batch have filled the answer; ask again")
+                )
+                continue
             try:
-                outcomes.append(updates.append(self._tree, session, item, generation, self.limits))
+                appended = updates.append(self._tree, session, item, generation, self.limits)
+                outcomes.append(appended)
+                num_blocks += len(appended.new_entries)
             except Refusal as refusal:
                 outcomes.append(refusal.with_traceback(None))
         self._top_up(session, generation)
@@ -473,6 +518,15 @@ class CacheManager:
             updates.free(self._tree, self._attempts, session, update, self.limits)
         self._top_up(session, self._stamp())
         return self._reply(session)
+
+    def _end_unanswerable(self, session: Session) -> NoReturn:
+        """End a session whose answer cannot be sent, nor be cut short: what lives must be answered with its table."""
+        self._retire(session, SessionEnd.REPLY_TOO_LARGE)
+        raise Refusal(
+            Reason.STALE_SESSION,
+            f"session {session.number:#x} has ended: the tables of the live sequences that it asked for again have more than "
+            f"{self.limits.max_blocks_per_reply} blocks; register again, and ask for fewer in one call",
+        )
 
     # -- looking
 
@@ -527,7 +581,7 @@ class CacheManager:
         return OnlineAudit(self._world())
 
     def _world(self) -> World:
-        return World(self._tree, self._attempts, self._sessions, self._retired, lambda: self._last_stamp)
+        return World(self._tree, self._attempts, self.budget, self._sessions, self._retired, lambda: self._last_stamp)
 
 
 def _check_acknowledgement(session: Session, downlink_ack: int) -> None:

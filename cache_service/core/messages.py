@@ -30,11 +30,27 @@ class Limits(NamedTuple):
     max_known_incarnations: int = 4096
     max_downlink_entries: int = 8192
     """Beside these a session may have one Drain."""
+    max_total_blocks: int = 1 << 26
+    """Blocks that the pools of all live sessions may grow to, together."""
+    max_total_tokens: int = 1 << 30
+    """Token slots of these blocks, and again tokens of all live sequences."""
+    max_blocks_per_sequence: int = 1 << 16
+    """In one table: what a grant, a Free, or the answer to a lost Allocate may take and be."""
+    max_reserve_blocks: int = 1 << 18
+    """In the reserve of one session; a larger wish counts as this."""
+    max_blocks_per_grant: int = 1 << 12
+    """To the reserve, in one call or heartbeat; what is missing follows with the next."""
+    max_blocks_per_reply: int = 1 << 16
+    """Of the downlink, and again of tables: when so many are reached, the rest waits for a later reply."""
     max_grace_seconds: float = 3600.0
     max_numbers_skipped: int = 1 << 20
     """How far above the last one known a number may be that a worker counts up: one message must not use up all that are left."""
     max_contents_per_report_part: int = 4096
     """Of contents, and of sequences' tables: what takes a part as long as others may be kept waiting."""
+    max_blocks_per_report_part: int = 1 << 18
+    """Of tables and of the reserve, and idle ones."""
+    max_growth_per_report_part: int = 1 << 19
+    """Blocks that the pool grows by, before the part has to be sent again."""
     max_reports_at_once: int = 4
     """Workers whose reports are taken in at the same time; the others are asked to wait."""
 
@@ -188,7 +204,7 @@ class ReportPart(NamedTuple):
 
 
 class BlockCounts(NamedTuple):
-    """How many blocks of a pool are in which state; free + cached + held + reserved + copying = capacity."""
+    """How many blocks of a pool are in which state; free + cached + held + reserved + copying + withheld = capacity."""
 
     capacity: int
     free: int
@@ -197,6 +213,8 @@ class BlockCounts(NamedTuple):
     reserved: int
     copying: int
     shared: int
+    withheld: int = 0
+    """Never granted, and beyond what the budget of all workers leaves room for."""
 
 
 class Reply(NamedTuple):

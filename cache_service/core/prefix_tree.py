@@ -8,8 +8,8 @@ dropped node is freed by reference counting alone (the process runs without the 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
@@ -54,6 +54,46 @@ class Copies(dict["BlockPool", int]):
         return self.signature == reduce(xor, (pool.signature for pool in self))
 
 
+class Leaders(dict["Sequence", None]):
+    """Sequences, oldest first; how many of them are of each pool; and a signature of the set of these pools, as in Copies."""
+
+    __slots__ = ("num_by_pool", "signature")
+
+    def __init__(self, *sequences: Sequence) -> None:
+        super().__init__()
+        self.num_by_pool: dict[BlockPool, int] = {}
+        self.signature = 0
+        for sequence in sequences:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """One that is not here yet."""
+        self[sequence] = None
+        pool = sequence.pool
+        count = self.num_by_pool.get(pool, 0)
+        if not count:
+            self.signature ^= pool.signature
+        self.num_by_pool[pool] = count + 1
+
+    def drop(self, sequence: Sequence) -> None:
+        """If it is here."""
+        if sequence not in self:
+            return
+        del self[sequence]
+        pool = sequence.pool
+        count = self.num_by_pool[pool] - 1
+        if count:
+            self.num_by_pool[pool] = count
+        else:
+            del self.num_by_pool[pool]
+            self.signature ^= pool.signature
+
+    def is_counted(self) -> bool:
+        """Whether counts and signature are the sequences', as they always should be."""
+        counted = Counter(sequence.pool for sequence in self)
+        return self.num_by_pool == counted and self.signature == reduce(xor, (pool.signature for pool in counted), 0)
+
+
 class Node:
     """One block's worth of tokens behind one prefix. The first child, copy and leader are stored inline, because nearly all
     nodes have at most one of each. A node is 128 bytes; one slot more would make it 144."""
@@ -89,7 +129,7 @@ class Node:
         """Further copies."""
         self.num_sequences = 0
         """Live sequences whose deepest node this is."""
-        self.leaders: Sequence | dict[Sequence, None] | None = None
+        self.leaders: Sequence | Leaders | None = None
         """Live sequences that are computing this block, oldest first."""
         self.seen = 0
         """Number of the last walk that has given the node out, or during which it was made."""
@@ -180,7 +220,7 @@ class Node:
 
     def iter_leaders(self) -> Iterator[Sequence]:
         """Sequences that are computing this block, oldest first."""
-        if isinstance(self.leaders, dict):
+        if isinstance(self.leaders, Leaders):
             yield from self.leaders
         elif self.leaders is not None:
             yield self.leaders
@@ -189,23 +229,35 @@ class Node:
         """`sequence` has been granted a block to compute this node in."""
         if self.leaders is None:
             self.leaders = sequence
-        elif isinstance(self.leaders, dict):
-            self.leaders[sequence] = None
+        elif isinstance(self.leaders, Leaders):
+            self.leaders.add(sequence)
         else:
-            self.leaders = {self.leaders: None, sequence: None}
+            self.leaders = Leaders(self.leaders, sequence)
 
     def is_led_by(self, sequence: Sequence) -> bool:
         """Whether `sequence` is one of those that are computing this block."""
-        return self.leaders is sequence or (isinstance(self.leaders, dict) and sequence in self.leaders)
+        return self.leaders is sequence or (isinstance(self.leaders, Leaders) and sequence in self.leaders)
 
     def drop_leader(self, sequence: Sequence) -> None:
         """`sequence` has sealed its block, or has ended."""
         if self.leaders is sequence:
             self.leaders = None
-        elif isinstance(self.leaders, dict):
-            self.leaders.pop(sequence, None)
+        elif isinstance(self.leaders, Leaders):
+            self.leaders.drop(sequence)
             if not self.leaders:
                 self.leaders = None
+
+    def leading_pools(self) -> Collection[BlockPool]:
+        """Pools whose sequences are computing this block."""
+        if self.leaders is None:
+            return ()
+        return self.leaders.num_by_pool if isinstance(self.leaders, Leaders) else (self.leaders.pool,)
+
+    def leaders_signature(self) -> int:
+        """Of the set of these pools: equal for equal sets."""
+        if self.leaders is None:
+            return 0
+        return self.leaders.signature if isinstance(self.leaders, Leaders) else self.leaders.pool.signature
 
     # -- life
 

@@ -18,7 +18,7 @@ How each thing is taken that a report can say (`Case`; docs/ARCHITECTURE.md has 
     a larger or equal attempt lives elsewhere  fenced, its worker is told to stop           FENCED
 
 A report that says two things of one block, or something that no worker can know, is refused as a whole and ends the session; the
-worker then forgets everything and registers holding nothing.
+worker then forgets everything and registers holding nothing. So is one of more than the budget of all workers leaves room for.
 """
 
 from __future__ import annotations
@@ -81,10 +81,15 @@ class Recovery:
         """Node and generation of the complete blocks reported so far."""
 
     def apply(self, tree: PrefixTree, attempts: Attempts, part: ReportPart, limits: Limits) -> None:
-        """Take in the next part. Raises Refusal BAD_REPORT, after which the session must be ended."""
+        """Take in the next part. Raises Refusal: RECOVERING (nothing has changed that anyone sees: the same part is to be sent
+        again), BAD_REPORT, TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session must be ended)."""
         num_contents = sum(len(run.blocks) for run in part.contents)
         if num_contents > limits.max_contents_per_report_part:
             _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
+        num_blocks = sum(len(sequence.table) for sequence in part.sequences) + len(part.reserve) + len(part.idle_blocks)
+        if num_blocks > limits.max_blocks_per_report_part:
+            _refuse("blocks", f"at most {limits.max_blocks_per_report_part} blocks per part, got {num_blocks}")
+        self._make_room(part, limits)
         for run in part.contents:
             self._take_contents(tree, run)
         for reported in part.sequences:
@@ -108,6 +113,28 @@ class Recovery:
             self._blocks.popitem()
         return bool(self._contents or self._blocks)
 
+    def _make_room(self, part: ReportPart, limits: Limits) -> None:
+        """Grow the pool up to the highest block of the part, by so much at a time as others may be kept waiting for. Refuses what
+        the budget has no room for."""
+        highest = max(
+            max((max(run.blocks, default=0) for run in part.contents), default=0),
+            max((entry.block for sequence in part.sequences for entry in sequence.table), default=0),
+            max((entry.block for entry in part.reserve), default=0),
+        )
+        if highest >= self._pool.num_blocks:
+            return  # which is refused where it is named
+        # A content without a block counts as one, so that whatever a report makes the manager keep is counted.
+        num_without = sum(run.blocks.count(0) for run in part.contents)
+        num_new = max(0, highest - self._pool.last_granted) + num_without
+        account = self._session.account
+        if num_new > account.blocks_left:
+            raise account.too_many_blocks(num_new)
+        if not self._pool.make_room(highest, limits.max_growth_per_report_part):
+            raise Refusal(
+                Reason.RECOVERING,
+                f"records of {self._pool.num_known} blocks are made, {highest + 1} are needed: send the same part again",
+            )
+
     # -- contents
 
     def _take_contents(self, tree: PrefixTree, run: ContentRun) -> None:
@@ -127,6 +154,10 @@ class Recovery:
             _refuse(
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
+        num_without = run.blocks.count(0)
+        self._session.account.declare(num_without)
+        self._session.account.add_blocks(num_without)
+        self._session.num_blockless_contents += num_without
         parent = self._contents[run.parent - 1] if run.parent else None
         num_cached = num_blockless = 0
         begin = 0
@@ -184,7 +215,9 @@ class Recovery:
         num_tokens, rest = divmod(len(reported.tokens), TOKEN_BYTES)
         self._check_sequence(reported, num_tokens, rest, limits)
         root = tree.intern_root(reported.root, size)
-        path = tree.match(root, reported.tokens, size, num_tokens // size)
+        # Each node has a block: of tokens for which the table has none no nodes are made.
+        num_full = min(num_tokens // size, len(reported.table))
+        path = tree.match(root, reported.tokens, size, num_full)
         num_sealed = reported.num_computed_tokens // size
         try:
             self._check_table(reported, path, num_sealed)
@@ -192,7 +225,7 @@ class Recovery:
             tree.prune(root)
             raise
         sequence = Sequence(key, session, root, reported.tokens)
-        tree.extend(path, root, reported.tokens, size, num_tokens // size)
+        tree.extend(path, root, reported.tokens, size, num_full)
         (path[-1] if path else root).num_sequences += 1
         for node in path[num_sealed:]:
             node.add_leader(sequence)
@@ -204,6 +237,7 @@ class Recovery:
         sequence.num_named = len(sequence.table)
         sequence.num_computed_tokens = reported.num_computed_tokens
         sequence.num_cached_tokens = reported.num_cached_tokens
+        session.account.add_tokens(num_tokens)
         session.sequences[key.sequence_id, key.attempt] = sequence
         self.cases[self._enter(attempts, sequence)] += 1
 
@@ -219,6 +253,10 @@ class Recovery:
             _refuse("sequences", f"at most {limits.max_sequences_per_session} sequences per worker")
         if rest or not 0 < num_tokens <= limits.max_tokens_per_sequence:
             _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
+        if len(reported.table) > limits.max_blocks_per_sequence:
+            _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {len(reported.table)}")
+        if num_tokens > session.account.budget.tokens_left:
+            raise session.account.too_many_tokens(num_tokens)
         if reported.root.model_fingerprint != self._fingerprint:
             _refuse("sequences", f"{name} has another model fingerprint than the worker")
         if (

@@ -51,18 +51,30 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
     return cached
 
 
-def _reach(path: list[Node]) -> tuple[dict[BlockPool, int], dict[BlockPool, int]]:
-    """Per pool, how many leading nodes of the path it holds, and how many it holds or is computing."""
-    cached = _cached(path)
-    in_flight = dict(cached)
-    nobody: set[BlockPool] = set()
-    leading = [nobody if node.leaders is None else {leader.pool for leader in node.iter_leaders()} for node in path]
-    for pool in nobody.union(*leading):
-        index = cached.get(pool, 0)
-        while index < len(path) and (pool in leading[index] or path[index].copy_in(pool)):
-            index += 1
-        in_flight[pool] = index
-    return cached, in_flight
+def _in_flight(path: list[Node]) -> dict[BlockPool, int]:
+    """Per pool that holds the first node or is computing it, how many leading nodes of the path it holds or is computing.
+
+    As in `_cached`, with the sequences of a pool that are computing a node taken together: many that share one prompt cost no more
+    than one.
+    """
+    reached: dict[BlockPool, int] = {}
+    if not path:
+        return reached
+    going_on = {*path[0].pools(), *path[0].leading_pools()}
+    holders, leaders = path[0].holders_signature(), path[0].leaders_signature()
+    for index, node in enumerate(path):
+        holders_here, leaders_here = node.holders_signature(), node.leaders_signature()
+        if holders_here == holders and leaders_here == leaders:
+            continue
+        holders, leaders = holders_here, leaders_here
+        leading = node.leading_pools()
+        here = {pool for pool in going_on if node.copy_in(pool) or pool in leading}
+        reached.update(dict.fromkeys(going_on - here, index))
+        going_on = here
+        if not going_on:
+            return reached
+    reached.update(dict.fromkeys(going_on, len(path)))
+    return reached
 
 
 _ORDER = itemgetter(0, 1)
@@ -81,7 +93,7 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _P
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    return _Prompt(*_reach(path), b"\0" + tokens[: block_size * TOKEN_BYTES])
+    return _Prompt(_cached(path), _in_flight(path), b"\0" + tokens[: block_size * TOKEN_BYTES])
 
 
 def route(

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from .block_pool import BlockPool
+from .budget import Account
 from .messages import DownlinkEntry, Drain, Grant, Registration, Stop, WorkerLoad
 from .sequence import Sequence
 from .session_key import NO_KEY, SessionKey
@@ -23,16 +24,35 @@ class SessionEnd(Enum):
     """Its worker registered anew."""
     DEREGISTERED = "deregistered"
     BAD_REPORT = "bad_report"
+    OVER_BUDGET = "over_budget"
+    """Its report was of more than the manager may keep."""
+    REPLY_TOO_LARGE = "reply_too_large"
+    """It asked for an answer that cannot be sent."""
     EPOCH_RAISED = "epoch_raised"
     """The manager goes on under a larger epoch, and all register again."""
 
 
-class Downlink:
-    """The numbered list of entries that every reply repeats until the worker acknowledges them."""
+_ENTRY_WEIGHT = 16
+"""Of an entry that grants no blocks, in blocks: the id of a sequence is as long."""
 
-    def __init__(self, max_entries: int) -> None:
+
+def _weight(entry: Grant | Stop | Drain) -> int:
+    """Size of an entry in a message, in blocks."""
+    return max(len(entry.blocks), 1) if isinstance(entry, Grant) else _ENTRY_WEIGHT
+
+
+class Downlink:
+    """The numbered list of entries that every reply repeats until the worker acknowledges them.
+
+    A reply has entries of `max_blocks` blocks at most, or one that is larger; those after it are held back until some of these
+    are acknowledged.
+    """
+
+    def __init__(self, max_entries: int, max_blocks: int) -> None:
         self._max_entries = max_entries
+        self._max_blocks = max_blocks
         self._entries: list[DownlinkEntry] = []
+        self._weight = 0
         self._last_number = 0
 
     @property
@@ -44,6 +64,7 @@ class Downlink:
         """Append an entry under the next number. The list must not be full, except for the session's one Drain."""
         assert not self.is_full or isinstance(entry, Drain)
         self._last_number += 1
+        self._weight += _weight(entry)
         self._entries.append(DownlinkEntry(self._last_number, entry))
 
     def acknowledge(self, number: int) -> None:
@@ -51,6 +72,7 @@ class Downlink:
         entries = self._entries
         if entries and entries[0].number <= number:
             self._entries = [entry for entry in entries if entry.number > number]
+            self._weight = sum(_weight(entry.entry) for entry in self._entries) if self._entries else 0
 
     @property
     def last_number(self) -> int:
@@ -58,8 +80,16 @@ class Downlink:
         return self._last_number
 
     def pending(self) -> tuple[DownlinkEntry, ...]:
-        """Entries not acknowledged, oldest first."""
-        return tuple(self._entries)
+        """Entries not acknowledged, oldest first, as many as one reply may have."""
+        if self._weight <= self._max_blocks:
+            return tuple(self._entries)
+        weight = count = 0
+        for entry in self._entries:
+            weight += _weight(entry.entry)
+            if weight > self._max_blocks and count:
+                break
+            count += 1
+        return tuple(self._entries[:count])
 
 
 class Session:
@@ -70,8 +100,10 @@ class Session:
         number: int,
         registration: Registration,
         pool: BlockPool,
+        account: Account,
         downlink: Downlink,
         lease_end: float,
+        most_blocks_per_sequence: int,
         key: SessionKey = NO_KEY,
     ) -> None:
         self.number = number
@@ -81,6 +113,10 @@ class Session:
         self.name = registration.worker_id.encode()
         """The worker's id as bytes, for hashes."""
         self.pool = pool
+        self.account = account
+        """What it has of the budget of all workers."""
+        self.most_blocks_per_sequence = most_blocks_per_sequence
+        """Of a sequence that could ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0
@@ -97,6 +133,8 @@ class Session:
         """The report on its way in; until it is complete, look-ups and calls pass the session by."""
         self.num_report_parts = 0
         """Parts of the report that this session began with, once it is complete."""
+        self.num_blockless_contents = 0
+        """Contents that this report has brought without a block; they count against the budget as blocks do."""
         self.draining = False
         """The worker takes no further requests: it was told so, or has said so."""
         self.drain: Drain | None = None

@@ -83,16 +83,18 @@ def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> b
 
 def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
     """The entries that the update adds to the table; each named block must be the entry already, or be reserved here."""
+    if not bound:
+        return []
     pool = sequence.pool
     table = sequence.table
-    blocks: list[int] = []
+    blocks: dict[int, None] = {}
     for index, block, generation in bound:
         if index < len(table):
             if table[index] == block and pool.generation(block) == generation:
                 continue
             found = f"entry {index} is block {table[index]} of generation {pool.generation(table[index])}"
         elif index == len(table) + len(blocks) and pool.is_reserved(block, generation) and block not in blocks:
-            blocks.append(block)
+            blocks[block] = None
             continue
         else:
             found = (
@@ -103,15 +105,25 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
             f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index}, but "
             f"{found}: the worker's state is not the manager's; register again",
         )
-    return blocks
+    return list(blocks)
 
 
 def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
     """Everything that can be wrong with an update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
     new_blocks = _new_blocks(sequence, update.bound)
-    num_tokens = sequence.num_tokens + len(new_tokens) // TOKEN_BYTES
-    num_slots = (len(sequence.table) + len(new_blocks)) * sequence.pool.block_size
+    num_new_tokens = len(new_tokens) // TOKEN_BYTES
+    if num_new_tokens > sequence.session.account.budget.tokens_left:
+        raise sequence.session.account.too_many_tokens(num_new_tokens)
+    num_blocks = len(sequence.table) + len(new_blocks)
+    if num_blocks > limits.max_blocks_per_sequence:
+        raise bad_field(
+            "bound",
+            f"at most {limits.max_blocks_per_sequence} blocks per sequence, got {num_blocks}: end the sequence, or register larger "
+            "blocks",
+        )
+    num_tokens = sequence.num_tokens + num_new_tokens
+    num_slots = num_blocks * sequence.pool.block_size
     if update.num_computed_tokens > min(num_tokens, num_slots):
         raise bad_field(
             "num_computed_tokens",
@@ -129,8 +141,11 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Make the checked update true, and seal the blocks that are full and computed now."""
     pool = sequence.pool
-    sequence.tokens += merge.new_tokens
-    sequence.session.num_generated_tokens += len(merge.new_tokens) // TOKEN_BYTES
+    if merge.new_tokens:
+        num_new_tokens = len(merge.new_tokens) // TOKEN_BYTES
+        sequence.tokens += merge.new_tokens
+        sequence.session.account.add_tokens(num_new_tokens)
+        sequence.session.num_generated_tokens += num_new_tokens
     for block in merge.new_blocks:
         pool.bind(block)
     sequence.table += merge.new_blocks
@@ -158,30 +173,57 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
     sequence.num_sealed = max(sequence.num_sealed, num_full)
 
 
+def _never_fits(session: Session, num_blocks: int, limits: Limits) -> Refusal:
+    """The refusal of a table that no wait would help, with the limit that is the smallest."""
+    budget = session.account.budget
+    if num_blocks > limits.max_blocks_per_sequence:
+        there, cure = (
+            f"a sequence has at most {limits.max_blocks_per_sequence}",
+            "register larger blocks (--block-size)",
+        )
+    elif num_blocks > session.pool.capacity:
+        there = f"the whole pool of worker {session.worker_id!r} has {session.pool.capacity}"
+        cure = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
+    else:
+        there = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
+        cure = "raise --max-total-blocks and --max-total-tokens of the manager"
+    return Refusal(
+        Reason.NEVER_FITS,
+        f"a table of {num_blocks} blocks was wanted; {there}: end the sequence, or {cure}",
+        field="want_blocks",
+    )
+
+
+def _require_available(session: Session, num_blocks: int) -> None:
+    """Refuse unless so many blocks can be granted now."""
+    pool = session.pool
+    num_available = pool.num_available
+    if num_blocks <= num_available:
+        return
+    counts = pool.counts()
+    if num_blocks <= num_available + counts.withheld:
+        raise session.account.too_many_blocks(num_blocks - num_available + session.account.blocks_left)
+    raise Refusal(
+        Reason.NO_BLOCKS,
+        f"needed {num_blocks} more blocks; worker {session.worker_id!r} has {counts.free} free and {counts.cached} evictable "
+        f"of {counts.capacity}: Free a sequence, or wait until one ends",
+    )
+
+
 def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int, limits: Limits) -> Appended:
     """Merge an update of a live sequence and, if `want_blocks` asks for it, lengthen its table.
 
     Raises Refusal (having changed nothing): UNKNOWN_SEQUENCE, STALE_ROUND, STALE_ATTEMPT, GAP, TOKENS_DIFFER, STALE_GENERATION,
-    BAD_FIELD, NEVER_FITS, NO_BLOCKS.
+    BAD_FIELD, NEVER_FITS, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
     sequence = _find(session, item.update)
     merge = _check(sequence, item.update, limits)
     pool = session.pool
+    if item.want_blocks > session.most_blocks_per_sequence:
+        raise _never_fits(session, item.want_blocks, limits)
     num_missing = item.want_blocks - len(sequence.table) - len(merge.new_blocks)
-    if item.want_blocks > pool.capacity:
-        raise Refusal(
-            Reason.NEVER_FITS,
-            f"a table of {item.want_blocks} blocks was wanted; the whole pool of worker {session.worker_id!r} has {pool.capacity}: "
-            "end the sequence, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-            field="want_blocks",
-        )
-    if num_missing > pool.num_available:
-        counts = pool.counts()
-        raise Refusal(
-            Reason.NO_BLOCKS,
-            f"needed {num_missing} more blocks; worker {session.worker_id!r} has {counts.free} free and {counts.cached} evictable "
-            f"of {counts.capacity}: Free a sequence, or wait until one ends",
-        )
+    if num_missing > 0:
+        _require_available(session, num_missing)
     _apply(tree, sequence, merge)
     if num_missing > 0:
         sequence.table += pool.take_held(num_missing, generation)
@@ -231,6 +273,7 @@ def leave(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
     deepest = nodes[-1] if nodes else sequence.root
     deepest.num_sequences -= 1
     tree.prune(deepest)
+    sequence.session.account.add_tokens(-sequence.num_tokens)
     sequence.nodes = []
     sequence.table = []
     del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]

@@ -21,7 +21,15 @@ from ..bench.sample import RequestSample
 from ..bench.workload import DEFAULT_CONVERSATIONS, Workload
 from ..errors import InvalidRequest, KvpoolError
 from .answer_flags import ModelName, Priority, Tenant
-from .terminal import JsonOption, ManagerOption, client_config, error_line, stderr_console, stdout_console
+from .terminal import (
+    JsonOption,
+    ManagerOption,
+    client_config,
+    error_line,
+    printed,
+    stderr_console,
+    stdout_console,
+)
 
 _MAX_DEFAULT_USERS: Final = 16
 
@@ -252,7 +260,7 @@ def _show(measured: Measured, *, as_json: bool) -> None:
     elif measured.runs:
         console = stdout_console()
         if measured.served is not None:
-            console.print(f"model {measured.served.model}", markup=False)
+            console.print(printed(f"model {measured.served.model}"))
         console.print(report.tables(measured))
 
 

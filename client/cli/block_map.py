@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
+from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2
 from rich.text import Text
 
 from ..block_map import BlockMap
-from .terminal import printable
 
 _COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _LABEL_CELLS: Final = 8
@@ -46,7 +46,7 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
     cells[0] = (_NULL, "dim")
     per_row = _cells_per_row(width)
     text = Text(no_wrap=True)
-    text.append(block_map.worker_id, style="bold")
+    text.append(printable(block_map.worker_id), style="bold")
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
     legend = _legend(block_map.blocks, owners, width, max_owners)

@@ -32,7 +32,7 @@ from .answer_flags import (
     TopP,
     parse_logit_bias,
 )
-from .terminal import ManagerOption, client_config, error_line, stderr_console
+from .terminal import ManagerOption, client_config, error_line, print_answer, printed, stderr_console
 
 _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
@@ -87,7 +87,7 @@ def chat(
 
 def _converse(client: SyncClient, model_name: str, start: list[Message], options: GenerateOptions) -> None:
     remarks = stderr_console()
-    remarks.print(f"{model_name}: {_HELP}", style="dim", markup=False)
+    remarks.print(printed(f"{model_name}: {_HELP}"), style="dim")
     history = list(start)
     for line in _lines():
         if line == "/exit":
@@ -110,18 +110,17 @@ def _converse(client: SyncClient, model_name: str, start: list[Message], options
             print(error_line(error), file=sys.stderr)
             continue
         history += [question, {"role": "assistant", "content": completion.text}]
-        remarks.print(
+        remark = (
             f"[{completion.worker_id}: {completion.num_cached_tokens} of {completion.num_prompt_tokens} prompt tokens "
-            f"from the cache, first token after {completion.time_to_first_token_ms:.0f} ms]",
-            style="dim",
-            markup=False,
+            f"from the cache, first token after {completion.time_to_first_token_ms:.0f} ms]"
         )
+        remarks.print(printed(remark), style="dim")
 
 
 def _answer(client: SyncClient, messages: list[Message], options: GenerateOptions) -> Completion:
     with client.chat(messages, **options) as stream:
         for chunk in stream:
-            print(chunk.text, end="", flush=True)
+            print_answer(chunk.text)
         print()
         return stream.collect()
 

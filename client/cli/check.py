@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import typer
 from kvpool.v1 import cache_pb2
-from rich.markup import escape
 from rich.table import Table
 
 from ..client import Client
-from .terminal import ManagerOption, client_config, stdout_console
+from .terminal import ManagerOption, client_config, printed, stdout_console
 
 
 def check(manager: ManagerOption = None) -> None:
@@ -43,10 +42,10 @@ def _table(violations: Sequence[cache_pb2.Violation]) -> Table:
     for violation in violations:
         key = violation.sequence
         table.add_row(
-            escape(violation.law),
-            escape(violation.worker_id),
+            printed(violation.law),
+            printed(violation.worker_id),
             "" if violation.block_id < 0 else str(violation.block_id),
-            escape(f"{key.sequence_id}/{key.attempt}/{key.round}") if key.sequence_id else "",
-            escape(violation.message),
+            printed(f"{key.sequence_id}/{key.attempt}/{key.round}" if key.sequence_id else ""),
+            printed(violation.message),
         )
     return table

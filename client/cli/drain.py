@@ -13,7 +13,7 @@ from ..client import Client
 from ..config import ClientConfig
 from ..errors import KvpoolError
 from ..manager import MAX_GRACE_SECONDS
-from .terminal import ManagerOption, client_config, stderr_console, stdout_console
+from .terminal import ManagerOption, client_config, printed, stderr_console, stdout_console
 
 _POLL_SECONDS: Final = 0.2
 _BEYOND_GRACE_SECONDS: Final = 15.0
@@ -47,14 +47,14 @@ async def _drain(config: ClientConfig, worker_id: str, grace: float | None, wait
         await client.drain(worker_id, grace=grace)
         if wait:
             await _until_left(client, worker_id, grace, stderr_console())
-    stdout_console().print(f"{worker_id} has left" if wait else f"{worker_id} is leaving", markup=False)
+    stdout_console().print(printed(f"{worker_id} has left" if wait else f"{worker_id} is leaving"))
 
 
 async def _until_left(client: Client, worker_id: str, grace: float | None, console: Console) -> None:
     """Until this process of the worker is gone. A manager that has restarted meanwhile is told again: it may not know of it."""
     patience = _BEYOND_GRACE_SECONDS + (_UNKNOWN_GRACE_SECONDS if grace is None else grace)
     try:
-        with console.status(f"{worker_id} is leaving") as progress:
+        with console.status(printed(f"{worker_id} is leaving")) as progress:
             async with asyncio.timeout(patience):
                 incarnation: int | None = None
                 while (worker := _find(await client.describe(), worker_id)) is not None:
@@ -64,7 +64,7 @@ async def _until_left(client: Client, worker_id: str, grace: float | None, conso
                     if not worker.draining:
                         await client.drain(worker_id, grace=grace)
                     load = worker.load
-                    progress.update(f"{worker_id} is leaving: {load.num_running} requests running")
+                    progress.update(printed(f"{worker_id} is leaving: {load.num_running} requests running"))
                     await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         raise KvpoolError(

@@ -32,7 +32,7 @@ from .answer_flags import (
     TopP,
     parse_logit_bias,
 )
-from .terminal import JsonOption, ManagerOption, client_config
+from .terminal import JsonOption, ManagerOption, client_config, print_answer
 
 Logprobs = Annotated[
     int | None,
@@ -103,7 +103,7 @@ def generate(
             print(json.dumps(completion_object(stream.collect())))
             return
         for chunk in stream:
-            print(chunk.text, end="", flush=True)
+            print_answer(chunk.text)
         print()
 
 

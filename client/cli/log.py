@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+from kvpool.process.printable import printable_lines
 from rich.console import Console
 from rich.text import Text
 
+_COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
@@ -18,8 +23,11 @@ class PrefixedLog:
         """The latest line of any process, without its prefix."""
 
     def __call__(self, name: str, line: str) -> None:
-        """Print one line. Escape sequences in it are kept as colours where the console has any."""
+        """Print one line. Colours in it are kept where the console has any; every other control character is shown."""
         style = self._styles.setdefault(name, _STYLES[len(self._styles) % len(_STYLES)])
-        text = Text.from_ansi(line)
+        parts = _COLOUR.split(line)
+        # Between the parts are the colours themselves. Only they are left for rich to read: it takes links too.
+        parts[::2] = [printable_lines(part) for part in parts[::2]]
+        text = Text.from_ansi("".join(parts))
         self.last_line = text.plain
         self._console.print(Text.assemble((f"{name:<9}| ", style), text), soft_wrap=True)

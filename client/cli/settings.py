@@ -31,3 +31,9 @@ class ClientSettings(ProcessSettings):
     continuation: bool = Field(
         default=_DEFAULTS.continuation, description="Whether an answer goes on elsewhere when its worker is gone."
     )
+    max_model_bytes: int = Field(
+        default=_DEFAULTS.max_model_bytes,
+        ge=1,
+        le=2**32,
+        description="Bytes of tokenizer, chat template and special tokens of one model together, at most.",
+    )

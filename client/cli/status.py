@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..block_map import num_device_blocks
 from ..client import Client
-from .terminal import JsonOption, ManagerOption, client_config, stdout_console
+from .terminal import JsonOption, ManagerOption, client_config, printed, stdout_console
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
@@ -75,9 +75,9 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
         totals = worker.totals
         hit_rate = totals.num_cached_tokens / totals.num_prompt_tokens if totals.num_prompt_tokens else 0.0
         table.add_row(
-            f"{worker.worker_id} (leaving)" if worker.draining else worker.worker_id,
-            worker.address,
-            worker.model_name,
+            printed(f"{worker.worker_id} (leaving)" if worker.draining else worker.worker_id),
+            printed(worker.address),
+            printed(worker.model_name),
             f"{num_device_blocks(worker):,} × {worker.kv_cache_config.block_size}",
             *(f"{n:,}" for n in (counts.free, counts.cached, counts.held, counts.shared, counts.reserved)),
             str(worker.load.num_running),

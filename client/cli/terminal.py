@@ -1,4 +1,4 @@
-"""What all commands share of the terminal: consoles, the options they have in common, and how errors and names look."""
+"""What all commands share of the terminal: consoles, the options they have in common, and how errors and texts of others look."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated, Final
 
 import typer
 from kvpool.process.address import is_loopback
+from kvpool.process.printable import printable, printable_lines
 from kvpool.process.settings import load_settings
 from rich.console import Console
+from rich.text import Text
 
 from ..config import MANAGER_VARIABLE, ClientConfig
 from ..errors import KvpoolError
@@ -38,6 +40,7 @@ def client_config(manager: str | None) -> ClientConfig:
         timeout=settings.timeout,
         max_attempts=settings.max_attempts,
         continuation=settings.continuation,
+        max_model_bytes=settings.max_model_bytes,
         first_contact=_FIRST_CONTACT_SECONDS,
     )
     if not is_loopback(config.manager.rpartition(":")[0]):
@@ -73,12 +76,15 @@ class _PipeConsole(Console):
         raise BrokenPipeError
 
 
-def printable(name: str) -> str:
-    """A name that somebody else has chosen, so that it does nothing to the terminal: what is no visible character (control
-    characters, line ends, marks that turn the direction of writing) is written as Python would write it."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in name
-    )
+def printed(text: str) -> Text:
+    """A text in which others have a say, for tables and progress lines: in a plain string rich would look for markup."""
+    return Text(printable(text))
+
+
+def print_answer(text: str) -> None:
+    """Print a piece of a model's answer as it comes. Piped, it is the text to the letter; a terminal is given no control
+    characters, which a model may be made to write."""
+    print(printable_lines(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def error_line(error: KvpoolError) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -98,7 +99,7 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
     parts: list[RenderableType] = [_head(picture)]
     num_lines = 1
     if picture.away:
-        parts.append(Text(picture.away, style="bold red", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(printable(picture.away), style="bold red", no_wrap=True, overflow="ellipsis"))
         num_lines += 1
     workers = picture.workers
     if workers:
@@ -111,7 +112,7 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
         num_lines += 1
     room = None if height is None else height - num_lines
     if picture.misses_chosen and (room is None or room >= 2):
-        note = f"{picture.chosen} is not there; ↑ ↓ chooses another worker"
+        note = f"{printable(picture.chosen or '')} is not there; ↑ ↓ chooses another worker"
         parts += [Text(), Text(note, style="dim", no_wrap=True, overflow="ellipsis")]
         room = None if room is None else room - 2
     block_map = _map(picture, width, room)
@@ -143,7 +144,7 @@ def _map(picture: Picture, width: int, room: int | None) -> Text | None:
 def _head(picture: Picture) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("kvpool", style="bold")
-    text.append(f"  manager {picture.manager}")
+    text.append(f"  manager {printable(picture.manager)}")
     if picture.response is not None:
         loads = [worker.load for worker in picture.workers]
         running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
@@ -166,7 +167,7 @@ def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription], *, 
     for worker in workers:
         counts = device_counts(worker)
         _add(all_counts, counts)
-        name = Text(worker.worker_id, style="bold" if worker.worker_id == picture.chosen else "")
+        name = Text(printable(worker.worker_id), style="bold" if worker.worker_id == picture.chosen else "")
         lease = f"{worker.lease_remaining_ms / 1000:.1f} s"
         load = worker.load
         cells = (
@@ -208,7 +209,7 @@ def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:
         bar.append(sign * width, style=style)
         num_drawn += width
     bar.append(_FREE[0] * (bar_cells - num_drawn), style=_FREE[1])
-    return bar, f"{1 - (counts.free + counts.cached) / capacity:.0%}"
+    return bar, f"{1 - (counts.free + counts.cached + counts.withheld) / capacity:.0%}"
 
 
 def _sum(rates: Sequence[Rates | None]) -> Rates | None:

@@ -27,7 +27,7 @@ from .cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
 from .gpus import visible_gpus
 from .log import PrefixedLog
 from .supervisor import Supervisor
-from .terminal import error_line, stdout_console
+from .terminal import error_line, printed, stdout_console
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS: Final = 3660.0
@@ -276,11 +276,11 @@ async def _serve(cluster: Cluster, spec: ClusterSpec, console: Console) -> Kvpoo
     """Start, say how to use it, and keep it going; the result is what went wrong, None when the last worker has left."""
 
     def tell(line: str) -> None:
-        console.print(line, style="bold", markup=False, soft_wrap=True)
+        console.print(printed(line), style="bold", soft_wrap=True)
 
     try:
         with console.status("starting") as progress:
-            workers = await cluster.start(lambda line: progress.update(line), tell)
+            workers = await cluster.start(lambda line: progress.update(printed(line)), tell)
         _print_ready(workers, spec, console)
         await cluster.keep_alive(tell)
     except KvpoolError as error:
@@ -294,9 +294,10 @@ def _print_ready(workers: list[cache_pb2.WorkerDescription], spec: ClusterSpec, 
         block_size = worker.kv_cache_config.block_size
         capacity = num_device_blocks(worker) - 1
         console.print(
-            f"{worker.worker_id} serves {worker.model_name} on {worker.address}: "
-            f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all",
-            markup=False,
+            printed(
+                f"{worker.worker_id} serves {worker.model_name} on {worker.address}: "
+                f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all"
+            )
         )
     for name, url in spec.metrics_urls.items():
         console.print(f"metrics of {name}: {url}", markup=False)

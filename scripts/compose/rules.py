@@ -21,6 +21,7 @@ SPARE_SECONDS = 20
 """Between the end of a worker's grace and the engine's patience: it says Free and good-bye, and its process ends, which takes
 seconds on a busy machine."""
 SETTINGS: Mapping[str, type[BaseModel]] = {"KVPOOL_MANAGER_": ManagerSettings, "KVPOOL_WORKER_": WorkerSettings}
+TRITON_CACHE = "TRITON_CACHE_DIR"
 _PORT = re.compile(r"(?P<host>[\d.]+):(?P<published>\d+):(?P<target>\d+)")
 
 Rule = Callable[[Service], Iterator[str]]
@@ -196,11 +197,40 @@ def problems(compose_text: str, dockerfile_text: str) -> list[str]:
         return [f"docker-compose.yml: {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
     except ComposeError as error:
         return [f"docker-compose.yml: {error}"]
-    targets = {service.build.target for service in file.services.values() if service.build is not None}
+    builds = [(service.build.target, bool(service.devices)) for service in file.services.values() if service.build]
+    targets = {target for target, _ in builds}
+    compiling = {target for target, has_gpu in builds if has_gpu} - {
+        target for target, has_gpu in builds if not has_gpu
+    }
     return [
         *(f"docker-compose.yml: {problem}" for problem in compose_problems(file)),
-        *(f"Dockerfile: {problem}" for problem in dockerfile.problems(dockerfile_text, targets)),
+        *(f"docker-compose.yml: {problem}" for problem in gpu_problems(file, dockerfile_text)),
+        *(f"Dockerfile: {problem}" for problem in dockerfile.problems(dockerfile_text, targets, compiling)),
     ]
+
+
+def gpu_problems(file: ComposeFile, dockerfile_text: str) -> Iterator[str]:
+    """What a GPU's kernels are compiled with and kept in: both only where there is a GPU."""
+    stage_of = {service.image: service.build.target for service in file.services.values() if service.build is not None}
+    kinds: dict[str, set[bool]] = {}
+    for name, service in file.services.items():
+        target = stage_of.get(service.image)
+        if target is None:
+            continue
+        kinds.setdefault(target, set()).add(bool(service.devices))
+        stage = dockerfile.image(dockerfile_text, target)
+        if not service.devices or stage is None:
+            continue
+        cache = {**dockerfile.environment(stage), **service.environment}.get(TRITON_CACHE, "the home folder")
+        mounted = [volume.split(":")[1] for volume in service.volumes]
+        if not any(cache.startswith(f"{folder}/") for folder in mounted):
+            yield (
+                f"{name} keeps compiled kernels in {cache}, where none may be executed: {TRITON_CACHE} in one of its volumes, "
+                f"{', '.join(mounted) or 'of which it has none'}"
+            )
+    for target, found in kinds.items():
+        if len(found) == 2:
+            yield f"builds {target} for services with a GPU and for others: only those with a GPU need a compiler"
 
 
 def check_files() -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ..child_process import ChildProcess
+from ..quiet import be_quiet
 from .outcome import Outcome, Result
 
 _NICENESS = 10
@@ -46,14 +45,11 @@ class _Worker:
     def __init__(self) -> None:
         self.kind: str | None = None
         self._began_s = 0.0
-        self._begin()
+        self._process = ChildProcess(_serve)
 
-    def _begin(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+    @property
+    def connection(self) -> Connection[Any, Any]:
+        return self._process.connection
 
     def start(self, kind: str) -> None:
         self.kind, self._began_s = kind, self._cpu_s()
@@ -72,29 +68,23 @@ class _Worker:
             try:
                 outcome = self.connection.recv()
             except EOFError:
-                self._process.join()
-                outcome = Outcome(kind, Result.NOT_BUILT, f"its process ended with status {self._process.exitcode}")
-                self._again()
+                status = self._process.status()
+                outcome = Outcome(kind, Result.NOT_BUILT, f"its process ended with status {status}")
+                self._process.restart()
         elif self._cpu_s() - self._began_s > limit_s:
             outcome = Outcome(kind, Result.NOT_BUILT, f"took more than {limit_s:.0f} s", limit_s)
-            self._again()
+            self._process.restart()
         if outcome is not None:
             self.kind = None
         return outcome
 
-    def _again(self) -> None:
-        self.close()
-        self._begin()
-
     def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
+        self._process.close()
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
     os.nice(_NICENESS)
-    _be_quiet()
+    be_quiet()
     import torch
 
     from .trial import try_type
@@ -107,14 +97,3 @@ def _serve(connection: Connection[Any, Any]) -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             connection.send(try_type(kind, Path(folder)))
-
-
-def _be_quiet() -> None:
-    """transformers warns of what tiny configs are missing, and draws progress bars."""
-    warnings.simplefilter("ignore")
-    import structlog
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

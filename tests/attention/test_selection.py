@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.attention import paged_reference
+from tests.refused import refused
 from worker_service.attention import flash, selection, varlen
 from worker_service.attention.backend import AttentionBackend
 from worker_service.attention.flash import FlashKernel, flash_problem
@@ -376,19 +377,36 @@ def test_this_torch_has_what_the_varlen_backend_calls() -> None:
         assert varlen._function() is not None
 
 
+def check_that_it_serves(candidate: Candidate, setting: Setting) -> None:
+    """It passes, or the test is one of a backend that is refused."""
+    try:
+        backend = choose_backend(candidate.name, setting, lambda _: None, [candidate])  # type: ignore[arg-type]
+    except UnsuitableBackend as refusal:
+        refused(refusal)
+    try:
+        run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
+    finally:
+        candidate.undo()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.name)
-def test_what_serves_on_a_gpu_has_passed_there(candidate: Candidate, block_size: int) -> None:
-    """Where a kernel is installed and takes these blocks; else the reason is one of those that a user is told."""
+def test_a_candidate_serves_on_a_gpu_or_is_refused(candidate: Candidate, dtype: torch.dtype, block_size: int) -> None:
     needs = (
         PLAIN._replace(k_head_dim=64, v_head_dim=64, scaling=0.125),
         WINDOWED._replace(k_head_dim=64, v_head_dim=64),
     )
-    setting = Setting(needs, torch.bfloat16, CUDA, block_size)
-    backend, reason = selection._try(candidate, setting)
-    assert (backend is None) == bool(reason)
-    candidate.undo()
+    check_that_it_serves(candidate, Setting(needs, dtype, CUDA, block_size))
+
+
+def test_a_candidate_that_is_refused_does_not_count_as_one_that_serves() -> None:
+    check_that_it_serves(candidate("flash"), SETTING)
+    with pytest.raises(pytest.skip.Exception, match=r"^refused: .*it is not installed"):
+        check_that_it_serves(candidate("flash", problem="it is not installed"), SETTING)
+    with pytest.raises(pytest.skip.Exception, match=r"^refused: .*failed its self-test"):
+        check_that_it_serves(candidate("flash", lambda _: WRONG["another scale"]), SETTING)
 
 
 @pytest.mark.gpu

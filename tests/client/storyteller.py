@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from tests.client.fakes import UNAVAILABLE, Context, FakeModel, FakeWorker
 from worker_service.cache.sequence import CacheSequence
 from worker_service.codec import decode_generate, encode_chunk
+from worker_service.engine.prompt import PromptEncoder
 from worker_service.engine.request import Request
 from worker_service.engine.step import SampledToken, TokenLogprobs
 
@@ -69,6 +70,7 @@ class Storyteller(FakeWorker):
         self._story = story
         self.tellings = deque(tellings)
         self._tokenizer = byte_tokenizer()
+        self._prompts = PromptEncoder(self._tokenizer, self.model.max_model_len)
 
     async def Generate(
         self,
@@ -96,7 +98,7 @@ class Storyteller(FakeWorker):
     async def _told(
         self, asked: worker_pb2.GenerateRequest, telling: Telling
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        params = decode_generate(asked, self._tokenizer, self.model.fingerprint)
+        params = decode_generate(asked, self._prompts, self.model.fingerprint)
         num_prompt = len(params.token_ids)
         room = self.model.max_model_len - num_prompt
         max_tokens = params.max_tokens or room

@@ -17,6 +17,9 @@ def test_every_setting_of_the_file_reaches_the_client(tmp_path: Path, monkeypatc
     monkeypatch.setenv("KVPOOL_CONFIG", str(path))
     config = client_config(None)
     assert (config.manager, config.timeout, config.max_attempts, config.continuation) == ("127.0.0.1:9", 7.5, 3, False)
+    assert config.max_model_bytes == 64 << 20
+    monkeypatch.setenv("KVPOOL_CLIENT_MAX_MODEL_BYTES", "1000")
+    assert client_config(None).max_model_bytes == 1000
     monkeypatch.setenv("KVPOOL_CLIENT_TIMEOUT", "8")
     monkeypatch.setenv("KVPOOL_MANAGER", "127.0.0.1:10")
     config = client_config(None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
 from rich.cells import cell_len
 from rich.console import Console
 
 from client.cli.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
-from client.cli.terminal import printable
 from client.cli.top_requests import num_lines_wanted, render_requests
 
 BLOCK_SIZE = 16

@@ -188,8 +188,7 @@ async def test_a_worker_that_is_refused_does_not_end_the_others(tiny_model: Path
             assert answer["worker_id"] == "worker-0"
         finally:
             os.close(descriptor)
-        while "worker-1" not in await cluster.run("status"):
-            await asyncio.sleep(0.2)
+        await cluster.read_until("registered")
         cluster.process.send_signal(signal.SIGTERM)
         assert await cluster.wait() == 0
 

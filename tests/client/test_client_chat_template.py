@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from client import InvalidRequest
-from client.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from client.chat_template import ChatTemplate
+from client.template_child import MAX_RENDERED_CHARS
 
 USER = [{"role": "user", "content": "hi <b> & ü"}]
 

@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -122,18 +123,18 @@ async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
 
 
 async def test_closing_wakes_a_thread_that_tokenises() -> None:
-    """A chat template that takes its time."""
+    """A chat whose messages take their time."""
     has_begun, may_end = threading.Event(), threading.Event()
 
-    class Slow(str):
-        def __str__(self) -> str:
+    class Slow(dict[str, str]):
+        def items(self) -> Any:
             has_begun.set()
             may_end.wait(30)
-            return "the"
+            return super().items()
 
     async with fake_cluster(FakeWorker("w")) as manager:
         client = SyncClient(config=config(manager))
-        stream = client.chat([{"role": "user", "content": Slow()}])
+        stream = client.chat([{"role": "user", "content": Slow(text="the")}])
         await closed_while(client, stream.collect, has_begun.is_set)
         may_end.set()
 

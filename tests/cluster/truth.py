@@ -26,16 +26,16 @@ class Truth:
         assert margin >= MIN_MARGIN, f"the prompt {prompt[:8]}… proves nothing: two best logits {margin:.1g} apart"
         self._logprobs = torch.log_softmax(logits, dim=-1)
 
-    def check(self, completion: Completion) -> None:
+    def check(self, completion: Completion, tolerance: float = LOGPROB_TOLERANCE) -> None:
         """The answer is this text, with these log-probabilities."""
         assert list(completion.token_ids) == self.tokens
         assert completion.num_prompt_tokens == len(self.prompt)
         assert completion.logprobs is not None
         for index, (token, given) in enumerate(zip(self.tokens, completion.logprobs, strict=True)):
             row = self._logprobs[index]
-            assert given.logprob == pytest.approx(float(row[token]), abs=LOGPROB_TOLERANCE)
+            assert given.logprob == pytest.approx(float(row[token]), abs=tolerance)
             best = row.topk(len(given.top)).values.tolist()
-            assert [value for _, value in given.top] == pytest.approx(best, abs=LOGPROB_TOLERANCE)
+            assert [value for _, value in given.top] == pytest.approx(best, abs=tolerance)
 
 
 def check_all(truths: Iterable[Truth], completions: Iterable[Completion]) -> None:

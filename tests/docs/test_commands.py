@@ -45,6 +45,8 @@ RUN_ELSEWHERE = {
     "make bench": "measures, for many minutes",
     "make bench-serve": "measures, for an hour",
     "make bench-peers": "installs the peers that bench measures against",
+    "make gpu": "needs a GPU; tests/gpu runs its miniature on a CPU",
+    "make gpu-wheels": "downloads, and needs the network",
 }
 """make's targets that are only looked at here, and why."""
 
@@ -130,10 +132,9 @@ def make_targets() -> set[str]:
 def execute(shell: Shell, command: str) -> None:
     """One command of a document."""
     words = shlex.split(command, comments=True)
-    line = " ".join(words)
-    if line in RUN_ELSEWHERE:
-        assert words[1] in make_targets(), line
-        shell.run(f"{line} --dry-run")
+    if " ".join(words[:2]) in RUN_ELSEWHERE:
+        assert words[1] in make_targets(), command
+        shell.run(f"{shlex.join(words)} --dry-run")
     elif words[:2] == ["docker", "compose"]:
         _look_at_compose(words)
     elif words[1:2] == ["up"] and "--help" not in words:

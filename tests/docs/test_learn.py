@@ -12,6 +12,7 @@ import pytest
 
 from cache_service.core import integrity
 from cache_service.core.block_pool import BlockPool, State
+from cache_service.core.budget import Account, Budget
 from cache_service.core.hashing import xxh64
 from cache_service.core.messages import Root
 from cache_service.core.prefix_tree import PrefixTree
@@ -136,7 +137,7 @@ TRANSITIONS = re.findall(r"^\| (free|cached|held|reserved) \| `(\w+)` \| (\w+) \
 def _block_in(state: str) -> tuple[BlockPool, int]:
     """A pool of one block, which is in that state; held ones are in one table and not sealed."""
     tree = PrefixTree(xxh64)
-    pool = BlockPool(2, 4, tree)
+    pool = BlockPool(2, 4, tree, Account(Budget(8, 32), 4))
     if state == "reserved":
         pool.take_reserved(1, 1)
     elif state != "free":

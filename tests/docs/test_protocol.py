@@ -193,7 +193,7 @@ def test_the_table_of_reasons_of_workers_is_theirs() -> None:
         ("Register", CacheManager.register, set()),
         ("KeepAlive", CacheManager.keep_alive, set()),
         ("Allocate", allocation.allocate, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL", "NOT_TRIED"}),
-        ("Append", updates.append, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL"}),
+        ("Append", updates.append, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL", "NOT_TRIED"}),
         ("Deregister", CacheManager.deregister, set()),
         ("Drain", CacheManager.drain, set()),
         ("Report", CacheManager.report, {"BAD_FIELD"}),

@@ -1,7 +1,7 @@
 """What the manager must answer to a call in a state: the independent slow model of the core's tests, behind messages.
 
-The order of execution decides the numbers too: each executed Allocate, Append or Free stamps its grants with the generation behind
-the last, and each accepted Register makes the session behind the last.
+The order of execution decides the numbers too: each executed Allocate, Append or Free, and each KeepAlive that refills the reserve,
+stamps its grants with the generation behind the last, and each accepted Register makes the session behind the last.
 
 Reports are not the model's: `Report` and registrations that hold state are not part of a history.
 """
@@ -100,7 +100,7 @@ class Specification:
             modelled.deregister(request.session)
             return Done()
         if method == "KeepAlive":
-            modelled.keep_alive(request.session, request.downlink_ack, 0.0)
+            self.last_stamp += modelled.keep_alive(request.session, request.downlink_ack, 0.0, self.last_stamp + 1)
             return self._told(request.session, ())
         if method == "Route":
             root, tokens = codec.decode_root(request.root), model.token_ids(request.tokens)
@@ -130,7 +130,7 @@ class Specification:
 
     def _told(self, session_number: int, outcomes: tuple[Any, ...]) -> Told:
         session = self.model.session(session_number)
-        return Told(outcomes, tuple(session.pending), session.counts())
+        return Told(outcomes, tuple(session.pending), session.counts(self.model.left(session)))
 
 
 def _plain(outcome: Any) -> Any:

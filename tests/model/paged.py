@@ -6,10 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from worker_service.attention.backend import AttentionBackend
+from worker_service.attention.selection import CANDIDATES
 from worker_service.attention.torch_backend import FIXED_SHAPES, TorchAttention
 from worker_service.attention.torch_plan import Shapes
 from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
@@ -25,11 +28,23 @@ SHORT_SEGMENTS = FIXED_SHAPES._replace(partition=8, key_multiple=8)
 """Segments of keys of which a short prefix fills one, so that it can be shared."""
 GREEDY = SamplingParams(num_logprobs=3)
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda:0",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+
+class Place(NamedTuple):
+    """What a model runs on, and over."""
+
+    device: str
+    backend: str
+    """A BackendName."""
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.backend}"
+
+
+PLACES = [
+    Place("cpu", "torch"),
+    *(
+        pytest.param(Place("cuda:0", name), marks=pytest.mark.gpu)
+        for name in ("torch", *(candidate.name for candidate in CANDIDATES))
     ),
 ]
 
@@ -81,21 +96,25 @@ class PagedModel:
         num_blocks: int = 256,
         min_shared_tokens: int = NEVER,
         shapes: Shapes | None = None,
+        backend: AttentionBackend | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
+        """backend: None takes plain torch with min_shared_tokens and shapes, which another one knows nothing of."""
         self._free = list(range(1, num_blocks))
         random.Random(3).shuffle(self._free)
-        backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
-        memory = MemorySettings(BLOCK_SIZE, num_blocks)
-        self.runner: ModelRunner = loaded.runner(loaded.plan(memory).kv_cache, backend)
+        self._block_size = block_size
+        backend = backend or TorchAttention(loaded.dtype, min_shared_tokens, shapes)
+        plan = loaded.plan(MemorySettings(block_size, num_blocks)).kv_cache
+        self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
     def request(
         self, prompt: Sequence[int], num_new: int, shared: Sequence[int] = (), sampling: SamplingParams = GREEDY
     ) -> Request:
         """A request with blocks of its own behind `shared`, full blocks that hold the beginning of its prompt."""
-        needed = -(-(len(prompt) + num_new) // BLOCK_SIZE) - len(shared)
+        needed = -(-(len(prompt) + num_new) // self._block_size) - len(shared)
         own = [self._free.pop() for _ in range(needed)]
-        return Request(prompt, [*shared, *own], num_new, start=len(shared) * BLOCK_SIZE, sampling=sampling)
+        return Request(prompt, [*shared, *own], num_new, start=len(shared) * self._block_size, sampling=sampling)
 
     def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
         """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger."""

@@ -61,3 +61,48 @@ def test_a_traceback_shows_no_values(log_format: str) -> None:
     )
     assert "a defect" in done.stderr
     assert "what must not be read" not in done.stderr
+
+
+HOSTILE = "[/x]\x1b]0;PWN\x07\x1b[31m\x9b2J\u202egnp\u2028two\nlines\r\x7f\x85"
+NAMES = f"""
+import logging, structlog
+from kvpool.process.logs import LogFormat, LogLevel, configure_logging
+configure_logging(LogFormat.{{form}}, LogLevel.debug)
+name = {HOSTILE!r}
+log = structlog.get_logger("kvpool.manager")
+log.info("registered", worker_id=name, names=[name], by_name={{{{name: name}}}})
+log.warning(f"event {{{{name}}}}")
+logging.getLogger("grpc").warning("a line of a library: %s", name)
+try:
+    raise RuntimeError(name)
+except RuntimeError as error:
+    log.exception("failed", error=error)
+    logging.getLogger("asyncio").exception("a task failed")
+"""
+
+
+def test_names_of_others_do_nothing_in_a_log_for_people() -> None:
+    """Neither to the terminal nor to the lines: each event is one; a traceback has the lines of its error."""
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES.format(form="console")], capture_output=True, text=True, check=True
+    )
+    bad = {character for character in done.stderr if not (character.isprintable() or character == "\n")}
+    assert not bad
+    lines = done.stderr.splitlines()
+    assert sum("PWN" in line for line in lines) >= 5
+    assert "Traceback (most recent call last):" in lines
+    shown = HOSTILE.encode("unicode_escape").decode()
+    assert any(f"worker_id={shown}" in line for line in lines)
+    assert any(f"event {shown}" in line for line in lines)
+    assert any(f"a line of a library: {shown}" in line for line in lines)
+    assert "name = " not in done.stderr  # values of variables are not logged: there are prompts among them
+
+
+def test_names_of_others_do_nothing_in_a_log_for_programs() -> None:
+    """JSON is plain ASCII, one object per line, and the names in it are the names."""
+    done = subprocess.run([sys.executable, "-c", NAMES.format(form="json")], capture_output=True, check=True)
+    assert all(byte == 0x0A or 0x20 <= byte < 0x7F for byte in done.stderr)
+    found = [json.loads(line) for line in done.stderr.splitlines()]
+    assert len(found) == 5
+    assert found[0]["worker_id"] == HOSTILE
+    assert found[1]["event"] == f"event {HOSTILE}"

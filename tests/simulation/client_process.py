@@ -25,6 +25,7 @@ from client.manager import Manager
 from client.models import Models
 from client.options import GenerateSettings
 from client.stream import GenerateStream
+from client.template_process import TemplateProcess
 from tests.simulation import manager
 from tests.simulation.process import Process
 from tests.simulation.rpc import Channel
@@ -74,7 +75,7 @@ class ClientProcess(Process):
             manager=manager.ADDRESS, timeout=TIMEOUT_SECONDS, unary_timeout=2.0, worker_wait=1.5
         )
         self._manager = Manager(channels, self._config)
-        self._models = Models(self._manager, channels)
+        self._models = Models(self._manager, channels, self._config, TemplateProcess())
         self.num_begun = 0
         self.num_ended = 0
         """Of its requests."""

@@ -27,7 +27,7 @@ from cache_service import status
 from cache_service.core.manager import CacheManager
 from cache_service.core.refusal import Refusal
 from cache_service.core.session import SessionEnd
-from worker_service.cache.ledger import BlockLedger
+from worker_service.cache.ledger import BlockLedger, Content
 from worker_service.cache.link import Link
 
 if TYPE_CHECKING:
@@ -88,9 +88,12 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
-    def accept_hit(ledger: BlockLedger, block: int, generation: int, original: Any = BlockLedger.accept_hit) -> None:
-        original(ledger, block, generation)
+    def accept_hit(
+        ledger: BlockLedger, block: int, *about: Any, original: Callable[..., Content] = BlockLedger.accept_hit
+    ) -> Content:
+        content = original(ledger, block, *about)
         world.laws.on_hit(ledger, block)
+        return content
 
     def new_entries(link: Link, downlink: Any, original: Any = Link.new_entries) -> Any:
         entries = original(link, downlink)

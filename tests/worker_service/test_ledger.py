@@ -8,6 +8,7 @@ from kvpool.v1 import common_pb2
 from worker_service.cache.ledger import BlockLedger, Content, DisagreementError
 
 _ROOT = common_pb2.Root(model_fingerprint="m")
+_TOKENS = b"\0\0\0\0"
 
 
 def _with_a_complete_block(generation: int = 5) -> BlockLedger:
@@ -15,7 +16,7 @@ def _with_a_complete_block(generation: int = 5) -> BlockLedger:
     ledger = BlockLedger(4)
     ledger.accept_grant(1, generation)
     ledger.use(1)
-    ledger.complete(1, Content(None, _ROOT, b"\0\0\0\0"))
+    ledger.complete(1, Content(None, _ROOT, _TOKENS))
     ledger.drop(1)
     return ledger
 
@@ -45,14 +46,14 @@ def test_a_block_that_a_table_names_is_granted_to_nobody() -> None:
 def test_a_hit_needs_a_block_completed_under_that_generation() -> None:
     """Sealed-only sharing: not one that is still being filled, and not what it held under another grant."""
     ledger = _with_a_complete_block()
-    ledger.accept_hit(1, 5)
+    ledger.accept_hit(1, 5, _TOKENS, _ROOT, None)
     for generation in (4, 6):
         with pytest.raises(DisagreementError, match="here it has generation 5"):
-            ledger.accept_hit(1, generation)
+            ledger.accept_hit(1, generation, _TOKENS, _ROOT, None)
     ledger.accept_grant(2, 7)
     ledger.use(2)
     with pytest.raises(DisagreementError, match="its KV is not complete"):
-        ledger.accept_hit(2, 7)
+        ledger.accept_hit(2, 7, _TOKENS, _ROOT, None)
 
 
 @pytest.mark.parametrize("block", [0, 4, 2**32 - 1])
@@ -62,4 +63,71 @@ def test_only_blocks_of_the_pool_exist(block: int) -> None:
     with pytest.raises(DisagreementError, match="does not exist"):
         ledger.accept_grant(block, 1)
     with pytest.raises(DisagreementError, match="does not exist"):
-        ledger.accept_hit(block, 1)
+        ledger.accept_hit(block, 1, _TOKENS, _ROOT, None)
+
+
+def _chain(ledger: BlockLedger, first_block: int, *tokens: bytes, root: common_pb2.Root = _ROOT) -> list[Content]:
+    """The contents of blocks `first_block` …, each computed after the one before."""
+    contents: list[Content] = []
+    for block, piece in enumerate(tokens, first_block):
+        ledger.accept_grant(block, 1)
+        ledger.use(block)
+        ledger.complete(block, Content(contents[-1] if contents else None, root, piece))
+        content = ledger.content(block)
+        assert content is not None
+        contents.append(content)
+        ledger.drop(block)
+    return contents
+
+
+def test_a_hit_needs_the_tokens_of_the_prompt() -> None:
+    """Exact hits: whatever the manager believes that a block holds, the worker knows."""
+    ledger = BlockLedger(4)
+    first, second = _chain(ledger, 1, b"aaaa", b"bbbb")
+    assert ledger.accept_hit(1, 1, b"aaaa", _ROOT, None) is first
+    for tokens in (b"aaab", b"aaa", b""):
+        with pytest.raises(DisagreementError, match="other tokens"):
+            ledger.accept_hit(1, 1, tokens, _ROOT, None)
+    assert ledger.accept_hit(2, 1, b"bbbb", _ROOT, first) is second
+    with pytest.raises(DisagreementError, match="other tokens"):
+        ledger.accept_hit(2, 1, b"bbbc", _ROOT, first)
+
+
+def test_a_hit_needs_the_prefix_that_its_block_was_computed_after() -> None:
+    """A block's KV depends on all tokens before it: its own tokens prove nothing."""
+    ledger = BlockLedger(8)
+    _chain(ledger, 1, b"aaaa", b"same", b"last")
+    x, same_after_x = _chain(ledger, 4, b"xxxx", b"same")
+    with pytest.raises(DisagreementError, match="a prefix other than its own"):
+        ledger.accept_hit(2, 1, b"same", _ROOT, x)
+    with pytest.raises(DisagreementError, match="a prefix other than its own"):
+        ledger.accept_hit(2, 1, b"same", _ROOT, None)
+    with pytest.raises(DisagreementError, match="a prefix other than its own"):
+        ledger.accept_hit(4, 1, b"xxxx", _ROOT, x)
+    # The parents hold equal tokens; what these were computed after differs.
+    with pytest.raises(DisagreementError, match="a prefix other than its own"):
+        ledger.accept_hit(3, 1, b"last", _ROOT, same_after_x)
+
+
+def test_a_hit_after_a_duplicate_of_its_prefix_is_a_hit() -> None:
+    """Two sequences computed the same beginning; the manager serves one's blocks, and after them a block of the other's."""
+    ledger = BlockLedger(8)
+    _chain(ledger, 1, b"aaaa", b"bbbb")
+    _, _, third, _ = _chain(ledger, 3, b"aaaa", b"bbbb", b"cccc", b"dddd")
+    before = None
+    for block, tokens in ((1, b"aaaa"), (2, b"bbbb"), (5, b"cccc"), (6, b"dddd")):
+        before = ledger.accept_hit(block, 1, tokens, _ROOT, before)
+    assert third.parent is ledger.content(2), "compared once, known from then on"
+
+
+def test_a_hit_needs_the_root_of_the_prompt() -> None:
+    """Another adapter or tenant: equal tokens, other KV; at the beginning of a chain and after a duplicate."""
+    other = common_pb2.Root(model_fingerprint="m", tenant_salt="t")
+    ledger = BlockLedger(8)
+    (first,) = _chain(ledger, 1, b"aaaa")
+    _chain(ledger, 2, b"aaaa", b"bbbb", root=other)
+    with pytest.raises(DisagreementError, match="a root other than its own"):
+        ledger.accept_hit(1, 1, b"aaaa", other, None)
+    assert ledger.accept_hit(1, 1, b"aaaa", common_pb2.Root(model_fingerprint="m"), None) is first
+    with pytest.raises(DisagreementError, match="a prefix other than its own"):
+        ledger.accept_hit(3, 1, b"bbbb", _ROOT, first)

@@ -21,6 +21,7 @@ from tests.cluster.polling import eventually
 from tests.cluster.truth import Truth
 from tests.tiny_models import Oracle, TinyModel
 from worker_service.engine.errors import ErrorKind
+from worker_service.engine.prompt import TextBound
 from worker_service.request_sizes import request_limits
 from worker_service.server import SERVICE
 
@@ -150,7 +151,7 @@ async def test_bytes_that_are_no_message_are_invalid_and_one_line(
 async def test_every_method_has_a_limit_of_its_own() -> None:
     """A new one is to be thought about: what is the largest request that is legal?"""
     methods = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
-    assert request_limits(2048, 264, None).keys() == {f"/{SERVICE}/{method.name}" for method in methods}
+    assert request_limits(2048, 264, TextBound(0)).keys() == {f"/{SERVICE}/{method.name}" for method in methods}
 
 
 async def test_a_prompt_that_no_model_can_take_is_refused_before_it_is_read(

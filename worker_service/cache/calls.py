@@ -15,6 +15,9 @@ from .link import Call, Link, Stated
 from .reserve import ReservedBlock
 from .sequence import CacheSequence
 
+TOKEN_BYTES = 4
+"""Of a token id in a message."""
+
 
 def pack_tokens(tokens: List[int]) -> bytes:
     """Token ids as little-endian uint32."""

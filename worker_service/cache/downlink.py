@@ -5,13 +5,14 @@ from __future__ import annotations
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
-from .ledger import DisagreementError
+from .calls import TOKEN_BYTES, pack_tokens
+from .ledger import Content, DisagreementError
 from .link import Call, Link, Stated
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 from .status import reason_of
 
-_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES"})
+_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})
 
 Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
 
@@ -38,7 +39,8 @@ def take_reply(state: CacheState, link: Link, call: Call, response: Response, no
             state.ending.remove(stated.sequence)
             state.end(stated.sequence)
         state.ask_again_at = now
-    num_available = sum(counts.free + counts.cached for counts in response.downlink.counts)
+    state.num_free = sum(counts.free for counts in response.downlink.counts)
+    num_available = state.num_free + sum(counts.cached for counts in response.downlink.counts)
     state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
 
 
@@ -90,11 +92,16 @@ def _on_allocated(state: CacheState, sequence: CacheSequence, result: cache_pb2.
 def _take_table(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
     """Enter a granted table: its leading blocks as hits, the others as grants."""
     run = granted.tables[0]
-    num_hits = granted.num_cached_tokens // state.settings.block_size
+    block_size = state.settings.block_size
+    num_hits = granted.num_cached_tokens // block_size
+    prompt = pack_tokens(sequence.tokens[: num_hits * block_size])
+    step = block_size * TOKEN_BYTES
+    before: Content | None = None
     sequence.uses_blocks = True
     for index, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True)):
         if index < num_hits:
-            state.ledger.accept_hit(block, generation)
+            tokens = prompt[index * step : (index + 1) * step]
+            before = state.ledger.accept_hit(block, generation, tokens, sequence.root, before)
         else:
             state.ledger.accept_grant(block, generation)
         state.ledger.use(block)
@@ -112,6 +119,10 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
         reason = reason_of(result.status)
         if sequence.state is not SequenceState.LIVE:
             return  # the engine is done with it; Free takes whatever is there
+        if reason == "TOO_MANY_TOKENS":
+            # Nothing was taken in. What is computed here stays, and is stated again.
+            state.report_due_at = now + state.settings.no_blocks_retry_seconds
+            return
         if reason != "STALE_ATTEMPT":
             raise DisagreementError(f"an Append of {sequence!r} was refused with {reason}: {result.status.message}")
         state.events.append(events.Stopped(sequence))

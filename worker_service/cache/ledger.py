@@ -1,8 +1,10 @@
 """The worker's own book of its blocks: generation, users, and what each complete one holds. It outlives sessions.
 
 It stands guard over the rule of one writer: a grant is accepted only with a larger generation and only for a block that nothing
-here still uses; a hit only for a block whose KV this process has completed under that very generation. And it is the truth from
-which a manager is told what this worker holds.
+here still uses; a hit only for a block whose KV this process has completed under that very generation, and only if the block holds
+what the prompt says: the same tokens, after the same prefix, under the same root. So a manager that is wrong, or was lied to, can
+make this worker give up a session, but not serve another prompt's KV. And it is the truth from which a manager is told what this
+worker holds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,19 @@ class Content:
         self.root = root
         self.tokens = tokens
         """block_size token ids, little-endian uint32."""
+
+
+def _is_same_chain(one: Content, other: Content) -> bool:
+    """Whether two contents hold the same tokens after equal prefixes under equal roots."""
+    if one.root != other.root:
+        return False
+    above_one: Content | None = one
+    above_other: Content | None = other
+    while above_one is not above_other:
+        if above_one is None or above_other is None or above_one.tokens != above_other.tokens:
+            return False
+        above_one, above_other = above_one.parent, above_other.parent
+    return True
 
 
 class BlockLedger:
@@ -61,8 +76,15 @@ class BlockLedger:
             self._contents[block] = None
             del self._idle[block]
 
-    def accept_hit(self, block: int, generation: int) -> None:
-        """A block is handed out as holding a prefix. Raises DisagreementError."""
+    def accept_hit(
+        self, block: int, generation: int, tokens: bytes, root: common_pb2.Root, before: Content | None
+    ) -> Content:
+        """A block is handed out as holding `tokens` after what `before` holds, or as the first block under `root`. Raises
+        DisagreementError.
+
+        Returns the block's content, the `before` of the next one. A block's KV depends on its whole prefix, so `before` must be
+        what was returned for the block before it in the same table: then all tokens back to the root have been compared.
+        """
         self._check_range(block)
         content = self._contents[block]
         if generation != self._generation[block] or content is None:
@@ -70,6 +92,17 @@ class BlockLedger:
                 f"block {block} was handed out as cached with generation {generation}; here it has generation "
                 f"{self._generation[block]} and its KV is {'not complete' if content is None else 'complete'}"
             )
+        if content.tokens != tokens:
+            raise DisagreementError(f"block {block} was handed out as cached for a prompt with other tokens")
+        if content.parent is not before:
+            if content.parent is None or before is None or not _is_same_chain(content.parent, before):
+                raise DisagreementError(f"block {block} was handed out as cached after a prefix other than its own")
+            # Equal, but of another block: a duplicate. From now on the comparison is one step.
+            content.parent = before
+        # The root of a content is that of its parent, so it is compared where the chain begins.
+        if before is None and content.root != root:
+            raise DisagreementError(f"block {block} was handed out as cached under a root other than its own")
+        return content
 
     def use(self, block: int) -> None:
         """One more table names the block."""

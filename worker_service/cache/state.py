@@ -37,6 +37,9 @@ class CacheState:
         """The last Allocate found no blocks: no other before this time, unless something is given back."""
         self.pool_is_empty = False
         """The last call left fewer blocks in the pool than the reserve wanted."""
+        self.num_free: int | None = None
+        """Blocks that the manager can grant without evicting any, as of the last reply; None before the first of a session. Fewer
+        than are blank here where the budget of all workers is reached."""
         self.is_given_up = False
         """What is held here cannot be made known to the manager: it must be forgotten."""
         self.events: list[events.Event] = []
@@ -77,6 +80,7 @@ class CacheState:
         self.reserve.returning = []
         self.report_due_at, self.is_urgent = None, False
         self.ask_again_at, self.pool_is_empty = 0.0, False
+        self.num_free = None
 
     def _end_unheard(self, sequence: CacheSequence) -> None:
         """A sequence that is done with ends without a Free: the manager will not find it in the report."""
@@ -105,9 +109,10 @@ class CacheState:
         return spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
 
     def num_blank(self) -> int:
-        """Blocks that neither a table nor the reserve has, and that hold nothing for others."""
+        """Blocks that neither a table nor the reserve has, that hold nothing for others, and that the manager can grant."""
         num_reserved = len(self.reserve) + len(self.reserve.returning)
-        return self.settings.num_blocks - 1 - self.ledger.num_used - self.ledger.num_idle - num_reserved
+        num_blank = self.settings.num_blocks - 1 - self.ledger.num_used - self.ledger.num_idle - num_reserved
+        return num_blank if self.num_free is None else min(num_blank, self.num_free)
 
     def num_blocks_due(self) -> int:
         """Blocks that are needed if each live sequence gets one more token."""

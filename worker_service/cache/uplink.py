@@ -40,7 +40,6 @@ def next_call_at(state: CacheState, link: Link, now: float) -> float | None:
     return min(times, default=None)
 
 
-_TOKEN_BYTES = 4
 _ENTRY_BYTES = 12
 """Of a table entry in a message: block id and generation as varints."""
 
@@ -52,7 +51,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
         num_entries = -(-num_tokens // state.settings.block_size) - sequence.acked_entries
-        num_bytes += _TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
+        num_bytes += calls.TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
         if chosen and is_full:
             break

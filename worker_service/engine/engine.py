@@ -21,6 +21,7 @@ from ..cache.engine_cache import Computed, EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
 from .admission import Admission
 from .errors import EngineError, ErrorKind, invalid
+from .prompt import PromptEncoder
 from .queue import Payer, SchedulingPolicy
 from .request import GenerationParams, Request
 from .sampling_checks import check_sampling
@@ -71,6 +72,7 @@ class Engine:
         self.settings = settings
         self.cache = cache
         self.tokenizer = tokenizer
+        self.prompts = PromptEncoder(tokenizer, settings.max_model_len)
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=settings.max_num_seqs,
@@ -155,15 +157,11 @@ class Engine:
         num_prompt = len(params.token_ids)
         if not num_prompt:
             raise invalid("prompt", "needed at least one token, got none")
+        self.prompts.check_num_tokens(num_prompt)
         largest = max(params.token_ids)
         if largest >= settings.vocab_size or min(params.token_ids) < 0:
             raise invalid("prompt", f"token id {largest} is outside the vocabulary of {settings.vocab_size} tokens")
         room = settings.max_model_len - num_prompt
-        if room < 1:
-            raise invalid(
-                "prompt",
-                f"{num_prompt} tokens leave no room to generate: the model takes {settings.max_model_len}; shorten the prompt",
-            )
         if params.max_tokens > room:
             raise invalid(
                 "max_tokens",

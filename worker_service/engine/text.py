@@ -9,6 +9,12 @@ from tokenizers import Tokenizer
 PROMPT_TAIL_TOKENS = 16
 """Prompt tokens that are decoded with the first new ones: some tokenizers decode a token differently at the beginning of a text."""
 
+MAX_PROMPT_TAIL_LOOKED_AT = 256
+"""The part of the prompt that is searched for them: special tokens have no text and do not count."""
+
+MAX_WINDOW_TOKENS = 64
+"""Tokens whose text may depend on what follows are kept together up to this many; no known tokenizer needs more than two."""
+
 MAX_PENDING_TOKENS = 8
 """A character has at most four bytes, so bytes that make none after so many tokens never will."""
 
@@ -24,16 +30,33 @@ _REPLACEMENT = "\ufffd"
 class _Decoder:
     """Decodes one token more at a time: what a window of the last tokens decodes to now, less what it decoded to before.
 
-    Only what is behind an incomplete character is kept in the window, so a step costs two decodings of a few tokens. Never
-    raises, whatever the ids: a decoder that revises earlier characters only loses the revision.
+    The window begins with the last tokens whose text was returned. They decide how the next token decodes: many tokenizers
+    strip the space at the beginning of a text. A step costs two decodings of a few tokens. Never raises, whatever the ids:
+    a decoder that revises earlier characters only loses the revision.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: List[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids, self._num_told = self._window(list(prompt[-PROMPT_TAIL_TOKENS:]))
+        tail = self._tail(prompt)
+        self._ids, self._num_told = self._window([prompt[index] for index in tail])
         """The window, and how many of its leading ids were told: all but the bytes of a character that the prompt leaves
         incomplete, which belongs to the answer."""
-        self._num_prompt_told = len(prompt) - (len(self._ids) - self._num_told)
+        num_pending = len(self._ids) - self._num_told
+        self._num_prompt_told = tail[-num_pending] if num_pending else len(prompt)
+        self._told = self._decode(self._ids[: self._num_told])
+        """Text of the first `_num_told` ids."""
+        self._text = self._decode(self._ids)
+        """Text of the window."""
+
+    def _tail(self, prompt: List[int]) -> list[int]:
+        """Indices of the prompt's last tokens that decoding does not skip, in order."""
+        tail: list[int] = []
+        for index in range(len(prompt) - 1, max(-1, len(prompt) - 1 - MAX_PROMPT_TAIL_LOOKED_AT), -1):
+            if not self._is_skipped(prompt[index]):
+                tail.append(index)
+                if len(tail) == PROMPT_TAIL_TOKENS:
+                    break
+        return tail[::-1]
 
     def _window(self, tail: list[int]) -> tuple[list[int], int]:
         for end in range(len(tail), 0, -1):
@@ -53,19 +76,35 @@ class _Decoder:
         """Text that the token completes; empty while a character's bytes are incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
+        if text == self._text and self._is_skipped(token_id):
+            # Decoding skips it wherever it is. In the window, a run of such tokens would leave no context for what follows.
+            self._ids.pop()
+            return ""
+        self._text = text
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_told < MAX_PENDING_TOKENS:
             return ""
-        return self._tell(text)
+        return self._tell()
 
     def finish(self) -> str:
         """Text of what is still pending; incomplete characters as U+FFFD."""
-        return self._tell(self._decode(self._ids)) if self._num_told < len(self._ids) else ""
+        return self._tell() if self._num_told < len(self._ids) else ""
 
-    def _tell(self, text: str) -> str:
-        told = self._decode(self._ids[: self._num_told])
-        self._ids = self._ids[self._num_told :]
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether decoding skips the token: a special token, or an id that the vocabulary does not have."""
+        if self._tokenizer.id_to_token(token_id) is None:
+            return True
+        return not self._decode([token_id]) and bool(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _tell(self) -> str:
+        piece = self._text[len(self._told) :]
+        if piece:
+            self._ids = self._ids[self._num_told :]
+        elif len(self._ids) > MAX_WINDOW_TOKENS:
+            self._ids = self._ids[-PROMPT_TAIL_TOKENS:]
+        # Else the new ids have no text yet. Alone they would be the beginning of a text, so the ids before them stay.
         self._num_told = len(self._ids)
-        return text[len(told) :]
+        self._told = self._text = self._decode(self._ids)
+        return piece
 
 
 class TextDecoder:

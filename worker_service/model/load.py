@@ -165,8 +165,10 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.dev
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            # Each tensor goes from the mapped file to the device, so host memory never holds the weights of a GPU.
+            device_map={"": device},
         )
-    model = model.to(device).eval()
+    model.eval()
     if device.type == "cpu":
         pack_linears(model)
     return model

@@ -40,7 +40,8 @@ def pack_linears(model: torch.nn.Module) -> int:
     Returns how many were replaced: 0 where this torch or CPU cannot.
     """
     count = 0
-    for parent in list(model.modules()):
+    # Only modules with children: a list that held the layers too would keep every unpacked weight until the last one is packed.
+    for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
         kind: Any = type(parent)
         for name, child in list(parent.named_children()):
             packed = None if _reads_weight(kind, name) else _packed(child)

@@ -35,6 +35,16 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def enter_device(device: torch.device) -> None:
+    """Make it the calling thread's current CUDA device; does nothing for a CPU.
+
+    The current device belongs to a thread, and is the first GPU until it is set. Triton launches kernels on it, and graphs are
+    captured on it, wherever their tensors are: so the thread that runs the model calls this first.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def choose_dtype(dtype: DTypeName, device: torch.device, own: torch.dtype | None) -> torch.dtype:
     """The dtype of weights and KV. `own` is what the model's config names."""
     if dtype != "auto":

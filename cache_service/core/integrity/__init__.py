@@ -2,7 +2,9 @@
 
 Each violation names the law, the worker, and the block and sequence if there is one. The laws:
 
-* conservation: free + cached + held + reserved = capacity, and each kept count is the number of blocks in that state
+* conservation: free + cached + held + reserved + withheld = capacity, and each kept count is the number of blocks in that state
+* budget: what all workers have together is the sum of what each has; a session has the blocks up to the highest ever granted, and
+  the tokens of its live sequences; of the blocks after that none was granted
 * references: a block's ref_count is the number of table entries of live sequences that name it
 * free list: linked both ways without a cycle, and exactly the free and cached blocks are on it
 * state: held means ref_count ≥ 1; free and reserved blocks hold nothing; cached blocks serve hits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from ..block_pool import BlockPool
-from ..prefix_tree import Node, PrefixTree, Walk
+from ..prefix_tree import Leaders, Node, PrefixTree, Walk
 from ..sequence import Sequence
 from .findings import Course, Findings
 from .world import World
@@ -57,6 +57,8 @@ class NodeLaws:
             self._copy(node, pool)
         if node.copies is not None and not node.copies.is_signed():
             self._add("tree", f"{node!r} has a signature that is not of the pools that hold it", node)
+        if isinstance(node.leaders, Leaders) and not node.leaders.is_counted():
+            self._add("tree", f"{node!r} has counts of leaders that are not of the sequences that lead it", node)
         for leader in node.iter_leaders():
             if not self._lives(leader):
                 message = f"{node!r} is led by a sequence that has ended"

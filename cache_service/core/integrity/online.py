@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .budget import compare_budget
 from .findings import Audit, Course, Findings
 from .nodes import NodeLaws
 from .pools import PoolLaws
@@ -76,6 +77,8 @@ class OnlineAudit:
             roll_call(world.all_sessions(), nodes.suspects, findings)
         yield SLICE
         compare_attempts(world.all_sessions(), world.attempts, findings)
+        yield SLICE
+        compare_budget(list(world.sessions.values()), world.budget, findings)
         yield SLICE
         sessions = list(world.sessions.values())
         for session in sessions:

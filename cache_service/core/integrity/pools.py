@@ -36,29 +36,34 @@ class PoolLaws:
 
     def _photograph_cost(self) -> int:
         """Of a copy of some five bytes per block, and a note per sequence."""
-        return self._pool.num_blocks // 128 + len(self._session.sequences) // 2
+        return self._pool.num_known // 128 + len(self._session.sequences) // 2
 
     def _counts_and_references(self) -> Course:
         """On a photograph of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
-        is left as it is when that ends, so the list and its length are all there is to remember."""
+        is left as it is when that ends, so the list and its length are all there is to remember. Blocks without a record were
+        never granted: they are free, and in no table."""
         pool, portion = self._pool, self._findings.portion
-        states, ref_counts = bytearray(pool.num_blocks), array("I", [0]) * pool.num_blocks
-        yield self._photograph_cost()
         counts = pool.counts()
-        pool.photograph_states(states)
-        pool.photograph_ref_counts(ref_counts)
+        states, ref_counts = pool.photograph_states(), pool.photograph_ref_counts()
+        num_known = len(states)
         tables = [(sequence.table, len(sequence.table)) for sequence in self._session.sequences.values()]
-        yield self._photograph_cost()
+        yield 2 * self._photograph_cost()
 
         found = [0] * len(State)
         num_shared = 0
-        for begin in range(1, pool.num_blocks, portion):
+        found[FREE] = pool.num_blocks - num_known
+        for begin in range(1, num_known, portion):
             piece = states[begin : begin + portion]
             for state in range(len(found)):
                 found[state] += piece.count(state)
             num_shared += sum(map((1).__lt__, ref_counts[begin : begin + portion]))
             yield portion // 4
-        kept = {FREE: counts.free, CACHED: counts.cached, HELD: counts.held, RESERVED: counts.reserved}
+        kept = {
+            FREE: counts.free + counts.withheld,
+            CACHED: counts.cached,
+            HELD: counts.held,
+            RESERVED: counts.reserved,
+        }
         for state, count in kept.items():
             if found[state] != count:
                 name = State(state).name.lower()
@@ -66,20 +71,22 @@ class PoolLaws:
         if num_shared != counts.shared:
             self._add("conservation", f"{num_shared} blocks are shared, the pool counts {counts.shared}")
 
-        num_entries = array("I", [0]) * pool.num_blocks
+        num_entries = array("I", [0]) * num_known
         yield self._photograph_cost()
         for table, length in tables:
             for begin in range(0, length, portion):
                 piece_end = min(begin + portion, length)
                 for block in table[begin:piece_end]:
-                    if 0 <= block < pool.num_blocks:
+                    if 0 <= block < num_known:
                         num_entries[block] += 1
+                    elif num_known <= block < pool.num_blocks:
+                        self._add("references", f"block {block} is named by a table and was never granted", block)
                 yield (piece_end - begin) // 4
             yield 1
-        for begin in range(1, pool.num_blocks, portion):
+        for begin in range(1, num_known, portion):
             end = begin + portion
             if ref_counts[begin:end] != num_entries[begin:end]:
-                for block in range(begin, min(end, pool.num_blocks)):
+                for block in range(begin, min(end, num_known)):
                     if ref_counts[block] != num_entries[block]:
                         self._add(
                             "references",
@@ -92,16 +99,16 @@ class PoolLaws:
     def _free_list(self) -> Course:
         """The list itself on a photograph of its links and the states; the way back block by block in `_blocks`."""
         pool, portion = self._pool, self._findings.portion
-        follows, states = array("I", [0]) * pool.num_blocks, bytearray(pool.num_blocks)
-        yield self._photograph_cost()
-        pool.photograph_list(follows)
-        pool.photograph_states(states)
-        yield self._photograph_cost()
-        listed = bytearray(pool.num_blocks)
+        follows, states = pool.photograph_list(), pool.photograph_states()
+        num_known, last_granted = len(states), pool.last_granted
+        yield 2 * self._photograph_cost()
+        if num_known < pool.num_blocks and last_granted >= num_known - 1:
+            self._add("free list", f"no block of the list stands for those from {num_known} on", last_granted)
+        listed = bytearray(num_known)
         listed[0] = 1
         block, count = follows[0], 0
         while block:
-            if block >= pool.num_blocks or listed[block]:
+            if block >= num_known or listed[block]:
                 self._add("free list", f"the list runs into block {block} twice or outside the pool", block)
                 return
             listed[block] = 1
@@ -109,10 +116,10 @@ class PoolLaws:
             count += 1
             if count % portion == 0:
                 yield portion // 2
-        for begin in range(0, pool.num_blocks, portion):
+        for begin in range(0, num_known, portion):
             end = begin + portion
             if listed[begin:end] != states[begin:end].translate(_LISTED):
-                for block in range(max(begin, 1), min(end, pool.num_blocks)):
+                for block in range(max(begin, 1), min(end, num_known)):
                     if listed[block] != _LISTED[states[block]]:
                         where = "on" if listed[block] else "not on"
                         name = State(states[block]).name.lower()
@@ -123,8 +130,9 @@ class PoolLaws:
     def _blocks(self) -> Course:
         """What can be said of one block at a time, on the blocks as they are."""
         pool, portion = self._pool, self._findings.portion
-        for begin in range(1, pool.num_blocks, portion):
-            end = min(begin + portion, pool.num_blocks)
+        begin = 1
+        while begin < pool.num_known:  # which may grow meanwhile
+            end = min(begin + portion, pool.num_known)
             last_generation = self._last_generation()
             for block, state, ref_count, generation, node in pool.rows(begin, end):
                 if (state == HELD) != (ref_count > 0):
@@ -137,6 +145,8 @@ class PoolLaws:
                         f"{last_generation}",
                         block,
                     )
+                if block > pool.last_granted and (state != FREE or generation):
+                    self._add("budget", f"block {block} was granted; up to {pool.last_granted} they are counted", block)
                 if _LISTED[state] and not pool.is_linked_back(block):
                     self._add("free list", f"block {block} does not point back at the block that it follows", block)
                 if node is not None:
@@ -146,6 +156,7 @@ class PoolLaws:
                 elif ref_count >= 2:
                     self._add("sealing", f"block {block} is shared by {ref_count} tables and not sealed", block)
             yield 2 * (end - begin)
+            begin = end
         if not pool.is_linked_back(0):
             self._add("free list", "the end of the list is not where the list says", 0)
 

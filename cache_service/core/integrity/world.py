@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..attempts import Attempts
 from ..block_pool import BlockPool
+from ..budget import Budget
 from ..prefix_tree import PrefixTree
 from ..session import Session
 
@@ -17,6 +18,7 @@ class World(NamedTuple):
 
     tree: PrefixTree
     attempts: Attempts
+    budget: Budget
     sessions: Mapping[int, Session]
     """Live ones, by number."""
     retired: List[Session]

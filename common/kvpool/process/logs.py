@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from enum import StrEnum
+from typing import TextIO
 
 import structlog
+
+from .printable import printable, printable_lines
+
+_OF_SEVERAL_LINES = frozenset({"exception", "stack"})
 
 
 class LogFormat(StrEnum):
@@ -36,6 +42,22 @@ class _CallersThatLeave(logging.Filter):
         return logging.getLogger().isEnabledFor(logging.DEBUG)
 
 
+def _printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Names and sentences of others stand in our lines and in those of libraries: they must not end a line, nor reach the
+    terminal as a command. (JSON escapes whatever is not printable ASCII.)"""
+    return {
+        name: (printable_lines if name in _OF_SEVERAL_LINES else printable)(value) if isinstance(value, str) else value
+        for name, value in event.items()
+    }
+
+
+def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    # Without the values of variables: there are prompts among them.
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(printable_lines(text.getvalue()))
+
+
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     """Send structlog and the standard library's logging to stderr. Call it once, at the start of the process."""
     shared: list[structlog.typing.Processor] = [
@@ -44,11 +66,10 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     ]
     # Without the local variables, which structlog shows unless told otherwise: among them are prompts and session keys.
     to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-    to_text = structlog.dev.RichTracebackFormatter(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
         [structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
         if log_format is LogFormat.json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=to_text)]
+        else [_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
     )
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -11,7 +11,10 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   out of blocks now                          RESOURCE_EXHAUSTED   NO_BLOCKS (+ RetryInfo)
   too many live sequences, workers           RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES, TOO_MANY_WORKERS
                                                                   (+ QuotaFailure, RetryInfo)
-  items behind a NO_BLOCKS in a batch        ABORTED              NOT_TRIED
+  the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
+                                                                  (+ QuotaFailure, RetryInfo)
+  items behind one of these in a batch,      ABORTED              NOT_TRIED
+    or behind what fills the answer
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
@@ -134,7 +137,8 @@ Global___Uplink: _TypeAlias = Uplink  # noqa: Y015
 @_typing.final
 class ReserveWish(_message.Message):
     """The size of the reserve that a worker wants, in total: spare blocks plus those bound to sequences but not yet named in
-    an Append. The manager tops up to it, counting entries on their way; it never takes blocks back by itself.
+    an Append. The manager tops up to it, counting entries on their way; it never takes blocks back by itself. It grants 4,096 at
+    most in one call or heartbeat, and the rest with the next ones. More than the pool has, or than 262,144, counts as that.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -170,7 +174,9 @@ class Downlink(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___DownlinkEntry]:
-        """All entries above the acknowledged number, in order. The worker applies each once."""
+        """Entries above the acknowledged number, in order and without a gap. The worker applies each once. As many as one reply may
+        have: grants of 65,536 blocks together. The others follow when some of these are acknowledged.
+        """
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockCounts]:
@@ -1264,25 +1270,67 @@ class DescribeResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_NODES_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_prefix_nodes: _builtins.int
     """Nodes of the prefix tree, over all workers."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDescription]: ...
+    @_builtins.property
+    def budget(self) -> Global___Budget:
+        """What all workers together have, and may have."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerDescription] | None = ...,
         num_prefix_nodes: _builtins.int = ...,
+        budget: Global___Budget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "epoch", b"epoch", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class Budget(_message.Message):
+    """What the manager keeps for all live sessions, and the most that it keeps (--max-total-blocks, --max-total-tokens)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks granted at least once in their session; one counts until the session ends."""
+    max_blocks: _builtins.int
+    num_slots: _builtins.int
+    """Token slots of these blocks: at most max_tokens."""
+    num_sequence_tokens: _builtins.int
+    """Tokens of live sequences: again at most max_tokens."""
+    max_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_sequence_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_blocks", b"max_blocks", "max_tokens", b"max_tokens", "num_blocks", b"num_blocks", "num_sequence_tokens", b"num_sequence_tokens", "num_slots", b"num_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Budget: _TypeAlias = Budget  # noqa: Y015
 
 @_typing.final
 class WorkerDescription(_message.Message):

@@ -11,7 +11,10 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   out of blocks now                          RESOURCE_EXHAUSTED   NO_BLOCKS (+ RetryInfo)
   too many live sequences, workers           RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES, TOO_MANY_WORKERS
                                                                   (+ QuotaFailure, RetryInfo)
-  items behind a NO_BLOCKS in a batch        ABORTED              NOT_TRIED
+  the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
+                                                                  (+ QuotaFailure, RetryInfo)
+  items behind one of these in a batch,      ABORTED              NOT_TRIED
+    or behind what fills the answer
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,

@@ -323,6 +323,7 @@ class BlockCounts(_message.Message):
     RESERVED_FIELD_NUMBER: _builtins.int
     COPYING_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    WITHHELD_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     tier: Global___Tier.ValueType
     capacity: _builtins.int
@@ -339,6 +340,8 @@ class BlockCounts(_message.Message):
     """Source or destination of an unfinished copy."""
     shared: _builtins.int
     """Held by two or more sequences (part of `held`)."""
+    withheld: _builtins.int
+    """Never granted, and beyond what the budget of all workers leaves room for now: not part of `free`."""
     def __init__(
         self,
         *,
@@ -351,10 +354,11 @@ class BlockCounts(_message.Message):
         reserved: _builtins.int = ...,
         copying: _builtins.int = ...,
         shared: _builtins.int = ...,
+        withheld: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "capacity", b"capacity", "copying", b"copying", "free", b"free", "group", b"group", "held", b"held", "reserved", b"reserved", "shared", b"shared", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "capacity", b"capacity", "copying", b"copying", "free", b"free", "group", b"group", "held", b"held", "reserved", b"reserved", "shared", b"shared", "tier", b"tier", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

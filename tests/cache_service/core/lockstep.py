@@ -236,10 +236,10 @@ class Lockstep:
 
     # -- one call on both
 
-    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool = False) -> T | Refused:
+    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool | None = False) -> T | Refused:
         """Run a call on both; a refusal must be the model's too, and must leave no trace.
 
-        A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone.
+        A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone. None: it may.
         """
         before = snapshot(self.manager)
         result: T | Refused
@@ -250,6 +250,8 @@ class Lockstep:
         if isinstance(result, Refused):
             assert snapshot(self.manager) == before, f"{result!r} has changed something"
         generation = self.manager.last_generation
+        if stamps is None:
+            stamps = generation != before.last_generation
         if stamps and not isinstance(result, Refused):
             assert generation > self.last_generation, "a granting call needs a stamp larger than any before"
             self.last_generation = generation
@@ -283,10 +285,15 @@ class Lockstep:
         self._both(lambda: self.manager.deregister(session), lambda: self.model.deregister(session))
 
     def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refused:
-        """Renew a lease on both."""
+        """Renew a lease on both; it takes a stamp if it grants something."""
+        before = self.manager.last_generation
+
+        def modelled() -> None:
+            granted = self.model.keep_alive(session, downlink_ack, self.now, self.manager.last_generation)
+            assert granted == (self.manager.last_generation > before), "a stamp is for a grant"
+
         return self._both(
-            lambda: self.manager.keep_alive(session, downlink_ack, WorkerLoad(), self.now),
-            lambda: self.model.keep_alive(session, downlink_ack, self.now),
+            lambda: self.manager.keep_alive(session, downlink_ack, WorkerLoad(), self.now), modelled, stamps=None
         )
 
     def tick(self) -> None:
@@ -365,13 +372,18 @@ class Lockstep:
         assert numbers == [session.number for session in self.model.sessions]
         for session, modelled in zip(self.manager.sessions, self.model.sessions, strict=True):
             self._compare_session(session, modelled)
+        budget = self.manager.budget
+        assert budget.num_blocks == sum(session.last_granted for session in self.model.sessions)
+        assert budget.num_slots == sum(session.last_granted * session.block_size for session in self.model.sessions)
+        assert budget.max_tokens - budget.num_sequence_tokens == self.model.tokens_left()
         if not self.manager._retired:
             assert self.manager.num_prefix_nodes == self._num_nodes_expected()
 
     def _compare_session(self, session: Session, modelled: ModelSession) -> None:
         pool, size = session.pool, modelled.block_size
         worker_id = session.worker_id
-        assert (pool.counts(), pool.num_evicted) == (modelled.counts(), modelled.num_evicted)
+        left = self.model.left(modelled)
+        assert (pool.counts(), pool.num_evicted) == (modelled.counts(left), modelled.num_evicted)
         assert list(pool.free_list()) == modelled.free_list, "the order of eviction differs"
         for block in range(1, pool.num_blocks):
             assert pool.ref_count(block) == modelled.ref_count(block)

@@ -36,6 +36,9 @@ def token_ids(tokens: bytes) -> list[int]:
     return [int.from_bytes(tokens[i : i + 4], "little") for i in range(0, len(tokens), 4)]
 
 
+_OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS)
+
+
 class Refused(Exception):
     """The model's no."""
 
@@ -124,30 +127,43 @@ class ModelSession:
         """The block that serves hits on a prefix; 0 if none."""
         return next((block for block, other in self.sealed if other == prefix), 0)
 
+    @property
+    def last_granted(self) -> int:
+        """The highest block that was ever granted."""
+        return max((block for block, generation in self.generation.items() if generation), default=0)
+
+    def num_withheld(self, left: int) -> int:
+        """Blocks that were never granted, less the `left` ones that the budget of all leaves."""
+        return max(0, self.capacity - self.last_granted - left)
+
     def ref_count(self, block: int) -> int:
         """Table entries that name the block."""
         return sum(sequence.table.count(block) for sequence in self.sequences)
 
-    def counts(self) -> BlockCounts:
-        """Blocks by state, counted one by one."""
+    def counts(self, left: int) -> BlockCounts:
+        """Blocks by state, counted one by one; `left` as for `num_withheld`."""
         blocks = range(1, self.capacity + 1)
         cached = sum(1 for block in self.free_list if self.content(block) is not None)
         return BlockCounts(
             capacity=self.capacity,
-            free=len(self.free_list) - cached,
+            free=len(self.free_list) - cached - self.num_withheld(left),
             cached=cached,
             held=sum(1 for block in blocks if self.ref_count(block)),
             reserved=len(self.reserved),
             copying=0,
             shared=sum(1 for block in blocks if self.ref_count(block) >= 2),
+            withheld=self.num_withheld(left),
         )
 
     def _forget(self, block: int) -> None:
         self.sealed = [(other, prefix) for other, prefix in self.sealed if other != block]
 
-    def take(self, count: int, generation: int) -> list[int]:
-        """Grant the first blocks of the free list."""
-        blocks = [self.free_list.pop(0) for _ in range(count)]
+    def take(self, count: int, generation: int, left: int) -> list[int]:
+        """Grant the first blocks of the free list, stepping over those that are withheld."""
+        last = self.last_granted + left
+        blocks = [block for block in self.free_list if block <= last][:count]
+        assert len(blocks) == count
+        self.free_list = [block for block in self.free_list if block not in blocks]
         for block in blocks:
             if self.content(block) is not None:
                 self.num_evicted += 1
@@ -171,13 +187,16 @@ class ModelSession:
             self.reserved.remove(block)
             self.free_list.insert(0, block)
 
-    def top_up(self, generation: int, max_entries: int) -> None:
-        """Fill the reserve up to the wish with what there is."""
-        count = min(self.reserve_wish - len(self.reserved), len(self.free_list))
-        if count > 0 and len(self.pending) < max_entries:
-            blocks = self.take(count, generation)
-            self.reserved.update(blocks)
-            self.push(Grant(tuple(blocks), generation))
+    def top_up(self, generation: int, limits: Limits, left: int) -> bool:
+        """Fill the reserve up to the wish with what there is, some at a time; returns whether any block was granted."""
+        num_available = len(self.free_list) - self.num_withheld(left)
+        count = min(self.reserve_wish - len(self.reserved), num_available, limits.max_blocks_per_grant)
+        if count <= 0 or len(self.pending) >= limits.max_downlink_entries:
+            return False
+        blocks = self.take(count, generation, left)
+        self.reserved.update(blocks)
+        self.push(Grant(tuple(blocks), generation))
+        return True
 
     def seal(self, sequence: ModelSequence, num_computed_tokens: int) -> None:
         """More tokens are computed: the blocks that are full now become hits for all."""
@@ -255,13 +274,40 @@ class Model:
             self.sessions.remove(session)
             self.forgets_at[session.registration.worker_id] = session.lease_end + self.lease_seconds
 
-    def keep_alive(self, number: int, downlink_ack: int, now: float) -> None:
-        """Renew a lease."""
+    def keep_alive(self, number: int, downlink_ack: int, now: float, generation: int) -> bool:
+        """Renew a lease, and refill the reserve; returns whether the generation was needed."""
         session = self.session(number)
         if downlink_ack > session.last_number:
             raise Refused(Reason.BAD_FIELD)
         session.lease_end = now + self.lease_seconds
         session.acknowledge(downlink_ack)
+        return session.top_up(generation, self.limits, self.left(session))
+
+    # -- the budget
+
+    def left(self, session: ModelSession) -> int:
+        """Further blocks of a session that may be granted for the first time, counted over all sessions."""
+        num_blocks = sum(other.last_granted for other in self.sessions)
+        num_slots = sum(other.last_granted * other.block_size for other in self.sessions)
+        slots_left = self.limits.max_total_tokens - num_slots
+        return min(self.limits.max_total_blocks - num_blocks, slots_left // session.block_size)
+
+    def tokens_left(self) -> int:
+        """Further tokens that live sequences may have."""
+        kept = sum(len(sequence.tokens) for session in self.sessions for sequence in session.sequences)
+        return self.limits.max_total_tokens - kept
+
+    def _require_blocks(self, session: ModelSession, num_needed: int, hits: list[int]) -> None:
+        """Refuse unless so many blocks can be granted beside the hits."""
+        num_there = sum(1 for block in session.free_list if block not in hits)
+        num_withheld = session.num_withheld(self.left(session))
+        if num_needed > num_there:
+            raise Refused(Reason.NO_BLOCKS)
+        if num_needed > num_there - num_withheld:
+            num_new = num_needed - (num_there - num_withheld) + self.left(session)
+            num_blocks = sum(other.last_granted for other in self.sessions)
+            is_of_blocks = num_new > self.limits.max_total_blocks - num_blocks
+            raise Refused(Reason.TOO_MANY_BLOCKS if is_of_blocks else Reason.TOO_MANY_TOKENS)
 
     def tick(self, now: float) -> list[int]:
         """Numbers of the sessions that end now. Time in which the manager stood still does not count."""
@@ -288,7 +334,7 @@ class Model:
         session.last_call_no = uplink.call_no
         session.acknowledge(uplink.downlink_ack)
         if uplink.reserve_wish is not None:
-            session.reserve_wish = min(uplink.reserve_wish, session.capacity)
+            session.reserve_wish = min(uplink.reserve_wish, session.capacity, self.limits.max_reserve_blocks)
         for block, generation in uplink.returned:
             session.unreserve(block, generation)
         return session
@@ -298,10 +344,10 @@ class Model:
     ) -> list[Granted | Wait | Refused]:
         """Tables, in order, until one finds no blocks; behind it only the tables of what lives already."""
         session = self.begin(uplink)
-        session.top_up(generation, self.limits.max_downlink_entries)
+        session.top_up(generation, self.limits, self.left(session))
         outcomes: list[Granted | Wait | Refused] = []
         for item in items:
-            is_full = any(isinstance(outcome, Refused) and outcome.reason is Reason.NO_BLOCKS for outcome in outcomes)
+            is_full = any(isinstance(outcome, Refused) and outcome.reason in _OUT_OF_BLOCKS for outcome in outcomes)
             if is_full and session.find(item.key.sequence_id, item.key.attempt) is None:
                 outcomes.append(Refused(Reason.NOT_TRIED))
                 continue
@@ -315,7 +361,9 @@ class Model:
         key, size = item.key, session.block_size
         tokens = token_ids(item.tokens)
         most_blocks = -(-(len(tokens) + max(item.max_new_tokens, 1) - 1) // size)
-        if most_blocks > session.capacity:
+        if most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence, self.limits.max_total_blocks):
+            raise Refused(Reason.NEVER_FITS)
+        if max(most_blocks * size, len(tokens) + item.max_new_tokens) > self.limits.max_total_tokens:
             raise Refused(Reason.NEVER_FITS)
         attempts = {
             (other.key.attempt, other_session)
@@ -355,15 +403,17 @@ class Model:
                 return wait
 
         num_fresh = -(-len(tokens) // size) - len(hits)
-        if num_fresh > sum(1 for block in session.free_list if block not in hits):
-            raise Refused(Reason.NO_BLOCKS)
+        self._require_blocks(session, num_fresh, hits)
+        if len(tokens) > self.tokens_left():
+            raise Refused(Reason.TOO_MANY_TOKENS)
+        left = self.left(session)
         session.free_list = [block for block in session.free_list if block not in hits]
         sequence = ModelSequence(
             key=key,
             root=item.root,
             tokens=tokens,
             num_prompt_tokens=len(tokens),
-            table=hits + session.take(num_fresh, generation),
+            table=hits + session.take(num_fresh, generation, left),
             num_cached_tokens=len(hits) * size,
             num_computed_tokens=len(hits) * size,
             num_named=len(hits) + num_fresh,
@@ -408,7 +458,7 @@ class Model:
                 outcomes.append(self._append(session, item, generation))
             except Refused as refused:
                 outcomes.append(refused)
-        session.top_up(generation, self.limits.max_downlink_entries)
+        session.top_up(generation, self.limits, self.left(session))
         return outcomes
 
     def _append(self, session: ModelSession, item: AppendItem, generation: int) -> Appended:
@@ -421,13 +471,12 @@ class Model:
         if sequence.fenced:
             raise Refused(Reason.STALE_ATTEMPT)
         tokens, table = self._merged(session, sequence, item.update)
-        if item.want_blocks > session.capacity:
+        if item.want_blocks > min(session.capacity, self.limits.max_blocks_per_sequence):
             raise Refused(Reason.NEVER_FITS)
         num_missing = max(0, item.want_blocks - len(table))
-        if num_missing > len(session.free_list):
-            raise Refused(Reason.NO_BLOCKS)
+        self._require_blocks(session, num_missing, [])
         self._apply(session, sequence, item.update, tokens, table)
-        sequence.table += session.take(num_missing, generation)
+        sequence.table += session.take(num_missing, generation, self.left(session))
         entries: tuple[TableEntry, ...] = ()
         if item.want_blocks:
             entries = tuple(
@@ -460,6 +509,8 @@ class Model:
                 table.append(block)
             else:
                 raise Refused(Reason.STALE_GENERATION)
+        if len(tokens) - len(sequence.tokens) > self.tokens_left():
+            raise Refused(Reason.TOO_MANY_TOKENS)
         if update.num_computed_tokens > min(len(tokens), len(table) * session.block_size):
             raise Refused(Reason.BAD_FIELD)
         return tokens, table
@@ -494,7 +545,7 @@ class Model:
                 session.end(sequence)
             for _, block, stamp in update.bound:
                 session.unreserve(block, stamp)
-        session.top_up(generation, self.limits.max_downlink_entries)
+        session.top_up(generation, self.limits, self.left(session))
 
     # -- looking
 

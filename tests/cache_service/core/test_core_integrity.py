@@ -9,7 +9,8 @@ import pytest
 
 from cache_service.core import integrity
 from cache_service.core.block_pool import FREE, HELD, BlockPool
-from cache_service.core.messages import SequenceKey
+from cache_service.core.messages import BlockCounts, SequenceKey
+from cache_service.core.prefix_tree import Leaders
 from cache_service.core.sequence import Sequence
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
@@ -37,7 +38,7 @@ class Scene:
         self.pool: BlockPool = self.session.pool
         self.tree = self.manager._tree
         assert self.manager.check().violations == []
-        assert self.desk.counts._replace(free=0) == (16, 0, 1, 8, 1, 0, 2)
+        assert self.desk.counts._replace(free=0) == BlockCounts(16, 0, 1, 8, 1, 0, 2)
 
     def sequence(self, wanted: SequenceKey) -> Sequence:
         """A live sequence."""
@@ -257,6 +258,23 @@ def _keep_an_attempt_under_another_key(scene: Scene) -> int:
     return -1
 
 
+def _count_one_block_less(scene: Scene) -> int:
+    scene.session.account.add_blocks(-1)
+    return -1
+
+
+def _grant_a_block_that_is_not_counted(scene: Scene) -> int:
+    block = scene.pool.last_granted
+    scene.pool.last_granted -= 1
+    scene.session.account.add_blocks(-1)
+    return block
+
+
+def _keep_the_tokens_of_a_sequence_that_ended(scene: Scene) -> int:
+    scene.session.account.add_tokens(4)
+    return -1
+
+
 CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("conservation", _count_one_free_block_more, None),
     ("conservation", _count_one_shared_block_more, None),
@@ -291,6 +309,9 @@ CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("attempts", _forget_an_attempt, A),
     ("attempts", _remember_an_attempt_that_ended, C),
     ("attempts", _keep_an_attempt_under_another_key, key("b", attempt=2)),
+    ("budget", _count_one_block_less, None),
+    ("budget", _grant_a_block_that_is_not_counted, None),
+    ("budget", _keep_the_tokens_of_a_sequence_that_ended, None),
 ]
 
 
@@ -335,6 +356,45 @@ def test_check_sees_a_signature_that_is_not_of_its_pools() -> None:
     (violation,) = scene.manager.check().violations
     assert (violation.law, violation.block) == ("tree", scene.table(A)[0])
     assert "signature" in violation.message
+
+
+@pytest.mark.parametrize("total", ["num_blocks", "num_slots", "tokens_left"])
+def test_check_sees_a_budget_that_is_not_the_sum(total: str) -> None:
+    """What is refused for the sake of all workers must be what all workers have."""
+    scene = Scene()
+    setattr(scene.manager.budget, total, getattr(scene.manager.budget, total) + 1)
+    (violation,) = scene.manager.check().violations
+    assert (violation.law, violation.worker_id) == ("budget", "")
+
+
+def test_check_sees_blocks_that_no_block_of_the_list_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool grows before its last known block is granted; else the blocks after it would be lost."""
+    desk = Desk(num_blocks=100, block_size=2)
+    desk.grant("a", [1] * 9)
+    pool = desk.session.pool
+    assert desk.manager.check().violations == []
+    assert pool.num_known < pool.num_blocks
+    monkeypatch.setattr(pool, "_grow", lambda: None)
+    desk.manager.free(desk.uplink(reserve_wish=pool.num_known - 1 - pool.last_granted), [])
+    (violation,) = [v for v in desk.manager.check().violations if v.law == "free list"]
+    assert f"those from {pool.num_known} on" in violation.message
+
+
+@pytest.mark.parametrize("spoil", ["signature", "count"])
+def test_check_sees_leaders_that_are_counted_wrong(spoil: str) -> None:
+    """Route would take a prefix for being computed that is not, or the other way round."""
+    scene = Scene()
+    scene.desk.allocate("d", [1, 2, 7, 7], no_wait=True, max_cached_tokens=0)
+    leaders = scene.sequence(key("d")).nodes[1].leaders
+    assert isinstance(leaders, Leaders)
+    assert scene.manager.check().violations == []
+    if spoil == "signature":
+        leaders.signature ^= 1
+    else:
+        leaders.num_by_pool[scene.pool] += 1
+    (violation,) = scene.manager.check().violations
+    assert violation.law == "tree"
+    assert "leaders" in violation.message
 
 
 def test_every_law_of_the_list_is_tried() -> None:

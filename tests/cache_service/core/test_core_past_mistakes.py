@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cache_service.core.block_pool import BlockPool, State
+from cache_service.core.budget import Account, Budget
 from cache_service.core.hashing import xxh64
 from cache_service.core.manager import SWEEP_SLICE_NODES, CacheManager
 from cache_service.core.messages import (
@@ -315,7 +316,7 @@ def test_a_hit_on_the_free_list_costs_the_same_anywhere(position: str) -> None:
     costs = []
     for num_blocks in (64, 4096):
         tree = PrefixTree(xxh64)
-        pool = BlockPool(num_blocks, 4, tree)
+        pool = BlockPool(num_blocks, 4, tree, Account(Budget(1 << 26, 1 << 30), 4))
         root = tree.intern_root(ROOT, 4)
         for i in range(1, num_blocks):
             (block,) = pool.take_held(1, i)

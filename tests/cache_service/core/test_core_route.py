@@ -8,11 +8,12 @@ import pytest
 import xxhash
 
 from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Root, Uplink, WorkerLoad
+from cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
 from cache_service.core.refusal import Reason, Refusal
 from cache_service.core.routing import SEQUENCE_COST_TOKENS
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
+from tests.cache_service.core.test_core_past_mistakes import lines_of
 
 PROMPT = list(range(17))
 
@@ -185,3 +186,35 @@ def test_sequences_granted_since_the_last_keep_alive_count_as_load() -> None:
     busy.call_no = 99
     busy.free(key("x").sequence_id)
     assert ranking(workers[0], PROMPT)[0] == first
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_reach_is_that_of_the_slow_definition_whoever_computes_what(seed: int) -> None:
+    """Sequences of several workers share prefixes of one prompt, each computed up to some block: held, led, by one or by many.
+    Lockstep compares Route with the model, which asks node after node for each worker."""
+    rng = random.Random(seed)
+    workers = cluster(4)
+    prompt = [rng.randrange(2) for _ in range(32)]
+    for i in range(14):
+        worker = rng.choice(workers)
+        own = prompt[: rng.randrange(1, 33)] + [7] * rng.randrange(4)
+        if isinstance(worker.allocate(f"s{i}", own, no_wait=True, max_cached_tokens=rng.choice([0, 8, 64])), Granted):
+            if rng.random() < 0.6:
+                worker.report(f"s{i}", rng.randrange(len(own) + 1))
+            if rng.random() < 0.3:
+                worker.free(f"s{i}")
+        workers[0].lockstep.route(ROOT, token_bytes([*prompt, 1]))
+
+
+def test_sharers_of_a_prompt_cost_route_no_more_than_one() -> None:
+    """What Route executes grows with the depth, the holders and the workers, not with the sequences that compute the prompt."""
+    costs = []
+    for num_sharers in (1, 30):
+        workers = cluster(3, block_size=1)
+        tokens = list(range(20))
+        for worker in workers:
+            for i in range(num_sharers):
+                item = AllocateItem(key(f"{worker.worker_id} {i}"), ROOT, token_bytes(tokens), 1, True, 0)
+                worker.manager.allocate(worker.uplink(), [item])
+        costs.append(lines_of(lambda: workers[0].manager.route(ROOT, token_bytes([*tokens, 1]))))  # noqa: B023
+    assert costs[1] <= 2 * costs[0], costs

@@ -46,7 +46,15 @@ from tests.cache_service.core.lockstep import (
 )
 from tests.cache_service.core.model import Refused
 
-LIMITS = Limits(max_sequences_per_session=5, max_downlink_entries=3)
+LIMITS = Limits(
+    max_sequences_per_session=5,
+    max_downlink_entries=3,
+    max_total_blocks=17,
+    max_total_tokens=45,
+    max_reserve_blocks=4,
+    max_blocks_per_grant=2,
+)
+OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS)
 ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
 
 Outcome = Granted | Wait | Appended | Refused
@@ -313,7 +321,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert 0 < outcome.position < len(sequence.tokens)
         elif isinstance(outcome, Refused):
             expected = {
-                Reason.NO_BLOCKS,
+                *OUT_OF_BLOCKS,
                 Reason.NOT_TRIED,
                 Reason.NEVER_FITS,
                 Reason.TOO_MANY_SEQUENCES,
@@ -425,7 +433,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _appended(self, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
         if isinstance(outcome, Refused):
-            assert outcome.reason in {Reason.NO_BLOCKS, Reason.NEVER_FITS, Reason.STALE_ATTEMPT}, outcome
+            assert outcome.reason in {*OUT_OF_BLOCKS, Reason.NEVER_FITS, Reason.STALE_ATTEMPT}, outcome
             if outcome.reason is Reason.STALE_ATTEMPT:
                 sequence.ending = True
             return

@@ -64,7 +64,7 @@ async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: Server, work
     page = await look(server)
     labels = {"worker": "w"}
     assert page.value("kvpool_manager_capacity_blocks", **labels) == 16
-    assert blocks(page) == {"free": 16 - 4 - 1, "cached": 0, "held": 4, "reserved": 1}
+    assert blocks(page) == {"free": 16 - 4 - 1, "cached": 0, "held": 4, "reserved": 1, "withheld": 0}
     assert page.value("kvpool_manager_shared_blocks", **labels) == 2
     assert page.value("kvpool_manager_sequences", **labels) == 2
     assert page.value("kvpool_manager_prompt_tokens_total", **labels) == 4 * BLOCK_SIZE + 3
@@ -150,7 +150,8 @@ async def test_sessions_are_told_by_state_and_by_their_end(server: Server, worke
     server.manager.tick(1.0)
     page = await look(server)
     ended = page.labelled("kvpool_manager_sessions_ended_total", "reason")
-    assert ended == {"fenced": 1, "deregistered": 1, "expired": 1, "bad_report": 0, "epoch_raised": 0}
+    never = dict.fromkeys(("bad_report", "over_budget", "reply_too_large", "epoch_raised"), 0)
+    assert ended == {"fenced": 1, "deregistered": 1, "expired": 1, **never}
     assert blocks(page) == {}  # and nothing is told of a worker that is not there
 
 

@@ -1,0 +1,148 @@
+"""Every attention backend over a tiny model: its self-test, then the model's text through it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.model.paged import NEVER, PagedModel, quiet
+from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model
+from worker_service.attention.backend import AttentionBackend
+from worker_service.attention.selection import CANDIDATES, BackendName
+from worker_service.attention.verification import run_self_test
+from worker_service.engine.step import SequencePart
+from worker_service.model.errors import ModelError
+from worker_service.model.load import LoadedModel, load_model
+from worker_service.model.placement import enter_device
+from worker_service.model.settings import DTypeName, ModelSettings
+
+from .cases import AddRow, attempt
+from .results import Outcome, Row
+from .setup import Setup
+
+_BACKENDS: Final[tuple[BackendName, ...]] = ("torch", *(candidate.name for candidate in CANDIDATES))  # type: ignore[arg-type]
+_NUM_BLOCKS: Final = 256
+TOLERANCE: Final = 1e-3
+"""Of log-probabilities in float32; the prompts' best tokens are further apart."""
+_FACTOR, _ALLOWANCE = 2.0, 0.02
+"""In narrow formats: how much further from the float32 truth we may be than transformers' eager attention in the same format."""
+
+_Truth = list[tuple[list[int], torch.Tensor]]
+"""Per prompt: greedy tokens, and the logits [num_tokens, vocab_size] that they were chosen by."""
+
+
+def try_backends(
+    setup: Setup, add_row: AddRow, architecture: str, dtype: DTypeName, block_sizes: tuple[int, ...]
+) -> None:
+    """A row for each backend and block size. What the worker refuses to serve with is refused, and plain torch never may be."""
+    with tempfile.TemporaryDirectory(dir=setup.folder) as folder:
+        _try_backends(setup, add_row, make_tiny_model(architecture, Path(folder)), dtype, block_sizes)
+
+
+def _try_backends(
+    setup: Setup, add_row: AddRow, tiny: TinyModel, dtype: DTypeName, block_sizes: tuple[int, ...]
+) -> None:
+    device = torch.device(setup.device)
+    enter_device(device)
+    settings = ModelSettings(
+        str(tiny.path), dtype=dtype, device=setup.device, cache_dir=tiny.path / "cache", num_threads=1
+    )
+    loaded = load_model(settings, quiet)
+    truth = [Oracle.of(tiny.path).logits(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    allowed = 0.0 if loaded.dtype == torch.float32 else _eager_error(tiny, truth, loaded)
+    for name in _BACKENDS:
+        for block_size in block_sizes:
+            row_name = f"{tiny.architecture} {dtype} {name} block {block_size}"
+            try:
+                backend = loaded.attention_backend(name, block_size, quiet)
+            except ModelError as refusal:
+                add_row(Row(row_name, Outcome.FAILED if name == "torch" else Outcome.REFUSED, _reason(refusal)))
+                continue
+
+            def work(backend: AttentionBackend = backend, block_size: int = block_size, name: str = row_name) -> Row:
+                needs = tuple(dict.fromkeys(layer.needs for layer in loaded.layers))
+                run_self_test(backend, needs, loaded.dtype, device, block_size)
+                paged = PagedModel(loaded, _NUM_BLOCKS, backend=backend, block_size=block_size)
+                try:
+                    if loaded.dtype == torch.float32:
+                        return Row(name, figures={"logprob_difference": _compare_text(paged, tiny, truth)})
+                    error = _median_error(paged, tiny, truth, block_size)
+                finally:
+                    paged.runner.close()
+                figures = {"median_error": error, "median_error_of_eager": allowed}
+                if not error <= _FACTOR * allowed + _ALLOWANCE:
+                    return Row(
+                        name,
+                        Outcome.FAILED,
+                        f"log-probabilities are off by {error:.3g}, eager's by {allowed:.3g}",
+                        figures,
+                    )
+                return Row(name, figures=figures)
+
+            attempt(add_row, row_name, work)
+
+
+def _reason(refusal: ModelError) -> str:
+    """Without what differs from row to row."""
+    return str(refusal).partition(". Give --attention-backend")[0]
+
+
+def _compare_text(paged: PagedModel, tiny: TinyModel, truth: _Truth) -> float:
+    """Greedy text of all prompts, at once and in chunks, equals generate's; returns the largest difference of log-probabilities.
+
+    Raises AssertionError.
+    """
+    largest = 0.0
+    for chunk, stagger in ((NEVER, 0), (7, 2)):
+        requests = [paged.request(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+        paged.run(requests, chunk, stagger)
+        for request, (tokens, logits) in zip(requests, truth, strict=True):
+            best = logits.topk(2, dim=-1).values
+            assert float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN, (
+                "the oracle is in doubt, so equality means nothing"
+            )
+            assert request.token_ids == tokens, f"tokens {request.token_ids}, generate has {tokens}"
+            expected = torch.log_softmax(logits, dim=-1).max(dim=-1).values
+            difference = float((torch.tensor(request.logprobs) - expected).abs().max())
+            assert difference <= TOLERANCE, f"log-probabilities differ by {difference:.3g}"
+            largest = max(largest, difference)
+    return largest
+
+
+def _median_error(paged: PagedModel, tiny: TinyModel, truth: _Truth, block_size: int) -> float:
+    """Of the log-probabilities of generate's tokens, which are forced: the prompt first, then they over its KV."""
+    errors = []
+    for prompt, (tokens, logits) in zip(tiny.prompts, truth, strict=True):
+        table = paged.request(prompt, len(tokens)).table
+        first = paged.runner.logits([SequencePart(list(prompt), 0, table, None)])[-1:]
+        rest = paged.runner.logits([SequencePart(tokens[:-1], len(prompt), table, None)])
+        errors += _errors(torch.cat([first, rest]), tokens, logits)
+    return statistics.median(errors)
+
+
+def _eager_error(tiny: TinyModel, truth: _Truth, loaded: LoadedModel) -> float:
+    """The same of transformers' eager attention, in the format of the model that is loaded."""
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny.path, dtype=loaded.dtype, attn_implementation="eager", device_map={"": loaded.device}
+    ).eval()
+    errors = []
+    for prompt, (tokens, logits) in zip(tiny.prompts, truth, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *tokens[:-1]]], device=loaded.device)
+            ours = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        errors += _errors(ours, tokens, logits)
+    return statistics.median(errors)
+
+
+def _errors(logits: torch.Tensor, tokens: list[int], truth: torch.Tensor) -> list[float]:
+    """Of each token's log-probability. Raises AssertionError where one is no number."""
+    chosen = torch.tensor(tokens)[:, None]
+    ours, right = (torch.log_softmax(rows.float().cpu(), dim=-1).gather(1, chosen)[:, 0] for rows in (logits, truth))
+    assert ours.isfinite().all(), "logits are not finite"
+    found: list[float] = (ours - right).abs().tolist()
+    return found

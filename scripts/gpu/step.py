@@ -1,0 +1,193 @@
+"""The part step: one step of a worker's runner over random weights, next to what the device's measured speed allows."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from bench.stopwatch import Stopwatch, timed_calls
+from worker_service.attention import torch_backend
+from worker_service.attention.backend import AttentionBackend
+from worker_service.attention.packing import Packer, StepSizes
+from worker_service.engine.step import SamplingParams, SequencePart, Step
+from worker_service.model import runner as runner_module
+from worker_service.model.facts import ModelFacts
+from worker_service.model.guard import guarded_layers
+from worker_service.model.load import LoadedModel
+from worker_service.model.memory import KVCachePlan
+from worker_service.model.memory_facts import kv_bytes_per_token
+from worker_service.model.placement import dtype_name, enter_device
+from worker_service.model.row_selector import RowSelector
+from worker_service.model.runner import ModelRunner
+
+from .cases import AddRow, Case, attempt
+from .profile import profile_of
+from .results import Row
+from .setup import Setup
+from .shapes import MAX_MODEL_LEN, Shape, build, cost, shapes
+from .speeds import Speeds, measure_speeds, synchronize
+
+_DTYPE: Final = torch.bfloat16
+_BLOCK_SIZE: Final = 16
+_GREEDY: Final = SamplingParams()
+_DRAWN: Final = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
+_WARM_UPS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    batches: tuple[int, ...]
+    context: int
+    """Tokens before a decode."""
+    prompt_tokens: int
+    """New tokens of a prefill step, of all sequences together."""
+    runs: int
+
+
+_FULL: Final = _Sizes((1, 16, 64), 1024, 2048, 10)
+_TINY: Final = _Sizes((1, 4), 24, 32, 2)
+
+
+def cases(setup: Setup) -> Sequence[Case]:
+    """One for each shape, so that each has the device's memory to itself."""
+    return [
+        Case(f"step {shape.name}", _measure, (shape,), needs_fresh_process=not setup.is_tiny)
+        for shape in shapes(setup.is_tiny)
+    ]
+
+
+def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
+    device = torch.device(setup.device)
+    enter_device(device)
+    sizes = _TINY if setup.is_tiny else _FULL
+    speeds = measure_speeds(device, setup.is_tiny)
+    loaded = _loaded(shape, device)
+    log: list[str] = []
+    backend = loaded.attention_backend("auto", _BLOCK_SIZE, log.append)
+    blocks_per_sequence = -(-(max(sizes.context, sizes.prompt_tokens) + 1) // _BLOCK_SIZE)
+    num_blocks = 1 + max(sizes.batches) * -(-(sizes.context + 1) // _BLOCK_SIZE) + blocks_per_sequence
+    plan = KVCachePlan(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.layers, _DTYPE))
+    runner = loaded.runner(plan, backend, StepSizes(max(sizes.batches), sizes.prompt_tokens, blocks_per_sequence))
+    add_row(Row(f"{shape.name} backend", figures={"chosen": log[0]}))
+    bench = _Bench(loaded, runner, backend, speeds, device, sizes.runs)
+    for batch in sizes.batches:
+        for kind, num_new, num_before, sampling in (
+            ("decode", 1, sizes.context, _GREEDY),
+            ("prefill", max(1, sizes.prompt_tokens // batch), 0, _GREEDY),
+            ("decode with top-p", 1, sizes.context, _DRAWN),
+        ):
+            name = f"{shape.name} {kind} batch {batch}"
+            shown = (name, batch, num_new, num_before, sampling)
+            attempt(add_row, name, lambda shown=shown: bench.row(*shown))  # type: ignore[misc]
+    runner.close()
+
+
+def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
+    """As load_model gives it, but for files: there are none."""
+    model = build(shape, _DTYPE, device)
+    layers = guarded_layers(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
+    facts = ModelFacts(
+        name=shape.name,
+        fingerprint="",
+        architecture="llama",
+        dtype=dtype_name(_DTYPE),
+        device=str(device),
+        vocab_size=model.config.vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(),
+        tokenizer_json=None,
+        chat_template=None,
+        special_tokens={},
+    )
+    return LoadedModel(facts, layers, _DTYPE, device, model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """A model that is bound to its KV cache."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    backend: AttentionBackend
+    speeds: Speeds
+    device: torch.device
+    runs: int
+
+    def row(self, name: str, batch: int, num_new: int, num_before: int, sampling: SamplingParams) -> Row:
+        """Time of the step, next to the least time by the device's own speed; then where the host's time goes."""
+        step = _step(batch, num_new, num_before, sampling, self.loaded.facts.vocab_size)
+        seconds = self._seconds(step)
+        least = cost(self.loaded.model, batch, num_new, num_before)
+        floor_s = self.speeds.floor_s(least.num_bytes, least.num_flop)
+        median_s = statistics.median(seconds)
+        figures: dict[str, Any] = {
+            "median_ms": median_s * 1e3,
+            "floor_ms": floor_s * 1e3,
+            "of_roofline": floor_s / median_s,
+            "tokens_per_s": batch * num_new / median_s,
+            "runs_ms": [second * 1e3 for second in seconds],
+            "floor": {
+                "gb": least.num_bytes / 1e9,
+                "gflop": least.num_flop / 1e9,
+                "copy_gb_per_s": self.speeds.copy_bytes_per_s / 1e9,
+                "bf16_tflop_per_s": self.speeds.products_flop_per_s / 1e12,
+                "of_copy_bandwidth": least.num_bytes / self.speeds.copy_bytes_per_s / median_s,
+            },
+            "host_ms": self._host_ms(step),
+            "profile": profile_of(lambda: self.runner.execute(step), self.device),
+        }
+        return Row(name, figures=figures)
+
+    def _seconds(self, step: Step) -> list[float]:
+        """Of the step, several times; it ends when its tokens are on the host."""
+        for _ in range(_WARM_UPS):
+            self.runner.execute(step)
+        seconds = []
+        for _ in range(self.runs):
+            synchronize(self.device)
+            began = time.perf_counter()
+            self.runner.execute(step)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def _host_ms(self, step: Step) -> dict[str, float]:
+        """What the host does in a step, in ms. On a GPU it only launches: waiting is in the section that reads a result."""
+        watch = Stopwatch()
+        with timed_calls(
+            watch,
+            (Packer, "pack", "pack"),
+            (self.backend, "begin", "attention begin"),
+            (self.backend, "attend", "attention"),
+            (torch_backend, "build_view", "attention plan"),
+            (RowSelector, "run", "forward"),
+            (runner_module, "sample", "sample"),
+        ):
+            began = time.perf_counter()
+            for _ in range(self.runs):
+                self.runner.execute(step)
+            total = time.perf_counter() - began
+        spent = {kind: seconds / self.runs * 1e3 for kind, seconds in watch.seconds.items()}
+        return {**spent, "everything else": total / self.runs * 1e3 - sum(spent.values())}
+
+
+def _step(batch: int, num_new: int, num_before: int, sampling: SamplingParams, vocab_size: int) -> Step:
+    """Sequences that share nothing, over blocks of their own."""
+    blocks = itertools.count(1)
+    count = -(-(num_before + num_new) // _BLOCK_SIZE)
+    return Step(
+        [
+            SequencePart(
+                token_ids=[(7 * number + 13 * index) % vocab_size for index in range(num_new)],
+                start=num_before,
+                block_table=list(itertools.islice(blocks, count)),
+                sampling=sampling,
+            )
+            for number in range(batch)
+        ]
+    )

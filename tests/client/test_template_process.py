@@ -1,0 +1,360 @@
+"""A chat template cannot take the client's memory, its time or its process with it, and no process is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvpool.v1 import worker_pb2
+
+from client import (
+    ClientConfig,
+    FailedPrecondition,
+    InvalidRequest,
+    KvpoolError,
+    ProtocolError,
+    ServiceError,
+    SyncClient,
+    template_child,
+)
+from client.chat_template import ChatTemplate
+from client.model_files import DEFAULT_MAX_BYTES
+from client.template_child import MEMORY_BYTES
+from client.template_process import TemplateProcess
+from tests.client.clients import quick
+from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
+
+BOUND_SECONDS = 60
+USER = [{"role": "user", "content": "hi"}]
+HONEST = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def process() -> Any:
+    with contextlib.closing(TemplateProcess()) as process:
+        yield process
+
+
+def children() -> set[int]:
+    """Process ids of the template processes that this process has started and that run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+            if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"template_child" in command:
+                found.add(int(stat.parent.name))
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it has ended; one that nobody has waited for counts too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('a').ljust(10**9) }}",
+        "{{ 'a'|center(10**9) }}",
+        "{{ 'a'|center(1000000000) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ ('a,' * 500000).split(',')|join('a' * 1000) }}",
+        "{{ messages|tojson(indent=500000000) }}",
+        DOUBLING + "{{ ns.s }}",
+        DOUBLING,
+        ENDLESS,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for i in range(99999) %}{% for j in range(999) %}{{ 'aaaaaaaaaaaaaaaa' }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(process: TemplateProcess, source: str) -> None:
+    """Each takes gigabytes or never ends by itself. What it took is given back."""
+    with pytest.raises(InvalidRequest, match="the model's chat template") as caught:
+        ChatTemplate(source, {}, process=process).render(USER)
+    assert caught.value.reason == "BAD_TEMPLATE"
+    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 'a'.ljust(10**9) }}", f"needed more than {MEMORY_BYTES >> 20} MiB of memory"),
+        # On a machine that is busy with other work two seconds of computing may take longer than may pass by the clock.
+        (ENDLESS, "(took more than 2 s of computing|did not end within 10 s)"),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "rendered more than 16777216 characters"),
+    ],
+)
+def test_the_error_says_which_bound_was_exceeded(process: TemplateProcess, source: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"the model's chat template {words}"):
+        ChatTemplate(source, {}, process=process).render(USER)
+
+
+def test_a_long_error_of_a_template_is_cut(process: TemplateProcess) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate("{{ raise_exception('x' * 1000000) }}", {}, process=process).render(USER)
+    assert len(str(caught.value)) < 2000
+
+
+def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplateProcess) -> None:
+    """Of a long conversation too, one after the other in the same process, characters of all sizes and halves of pairs."""
+    messages = [{"role": "user", "content": "é€𝄞\ud83d " * 200_000}] * 3
+    for _ in range(3):
+        text = ChatTemplate(HONEST, {}, process=process).render(messages)
+        assert text == "".join(f"<user>{message['content']}" for message in messages)
+
+
+def test_the_process_is_kept() -> None:
+    with contextlib.closing(TemplateProcess()) as process:
+        before = children()
+        template = ChatTemplate(HONEST, {}, process=process)
+        assert template.render(USER)
+        (started,) = children() - before
+        for _ in range(3):
+            template.render(USER)
+        assert children() - before == {started}
+    assert is_gone(started)
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    with contextlib.closing(TemplateProcess()) as process:
+        template = ChatTemplate(HONEST, {}, process=process)
+        before = children()
+        for _ in range(2):
+            assert template.render(USER) == "<user>hi"
+            (started,) = children() - before
+            os.kill(started, signal.SIGKILL)
+        assert template.render(USER) == "<user>hi"
+
+
+def test_one_that_is_killed_in_the_middle_is_asked_anew() -> None:
+    with contextlib.closing(TemplateProcess()) as process, ThreadPoolExecutor(1) as thread:
+        before = children()
+        ChatTemplate(HONEST, {}, process=process).render(USER)
+        (started,) = children() - before
+        os.kill(started, signal.SIGSTOP)
+        answer = thread.submit(ChatTemplate(HONEST, {}, process=process).render, USER)
+        os.kill(started, signal.SIGKILL)
+        assert answer.result(BOUND_SECONDS) == "<user>hi"
+
+
+def test_several_threads_share_one_process(process: TemplateProcess) -> None:
+    """Each has its own answer."""
+    ChatTemplate(HONEST, {}, process=process).render(USER)
+    before = children()
+    with ThreadPoolExecutor(8) as threads:
+        chats = [[{"role": "user", "content": f"{n} " * 1000 * n}] for n in range(40)]
+        answers = list(threads.map(ChatTemplate(HONEST, {}, process=process).render, chats))
+    assert answers == [f"<user>{chat[0]['content']}" for chat in chats]
+    assert children() == before
+
+
+def test_closing_ends_it_while_it_renders() -> None:
+    process = TemplateProcess()
+    before = children()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ChatTemplate(ENDLESS, {}, process=process).render, USER)
+        until(lambda: bool(children() - before))
+        process.close()
+        assert children() <= before
+        assert isinstance(answer.exception(BOUND_SECONDS), KvpoolError)
+    process.close()
+    with pytest.raises(FailedPrecondition, match="closed"):
+        ChatTemplate(HONEST, {}, process=process).render(USER)
+    assert children() <= before
+
+
+def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as the answer comes: the next one would get it."""
+    read, interrupts = os.read, [KeyboardInterrupt]
+
+    def interrupted(descriptor: int, size: int) -> bytes:
+        if interrupts:
+            raise interrupts.pop()
+        return read(descriptor, size)
+
+    with contextlib.closing(TemplateProcess()) as process:
+        template = ChatTemplate(HONEST, {}, process=process)
+        template.render(USER)
+        monkeypatch.setattr("client.template_process.os.read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"role": "user", "content": "old"}])
+        for n in range(3):
+            assert template.render([{"role": "user", "content": str(n)}]) == f"<user>{n}"
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to look at, and without a process left."""
+    before = children()
+    for command in (("/nowhere/python",), (sys.executable, "-c", "raise SystemExit(7)")):
+        monkeypatch.setattr("client.template_process._COMMAND", command)
+        with (
+            contextlib.closing(TemplateProcess()) as process,
+            pytest.raises(ServiceError, match="cannot be started") as caught,
+        ):
+            ChatTemplate(HONEST, {}, process=process).render(USER)
+        assert command[0] in str(caught.value)
+    assert children() == before
+
+
+@pytest.mark.parametrize("value", [object(), b"bytes", {1, 2}])
+def test_what_is_no_json_is_refused(value: object) -> None:
+    """Without a process."""
+    process, before = TemplateProcess(), children()
+    with pytest.raises(InvalidRequest, match="JSON"):
+        ChatTemplate(HONEST, {}, process=process).render([{"role": "user", "content": value}])
+    assert children() == before
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from client.chat_template import ChatTemplate
+template = ChatTemplate({source!r}, {{}})
+if {endless}:
+    threading.Thread(target=template.render, args=([{{"role": "user"}}],), daemon=True).start()
+    while template._process._child is None:
+        time.sleep(0.01)
+else:
+    template.render([{{"role": "user", "content": "x"}}])
+print(template._process._child._process.pid, flush=True)
+{end}
+"""
+ENDS = {
+    "its last line": "",
+    "an error": "raise SystemExit(3)",
+    "Ctrl-C": "os.killpg(os.getpgrp(), signal.SIGINT); time.sleep(60)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "os._exit": "os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+def test_no_process_is_left_behind(end: str, endless: bool) -> None:
+    """However the client's process ends, and whether a template is being rendered."""
+    script = SCRIPT.format(source=ENDLESS if endless else HONEST, endless=endless, end=end)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=BOUND_SECONDS,
+        start_new_session=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    child = int(done.stdout)
+    until(lambda: is_gone(child))
+
+
+def chat_model(template: str) -> FakeModel:
+    model = FakeModel()
+    return FakeModel(files={**model.files, worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode()})
+
+
+async def test_a_client_that_renders_nothing_starts_no_process() -> None:
+    before = children()
+    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+        assert (await client.generate("the").collect()).text
+        assert (await client.model()).chat_template is not None
+        assert children() == before
+
+
+async def test_the_process_ends_with_the_client() -> None:
+    before = children()
+    async with fake_cluster(FakeWorker("w")) as manager:
+        async with quick(manager) as client:
+            await asyncio.gather(*(client.chat(USER).collect() for _ in range(5)))
+            assert len(children() - before) == 1
+        assert children() == before
+
+        def in_a_thread() -> None:
+            with SyncClient(manager.address) as client:
+                client.chat(USER).collect()
+                assert len(children() - before) == 1
+
+        await asyncio.to_thread(in_a_thread)
+    assert children() == before
+
+
+async def test_a_hostile_model_is_an_error_of_its_chat() -> None:
+    """Over a whole client: the words reach the caller, and a prompt without the template is served."""
+    worker = FakeWorker("w", model=chat_model("{{ 'a'.ljust(10**9) }}"))
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        with pytest.raises(InvalidRequest, match="chat template needed more than 256 MiB"):
+            await client.chat(USER).collect()
+        assert (await client.generate("the").collect()).text
+
+
+async def test_words_of_a_template_that_refuses_reach_the_caller() -> None:
+    worker = FakeWorker("w", model=chat_model("{{ raise_exception('roles must alternate') }}"))
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        with pytest.raises(InvalidRequest, match="refused: roles must alternate"):
+            await client.chat(USER).collect()
+
+
+class Announcing(FakeModel):
+    """Announces files that it never sends."""
+
+    def messages(self, worker_id: str) -> list[worker_pb2.GetModelResponse]:
+        (facts, *_) = super().messages(worker_id)
+        facts.facts.files[0].size_bytes = DEFAULT_MAX_BYTES
+        return [facts]
+
+
+async def test_model_files_are_bounded_in_all_before_they_are_received() -> None:
+    """Each alone would do."""
+    worker = FakeWorker("w", model=Announcing())
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        with pytest.raises(ProtocolError, match=rf"at most {DEFAULT_MAX_BYTES}.*max_model_bytes") as caught:
+            await client.model()
+    assert caught.value.reason == "MODEL_TOO_LARGE"
+
+
+async def test_the_bound_of_model_files_is_a_setting() -> None:
+    total = sum(len(content) for content in FakeModel().files.values())
+    async with fake_cluster(FakeWorker("w")) as manager:
+        async with quick(manager, max_model_bytes=total) as client:
+            assert (await client.model()).name
+        async with quick(manager, max_model_bytes=total - 1) as client:
+            with pytest.raises(ProtocolError, match=f"{total} bytes in all"):
+                await client.model()
+    for wrong in (0, 2**33):
+        with pytest.raises(InvalidRequest, match="max_model_bytes"):
+            ClientConfig(max_model_bytes=wrong)
+
+
+def test_the_child_imports_nothing_of_ours() -> None:
+    """It has to start in a tenth of a second, and small."""
+    code = f"import json, runpy, sys; runpy.run_path({template_child.__file__!r}); print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert "jinja2" in loaded
+    assert not loaded & {"kvpool", "client", "grpc", "google", "tokenizers", "numpy", "asyncio", "pydantic"}

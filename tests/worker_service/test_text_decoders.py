@@ -1,0 +1,205 @@
+"""Text token by token, for each kind of decoder that language models use: the text is that of tokenizers' own DecodeStream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
+
+from worker_service.engine.text import MAX_WINDOW_TOKENS, TextDecoder
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIALS = ["<s>", "</s>", "[TOOL]"]
+PIECES = ["▁hello", "▁world", "▁the", "▁a", "lo", "▁", "▁▁", "é", "€uro", "!"]
+
+
+def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
+    """Words with ▁ for a space, and single bytes where there is no word."""
+    vocabulary = {token: index for index, token in enumerate([*BYTES, *PIECES])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=None))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have it: each byte is a character of its own alphabet; words begin with a space."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["Ġhello", "Ġworld", "Ġthe", "Ġa", "lo"]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "Llama 2": lambda: sentencepiece(
+        decoders.Sequence([
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+        ])
+    ),
+    "Mistral": lambda: sentencepiece(decoders.Metaspace()),
+    "Metaspace over bytes": lambda: sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "Phi 3": lambda: phi3(),
+    "Gemma": lambda: sentencepiece(
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    ),
+    "bytes alone": lambda: sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])),
+    "byte level": byte_level,
+}  # fmt: skip
+
+
+def phi3() -> Tokenizer:
+    """Llama 2's decoder, and special tokens that are no special ones for decoding."""
+    tokenizer = KINDS["Llama 2"]()
+    tokenizer.add_tokens(["<|extra|>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return KINDS[request.param]()
+
+
+def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (), stop: str = "") -> list[str]:
+    decoder = TextDecoder(tokenizer, list(prompt), [stop] if stop else [])
+    pieces: list[str] = []
+    for token_id in ids:
+        pieces.append(decoder.add(token_id))
+        if decoder.is_stopped:
+            return pieces
+    return [*pieces, decoder.finish()]
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    return "".join(pieces_of(tokenizer, ids, prompt))
+
+
+def stream_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+    return "".join(stream.step(tokenizer, token_id) or "" for token_id in ids)
+
+
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    found = [tokenizer.token_to_id(token) for token in tokens]
+    assert None not in found, tokens
+    return [token_id for token_id in found if token_id is not None]
+
+
+@st.composite
+def streams(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Words, special tokens in any number, and characters of one to four bytes as that many tokens, special ones between."""
+    if tokenizer.token_to_id("▁hello") is not None:
+        words = [*PIECES, "<|extra|>"] if tokenizer.token_to_id("<|extra|>") is not None else PIECES
+        as_bytes = ids_of(tokenizer, *BYTES)
+    else:
+        words = ["Ġhello", "Ġworld", "Ġthe", "Ġa", "lo", "Ġ"]
+        as_bytes = byte_level_ids(tokenizer)
+    specials = ids_of(tokenizer, *SPECIALS)
+    ids: list[int] = []
+    for _ in range(draw(st.integers(0, 12))):
+        match draw(st.sampled_from("wwssb")):
+            case "w":
+                ids += ids_of(tokenizer, draw(st.sampled_from(words)))
+            case "s":
+                ids += [draw(st.sampled_from(specials))] * draw(st.sampled_from([1, 1, 2, 3, 20]))
+            case _:
+                for byte in draw(st.sampled_from("a é€𝄞")).encode():
+                    ids += [as_bytes[byte]] + [draw(st.sampled_from(specials))] * draw(st.sampled_from([0, 0, 0, 1, 9]))
+    return ids
+
+
+def byte_level_ids(tokenizer: Tokenizer) -> list[int]:
+    """The id of each byte: what the pre-tokenizer makes of it, read off one- and two-byte characters and the printable rest."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return ids_of(tokenizer, *(letters[byte] for byte in range(256)))
+
+
+@given(data=st.data())
+def test_the_text_is_that_of_a_decode_stream(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Special tokens anywhere, in runs, at the beginning, and between the bytes of a character."""
+    ids = data.draw(streams(tokenizer))
+    assert text_of(tokenizer, ids) == stream_of(tokenizer, ids) == tokenizer.decode(ids)
+
+
+@given(data=st.data())
+def test_the_text_after_a_prompt_is_that_of_a_decode_stream(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Whatever the prompt ends with: a word, or special tokens in any number."""
+    prompt = [
+        *ids_of(tokenizer, "lo"),
+        *data.draw(streams(tokenizer)),
+        *ids_of(tokenizer, "</s>") * data.draw(st.sampled_from([0, 1, 15, 16, 100])),
+    ]
+    ids = data.draw(streams(tokenizer))
+    assert tokenizer.decode(prompt) + text_of(tokenizer, ids, prompt) == tokenizer.decode([*prompt, *ids])
+    assert text_of(tokenizer, ids, prompt) == stream_of(tokenizer, ids, prompt)
+
+
+SPACED = [
+    (("▁world", "</s>", "▁the", "▁a"), " world the a"),
+    (("[TOOL]", "▁world"), " world"),
+    (("▁world", "</s>", "</s>", "▁the"), " world the"),
+    (("▁world", *["</s>"] * 100, "▁the"), " world the"),
+]
+
+
+@pytest.mark.parametrize("kind", ["Llama 2", "Mistral", "Phi 3", "Gemma"])
+@pytest.mark.parametrize(("tokens", "text"), SPACED)
+def test_a_special_token_takes_no_space_away(kind: str, tokens: tuple[str, ...], text: str) -> None:
+    tokenizer = KINDS[kind]()
+    prompt = ids_of(tokenizer, "<s>", "▁hello")
+    assert text_of(tokenizer, ids_of(tokenizer, *tokens), prompt) == text
+
+
+@pytest.mark.parametrize("kind", ["Llama 2", "Mistral", "Phi 3", "Gemma"])
+@pytest.mark.parametrize("specials", [1, 2, 30])
+def test_a_stop_string_that_begins_with_a_space_is_found_after_special_tokens(kind: str, specials: int) -> None:
+    tokenizer = KINDS[kind]()
+    ids = ids_of(tokenizer, "▁world", *["</s>"] * specials, "▁the", "▁a")
+    pieces = pieces_of(tokenizer, ids, ids_of(tokenizer, "<s>", "▁hello"), stop=" the")
+    assert "".join(pieces) == " world"
+    assert len(pieces) == len(ids) - 1  # the text ends with the token that completes the stop string
+
+
+class CountingTokenizer:
+    """A tokenizer that notes how many ids it was given at most."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.max_ids = 0
+
+    def id_to_token(self, token_id: int) -> str | None:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.max_ids = max(self.max_ids, len(ids))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+@pytest.mark.parametrize("token", ["</s>", "▁", "nothing", "out of the vocabulary"])
+def test_the_window_stays_small_whatever_has_no_text(token: str) -> None:
+    """A run of special tokens, of spaces that a decoder strips at the end, of tokens that are always empty: each step decodes
+    a bounded number of tokens."""
+    tokenizer = sentencepiece(
+        decoders.Sequence([
+            decoders.Replace("▁", " "), decoders.Replace("nothing", ""), decoders.Fuse(),
+            decoders.Replace(Regex("^ | +$"), ""),
+        ])
+    )  # fmt: skip
+    tokenizer.add_tokens(["nothing"])
+    counting = CountingTokenizer(tokenizer)
+    hello, word = ids_of(tokenizer, "▁hello", "▁world")
+    silent = 10_000 if token == "out of the vocabulary" else ids_of(tokenizer, token)[0]
+    decoder = TextDecoder(counting, [hello], [])  # type: ignore[arg-type]
+    assert [decoder.add(silent) for _ in range(500)] == [""] * 500
+    assert decoder.add(word).endswith("world")
+    assert counting.max_ids <= MAX_WINDOW_TOKENS + 1
