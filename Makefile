@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, what `make gpu-wheels` made, PYTHON itself runs it, and neither .venv nor a network is needed.
 WHEELS ?=
 
-.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models check proto format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models cpus check proto format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -30,6 +30,7 @@ help:
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
 	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
 	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
+	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of lesser CPUs; a quarter of an hour"
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
@@ -81,6 +82,9 @@ mutants: $(READY)
 
 models: $(READY)
 	$(BIN)/python -m scripts.models --write
+
+cpus: $(READY)
+	$(BIN)/python -m scripts.cpus $(ARGUMENTS)
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CODE)

@@ -12,6 +12,7 @@ from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
 from .engine.step import TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
+from .model.facts import BatchInvariance
 from .sampling_codec import decode_prompt_logprobs, decode_sampling
 
 MAX_ID_BYTES = 128
@@ -163,6 +164,13 @@ def encode_usage(usage: Usage) -> worker_pb2.Usage:
         num_cached_tokens=usage.num_cached_tokens,
         num_generated_tokens=usage.num_generated_tokens,
         num_preemptions=usage.num_preemptions,
+    )
+
+
+def encode_batch_invariance(found: BatchInvariance) -> worker_pb2.BatchInvariance:
+    """What was found of it at load."""
+    return worker_pb2.BatchInvariance(
+        promised=found.is_promised, attention_partition=found.attention_partition, reason=found.reason
     )
 
 

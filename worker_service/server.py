@@ -283,6 +283,8 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         stand_back(settings.model_nice)
     loaded = load_model(settings.model_settings(), progress=log.info)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
+    loaded = loaded.try_batch_invariance(backend)
+    tell_of_invariance(loaded.facts)
     budget = loaded.plan(settings.memory_settings(), backend)
     for line in budget.lines():
         log.info(str(line))
@@ -291,6 +293,13 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     blocks_per_sequence = min(plan.capacity, -(-loaded.facts.max_model_len // plan.block_size))
     sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
     return loaded, loaded.runner(plan, backend, sizes)
+
+
+def tell_of_invariance(facts: ModelFacts) -> None:
+    found = facts.batch_invariance
+    # It is meant to hold in float32 on every CPU; elsewhere nothing is promised, and nothing is wrong.
+    is_missing = not found.is_promised and facts.dtype == "float32" and facts.device == "cpu"
+    (log.warning if is_missing else log.info)(found.describe())
 
 
 def _build_engine(
@@ -387,4 +396,5 @@ def _encode_facts(
         block_size=settings.block_size,
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
+        batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
     )

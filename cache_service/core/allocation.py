@@ -70,22 +70,11 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
 
 def _never_fits(session: Session, num_tokens: int, num_new_tokens: int, num_blocks: int, limits: Limits) -> Refusal:
     """The refusal of what no wait would help, with the limit that is the smallest."""
-    pool, budget = session.pool, session.account.budget
-    if num_blocks > limits.max_blocks_per_sequence:
-        there, cure = (
-            f"a sequence has at most {limits.max_blocks_per_sequence}",
-            "give the worker larger blocks (--block-size)",
-        )
-    elif num_blocks > pool.capacity:
-        there = f"the whole pool of worker {session.worker_id!r} has {pool.capacity}"
-        cure = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
-    else:
-        there = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
-        cure = "raise --max-total-blocks and --max-total-tokens of the manager"
+    there, cure = session.limit_exceeded(num_blocks, limits)
     return Refusal(
         Reason.NEVER_FITS,
-        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {pool.block_size}; {there}: "
-        f"shorten the prompt, lower max_tokens, or {cure}",
+        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of "
+        f"{session.pool.block_size}; {there}: shorten the prompt, lower max_tokens, or {cure}",
         field="tokens",
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .block_pool import BlockPool
 from .budget import Account
-from .messages import DownlinkEntry, Drain, Grant, Registration, Stop, WorkerLoad
+from .messages import DownlinkEntry, Drain, Grant, Limits, Registration, Stop, WorkerLoad
 from .sequence import Sequence
 from .session_key import NO_KEY, SessionKey
 
@@ -30,6 +30,13 @@ class SessionEnd(Enum):
     """It asked for an answer that cannot be sent."""
     EPOCH_RAISED = "epoch_raised"
     """The manager goes on under a larger epoch, and all register again."""
+
+
+class LimitExceeded(NamedTuple):
+    """In words: what there is, and what to change."""
+
+    there: str
+    cure: str
 
 
 _ENTRY_WEIGHT = 16
@@ -149,6 +156,24 @@ class Session:
     def worker_id(self) -> str:
         """Name of the worker."""
         return self.registration.worker_id
+
+    def limit_exceeded(self, num_blocks: int, limits: Limits) -> LimitExceeded:
+        """The smallest limit that a sequence of so many blocks, or of too many tokens, can never be within."""
+        capacity, budget = self.pool.capacity, self.account.budget
+        if num_blocks > limits.max_blocks_per_sequence:
+            return LimitExceeded(
+                f"a sequence has at most {limits.max_blocks_per_sequence}",
+                "give the worker larger blocks (--block-size)",
+            )
+        if num_blocks > capacity:
+            return LimitExceeded(
+                f"the whole pool of worker {self.worker_id!r} has {capacity}",
+                "give the worker more blocks (--num-blocks, --kv-cache-memory)",
+            )
+        return LimitExceeded(
+            f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens",
+            "raise --max-total-blocks and --max-total-tokens of the manager",
+        )
 
     def __repr__(self) -> str:
         return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.pool.counts()}>"

@@ -175,18 +175,7 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
 
 def _never_fits(session: Session, num_blocks: int, limits: Limits) -> Refusal:
     """The refusal of a table that no wait would help, with the limit that is the smallest."""
-    budget = session.account.budget
-    if num_blocks > limits.max_blocks_per_sequence:
-        there, cure = (
-            f"a sequence has at most {limits.max_blocks_per_sequence}",
-            "register larger blocks (--block-size)",
-        )
-    elif num_blocks > session.pool.capacity:
-        there = f"the whole pool of worker {session.worker_id!r} has {session.pool.capacity}"
-        cure = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
-    else:
-        there = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
-        cure = "raise --max-total-blocks and --max-total-tokens of the manager"
+    there, cure = session.limit_exceeded(num_blocks, limits)
     return Refusal(
         Reason.NEVER_FITS,
         f"a table of {num_blocks} blocks was wanted; {there}: end the sequence, or {cure}",

@@ -412,4 +412,4 @@ def test_a_candidate_that_is_refused_does_not_count_as_one_that_serves() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_passes_on_a_gpu(dtype: torch.dtype) -> None:
-    run_self_test(selection.make_torch(dtype, CUDA), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)

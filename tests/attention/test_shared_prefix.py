@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from worker_service.attention.shared_prefix import SharedPrefix, find_shared_prefixes
 
 
@@ -42,3 +44,45 @@ def test_small_savings_are_left_alone() -> None:
 
 def test_nothing_to_find_in_an_empty_step() -> None:
     assert find([], []) == []
+
+
+def most_saved(tables: list[list[int]], depth: int = 0) -> int:
+    """Block reads that the best cut saves, by trying both cuts at every depth."""
+    groups: dict[int, list[list[int]]] = {}
+    for table in tables:
+        if len(table) > depth:
+            groups.setdefault(table[depth], []).append(table)
+    return sum(
+        max((len(group) - 1) * (depth + 1), most_saved(group, depth + 1)) for group in groups.values() if len(group) > 1
+    )
+
+
+def test_no_other_cut_saves_more() -> None:
+    """Random families: what is found is disjoint, is shared, and saves as much as any cut."""
+    numbers = random.Random(4)
+    num_found = 0
+    for _ in range(2000):
+        tables: list[list[int]] = []
+        for _ in range(numbers.randrange(9)):
+            base = numbers.choice(tables)[: numbers.randrange(6)] if tables and numbers.random() < 0.8 else []
+            tables.append(base + [numbers.randrange(1, 4) for _ in range(numbers.randrange(1, 5))])
+        found = find(tables, [4 * len(table) for table in tables])
+        parts = [part for prefix in found for part in prefix.parts]
+        assert len(parts) == len(set(parts))
+        for prefix in found:
+            assert prefix.parts == sorted(prefix.parts)
+            assert len({tuple(tables[part][: prefix.num_blocks]) for part in prefix.parts}) == 1
+        assert sum(prefix.saved_blocks for prefix in found) == most_saved(tables)
+        num_found += len(found)
+    assert num_found > 2000
+
+
+def test_thousands_of_sequences_that_branch_off_one_after_the_other() -> None:
+    """As deep as many: no call stack is as deep as this."""
+    count = 3000
+    trunk = list(range(1, count + 2))
+    tables = [[*trunk[: index + 1], count + 10 + index] for index in range(count)]
+    (prefix,) = find(tables, [4 * len(table) for table in tables])
+    # m sequences that share n blocks save (m − 1) · n, most with half of the sequences and half of the blocks.
+    assert prefix.num_blocks == len(trunk) // 2
+    assert prefix.parts == list(range(prefix.num_blocks - 1, count))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from worker_service.attention.layer import AttentionCall, KVLayer
 from worker_service.attention.merge import Piece, merge
 from worker_service.attention.packing import pack
@@ -20,15 +21,17 @@ from worker_service.attention.softmax import (
     attend_publicly,
     fused_cpu_attention_works,
 )
-from worker_service.attention.torch_backend import FIXED_SHAPES, FREE_SHAPES, TorchAttention
+from worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from worker_service.attention.torch_plan import Shapes
 
 BLOCK_SIZE = 4
 NEVER = 1 << 60
-SHORT_SHAPES = FIXED_SHAPES._replace(partition=12, row_multiple=4, key_multiple=4)
+SHORT_SHAPES = Shapes(partition=12, row_multiple=4, key_multiple=4, value_multiple=4)
 """Many segments, of which blocks share none with others."""
 EACH_SHAPES = pytest.mark.parametrize(
-    "shapes", [FIXED_SHAPES, SHORT_SHAPES, FREE_SHAPES], ids=["fixed", "short", "free"]
+    "shapes",
+    [FIXED_SHAPES[0], FIXED_SHAPES[3], SHORT_SHAPES, FREE_SHAPES, OWN_SUMS],
+    ids=["256", "96", "short", "free", "own_sums"],
 )
 
 
@@ -87,7 +90,7 @@ class Scene:
             self.parts.append(Part([0] * new, start, table))
         self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
 
-    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: Shapes = FIXED_SHAPES) -> torch.Tensor:
+    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: Shapes = FIXED_SHAPES[0]) -> torch.Tensor:
         backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
         backend.begin(pack(self.parts, BLOCK_SIZE, self.num_blocks, torch.device("cpu")))
         new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from worker_service.attention.backend import AttentionBackend
-from worker_service.attention.selection import CANDIDATES
-from worker_service.attention.torch_backend import FIXED_SHAPES, TorchAttention
+from worker_service.attention.invariance import FIXED_SHAPES
+from worker_service.attention.selection import CANDIDATES, make_torch
+from worker_service.attention.torch_backend import TorchAttention
 from worker_service.attention.torch_plan import Shapes
 from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
 from worker_service.model.load import LoadedModel, load_model
@@ -22,9 +24,11 @@ from worker_service.model.runner import ModelRunner
 from worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE = 4
+NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
+"""Of torch. One by default: products are tiny, and tests that run beside others should not wait for their cores."""
 NEVER = 1 << 60
 """As min_shared_tokens: no prefix is ever attended once for several sequences."""
-SHORT_SEGMENTS = FIXED_SHAPES._replace(partition=8, key_multiple=8)
+SHORT_SEGMENTS = FIXED_SHAPES[0]._replace(partition=8, key_multiple=8)
 """Segments of keys of which a short prefix fills one, so that it can be shared."""
 GREEDY = SamplingParams(num_logprobs=3)
 
@@ -60,7 +64,7 @@ def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) ->
         device=device,
         max_model_len=max_model_len,
         cache_dir=folder / "cache",
-        num_threads=1,  # tiny products, and tests that run beside others should not wait for their cores
+        num_threads=NUM_THREADS,
     )
     return load_model(settings, quiet)
 
@@ -99,11 +103,17 @@ class PagedModel:
         backend: AttentionBackend | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """backend: None takes plain torch with min_shared_tokens and shapes, which another one knows nothing of."""
+        """backend: None takes plain torch with min_shared_tokens and shapes, which another one knows nothing of. shapes: None takes
+        those that a worker would take here."""
         self._free = list(range(1, num_blocks))
         random.Random(3).shuffle(self._free)
         self._block_size = block_size
-        backend = backend or TorchAttention(loaded.dtype, min_shared_tokens, shapes)
+        self.partition: int | None = None
+        """Of the keys, if plain torch attends; None: it cuts nowhere."""
+        if backend is None:
+            shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
+            self.partition = shapes.partition
+            backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
         plan = loaded.plan(MemorySettings(block_size, num_blocks)).kv_cache
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from tests.tiny_models import make_tiny_model
-from worker_service.model import packed_linear
-from worker_service.model.load import load_model
 from worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
-from worker_service.model.settings import DTypeName, ModelSettings
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -75,26 +70,3 @@ def test_only_plain_linears_are_replaced_and_shared_weights_stay() -> None:
     assert type(model[1]) is OwnLinear
     torch.testing.assert_close(model(tokens), expected)
     assert model[0].weight is embedding.weight
-
-
-@pytest.mark.parametrize(
-    ("works", "dtype", "is_told"), [(False, "float32", 1), (True, "float32", 0), (False, "bfloat16", 0)]
-)
-def test_a_load_says_where_bits_depend_on_the_batch(
-    works: bool, dtype: DTypeName, is_told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, and not of bfloat16, of which nothing was promised."""
-    monkeypatch.setattr(packed_linear, "packing_works", lambda _: works)
-    if works:
-        monkeypatch.setattr(packed_linear, "_packed", lambda _: None)  # this CPU may not be able to
-    said: list[str] = []
-    settings = ModelSettings(
-        str(make_tiny_model("llama", tmp_path).path),
-        dtype=dtype,
-        device="cpu",
-        cache_dir=tmp_path / "cache",
-        num_threads=1,
-    )
-    loaded = load_model(settings, said.append)
-    assert not any(isinstance(module, PackedLinear) for module in loaded.model.modules())
-    assert sum("depend on what else is in the step" in line for line in said) == is_told

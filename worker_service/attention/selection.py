@@ -11,8 +11,10 @@ import torch
 
 from .backend import AttentionBackend
 from .flash import flash_problem, flash_version, make_flash
+from .invariance import Finding, find_shapes
+from .layer import LayerNeeds
 from .setting import Setting
-from .torch_backend import MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
+from .torch_backend import FREE_SHAPES, MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
 from .verification import SelfTestFailed, run_self_test
 
@@ -56,8 +58,7 @@ def choose_backend(
     backend cannot serve; the block size is never changed to make it fit.
     """
     if name == "torch":
-        say("attention: torch")
-        return make_torch(setting.dtype, setting.device)
+        return _torch(setting, say, [])
     reasons: list[str] = []
     for candidate in candidates:
         if name not in ("auto", candidate.name):
@@ -75,14 +76,26 @@ def choose_backend(
             )
         reasons.append(f"not {candidate.name}: {reason}")
     assert name == "auto", f"{name} is none of {[candidate.name for candidate in candidates]}"
-    say("; ".join(["attention: torch", *([] if setting.device.type == "cpu" else reasons)]))
-    return make_torch(setting.dtype, setting.device)
+    return _torch(setting, say, [] if setting.device.type == "cpu" else reasons)
 
 
-def make_torch(dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """Plain torch."""
+def _torch(setting: Setting, say: Callable[[str], None], reasons: Sequence[str]) -> AttentionBackend:
+    finding = find_invariance(setting.dtype, setting.device, setting.needs)
+    say("; ".join(["attention: torch", *([] if finding is None else [finding.describe()]), *reasons]))
+    return make_torch(setting.dtype, setting.device, setting.needs)
+
+
+def make_torch(dtype: torch.dtype, device: torch.device, needs: Sequence[LayerNeeds]) -> TorchAttention:
+    """Plain torch for layers with these needs; in float32 on a CPU batch-invariant, if this CPU allows it."""
     # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.
-    return TorchAttention(dtype, MIN_SHARED_TOKENS if device.type == "cpu" else NEVER_SHARE)
+    min_shared_tokens = MIN_SHARED_TOKENS if device.type == "cpu" else NEVER_SHARE
+    finding = find_invariance(dtype, device, needs)
+    return TorchAttention(dtype, min_shared_tokens, FREE_SHAPES if finding is None else finding.shapes)
+
+
+def find_invariance(dtype: torch.dtype, device: torch.device, needs: Sequence[LayerNeeds]) -> Finding | None:
+    """How the torch backend is batch-invariant for these layers, see find_shapes; None where it is not meant to be."""
+    return find_shapes(needs) if dtype == torch.float32 and device.type == "cpu" else None
 
 
 def _try(candidate: Candidate, setting: Setting) -> tuple[AttentionBackend | None, str]:

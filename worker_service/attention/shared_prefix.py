@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -30,31 +30,79 @@ def find_shared_prefixes(
     share more blocks than all of them do, the cut that saves more is taken.
     """
     readable = [table[: start // block_size] for table, start in zip(tables, starts, strict=True)]
-    found: list[SharedPrefix] = []
-    for members in _by_block(readable, list(range(len(readable))), depth=0):
-        found.extend(_best(readable, members))
-    return [prefix for prefix in found if prefix.saved_blocks * block_size >= min_saved_tokens]
+    # In lexicographic order the tables that share leading blocks are neighbours, at every depth.
+    order = sorted(range(len(readable)), key=readable.__getitem__)
+    found = [SharedPrefix(sorted(order[run.first : run.end]), run.depth) for run in _best(_runs(readable, order))]
+    found = [prefix for prefix in found if prefix.saved_blocks * block_size >= min_saved_tokens]
+    return sorted(found, key=lambda prefix: prefix.parts[0])
 
 
-def _best(tables: Sequence[list[int]], members: list[int]) -> list[SharedPrefix]:
-    if len(members) < 2:
-        return []
-    depth = _common_length([tables[index] for index in members])
-    whole = SharedPrefix(members, depth)
-    split = [prefix for group in _by_block(tables, members, depth) for prefix in _best(tables, group)]
-    return split if sum(prefix.saved_blocks for prefix in split) > whole.saved_blocks else [whole]
+@dataclass(slots=True)
+class _Run:
+    """Neighbours first … end − 1 in the order that share `depth` blocks and no more, and the best cut of them."""
+
+    depth: int
+    first: int
+    end: int = 0
+    inner: list[_Run] = field(default_factory=list)
+    """Runs within, which share more blocks."""
+    saved_blocks: int = 0
+    """By the best cut."""
+    is_whole: bool = True
+    """The best cut takes all members together, and not the inner runs."""
+
+    def close(self, end: int) -> None:
+        """Decide on the cut; the inner runs are closed."""
+        self.end = end
+        whole = (end - self.first - 1) * self.depth
+        split = sum(run.saved_blocks for run in self.inner)
+        self.is_whole, self.saved_blocks = split <= whole, max(split, whole)
 
 
-def _by_block(tables: Sequence[list[int]], members: list[int], depth: int) -> list[list[int]]:
-    """Members grouped by their block at index depth; those that end before it are left out."""
-    groups: dict[int, list[int]] = {}
-    for index in members:
-        if len(tables[index]) > depth:
-            groups.setdefault(tables[index][depth], []).append(index)
-    return list(groups.values())
+def _runs(tables: Sequence[list[int]], order: Sequence[int]) -> list[_Run]:
+    """The outermost runs of at least two tables that share blocks, closed. Takes one pass over the neighbours.
+
+    It keeps the runs that are still open, each inside the one before it, in a list and not in the call stack: there may be as
+    many of them as there are tables.
+    """
+    outermost: list[_Run] = []
+    is_open: list[_Run] = []
+    for end in range(1, len(order) + 1):
+        depth = _common_length(tables[order[end - 1]], tables[order[end]]) if end < len(order) else 0
+        first = end - 1
+        closed: _Run | None = None
+        while is_open and is_open[-1].depth > depth:
+            inner, closed = closed, is_open.pop()
+            if inner is not None:
+                closed.inner.append(inner)
+            closed.close(end)
+            first = closed.first
+        if depth and (not is_open or is_open[-1].depth < depth):
+            is_open.append(_Run(depth, first))
+        if closed is not None:
+            (is_open[-1].inner if depth else outermost).append(closed)
+    return outermost
 
 
-def _common_length(tables: list[list[int]]) -> int:
-    # Whatever the smallest and the largest table share in lexicographic order, all tables share.
-    pairs = zip(min(tables), max(tables), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _best(outermost: list[_Run]) -> Iterator[_Run]:
+    """The runs whose members are taken together in the cut that saves most."""
+    waiting = list(outermost)
+    while waiting:
+        run = waiting.pop()
+        if run.is_whole:
+            yield run
+        else:
+            waiting.extend(run.inner)
+
+
+def _common_length(left: list[int], right: list[int]) -> int:
+    """Number of leading blocks that two tables share. Compares slices, whose loops are not Python's."""
+    length, step = 0, 1
+    while left[length : length + step] == right[length : length + step] and length < len(left):
+        length += step
+        step *= 2
+    while step > 1:
+        step //= 2
+        if left[length : length + step] == right[length : length + step]:
+            length += step
+    return min(length, len(left), len(right))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -70,23 +71,40 @@ def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended
 
 def attend_plainly(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
     """In plain matrix products and float32; stores all scores. Takes everything, runs everywhere."""
-    batch, heads, length, dim = query.shape
+    batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
-    # The query heads of one KV head stand together, so K and V need no repetition.
-    grouped = query.float().reshape(batch, kv_heads, -1, dim)
-    scores = torch.matmul(grouped, keys.key.float().transpose(-1, -2)) * scaling
-    scores = scores.view(batch, heads, length, num_keys)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if keys.mask is not None:
-        scores = scores + keys.mask
-    if keys.causal:
-        future = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
+    scores = hide(scores_of(query, keys, scaling, softcap), keys)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, num_keys)
     out = torch.matmul(weights, keys.value.float())
     return Attended(out.view(batch, heads, length, -1).to(query.dtype), lse)
+
+
+def scores_of(
+    query: torch.Tensor,
+    keys: Keys,
+    scaling: float,
+    softcap: float | None,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """Scores [B, Hq, T, S] in float32 of all queries with all keys, before any is hidden."""
+    batch, heads, length, dim = query.shape
+    kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
+    # The query heads of one KV head stand together, so K and V need no repetition.
+    grouped = query.float().reshape(batch, kv_heads, -1, dim)
+    scores = product(grouped, keys.key.float().transpose(-1, -2)) * scaling
+    scores = scores.view(batch, heads, length, num_keys)
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def hide(scores: torch.Tensor, keys: Keys) -> torch.Tensor:
+    """The scores [B, Hq, T, S] with −inf where a query does not see a key."""
+    if keys.mask is not None:
+        scores = scores + keys.mask
+    if keys.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
 
 
 @cache

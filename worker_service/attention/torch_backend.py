@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .fixed_order import attend_in_fixed_order
 from .layer import AttentionCall, KVLayer
 from .merge import Piece, join, merge
 from .packing import Packing
@@ -14,9 +15,6 @@ MIN_SHARED_TOKENS = 1024
 """KV reads per layer that attending once must save before the extra calls of a shared prefix pay for themselves."""
 NEVER_SHARE = 1 << 62
 """As min_shared_tokens: gather the blocks of every sequence."""
-FIXED_SHAPES = Shapes(partition=256, row_multiple=16, key_multiple=64)
-"""With these a row's result is the same, to the bit, whatever else is in the step: the BLAS takes other ways only for products of
-fewer than about ten rows, and where sums go by vectors of up to 16 numbers, four at a time, hidden keys at the end only add 0."""
 FREE_SHAPES = Shapes(partition=None, row_multiple=1, key_multiple=1)
 """As few calls and as little padding as can be."""
 
@@ -27,18 +25,19 @@ class TorchAttention:
     The shared part has no causal mask; its result is merged with each sequence's own part by log-sum-exp (cascade
     attention, as in Hydragen and FlashInfer).
 
-    In float32 on a CPU it is batch-invariant: the bits of a row depend on its own query and the keys that it sees, and not on the
-    other rows of the step, on how much of its sequence is in the step, or on who shares its blocks. To that end each row's keys
-    are cut at fixed positions, and all kernels are called with shapes that do not change the order of their sums.
+    With shapes that hold on this machine (invariance.py finds them) it is batch-invariant in float32 on a CPU: the bits of a row
+    depend on its own query and the keys that it sees, and not on the other rows of the step, on how much of its sequence is in
+    the step, or on which sequences share its blocks. To that end each row's keys are cut at fixed positions, and all kernels are
+    called with shapes that do not change the order of their sums.
     """
 
     def __init__(
-        self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: Shapes | None = None
+        self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: Shapes = FREE_SHAPES
     ) -> None:
-        """shapes: None takes the fixed ones in float32 on a CPU, else the free ones."""
+        """shapes: what kernels are called with; the free ones are the fastest, and not batch-invariant."""
         self._dtype = dtype
         self._min_shared_tokens = min_shared_tokens
-        self._shapes = shapes
+        self.shapes = shapes
         self._packing: Packing | None = None
         self._views: dict[int | None, View] = {}
 
@@ -60,15 +59,11 @@ class TorchAttention:
         # Layers come with very few different windows; the view of each is made by the first layer that has it.
         view = self._views.get(layer.window)
         if view is None:
-            view = self._views[layer.window] = self._build_view(packing, layer.window)
+            view = build_view(packing, layer.window, self._dtype, self._min_shared_tokens, self.shapes)
+            self._views[layer.window] = view
         out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call)
         # Contiguous, because some models take a view of it; the fused kernel's output mostly is.
         return out.to(query.dtype)[None].contiguous()
-
-    def _build_view(self, packing: Packing, window: int | None) -> View:
-        invariant = self._dtype == torch.float32 and packing.device.type == "cpu"
-        shapes = self._shapes or (FIXED_SHAPES if invariant else FREE_SHAPES)
-        return build_view(packing, window, self._dtype, self._min_shared_tokens, shapes)
 
 
 def _attend_view(
@@ -79,7 +74,7 @@ def _attend_view(
     pieces = (
         Piece(span.rows, _slice(attended, span.first, span.end), span.is_first)
         for batch in view.batches
-        for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.row_multiple, need_lse),)
+        for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.shapes, need_lse),)
         for span in batch.spans
     )
     if not need_lse:
@@ -93,7 +88,7 @@ def _attend_batch(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     call: AttentionCall,
-    row_multiple: int,
+    shapes: Shapes,
     need_lse: bool,
 ) -> Attended:
     """query [ΣT, Hq, Dk] → out [B · T, Hq, Dv], lse [B · T, Hq]."""
@@ -105,7 +100,7 @@ def _attend_batch(
     folds = num_rows == 1 or (batch.mask is None and not batch.causal)
     tiles = tiles.permute(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads if folds else heads, -1, dim)
     length = tiles.shape[2]
-    padding = -length % row_multiple
+    padding = -length % shapes.row_multiple
     if padding:
         tiles = torch.nn.functional.pad(tiles, (0, 0, 0, padding))
     mask = batch.mask
@@ -113,9 +108,15 @@ def _attend_batch(
         mask = mask.expand(-1, -1, length + padding, -1)
     key = k_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *k_rows.shape[1:])
     value = v_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *v_rows.shape[1:])
+    v_dim = value.shape[-1]
+    if v_dim % shapes.value_multiple:
+        value = torch.nn.functional.pad(value, (0, -v_dim % shapes.value_multiple))
     keys = Keys(key.transpose(1, 2), value.transpose(1, 2), mask, batch.causal)
-    out, lse = attend(tiles, keys, call.scaling, call.softcap, need_lse=need_lse)
-    out, lse = out[:, :, :length], None if lse is None else lse[:, :, :length]
+    if shapes.own_sums:
+        out, lse = attend_in_fixed_order(tiles, keys, call.scaling, call.softcap)
+    else:
+        out, lse = attend(tiles, keys, call.scaling, call.softcap, need_lse=need_lse)
+    out, lse = out[:, :, :length, :v_dim], None if lse is None else lse[:, :, :length]
     if folds:
         split = (num_tiles, kv_heads, heads // kv_heads, num_rows)
         out = out.reshape(*split, -1).permute(0, 3, 1, 2, 4)

@@ -28,6 +28,10 @@ class Shapes(NamedTuple):
     """Rows of a tile are padded to a multiple of this."""
     key_multiple: int
     """Keys of a tile are padded to a multiple of this, of which the partition is one."""
+    value_multiple: int = 1
+    """Heads of V are padded with zeros to a multiple of this size."""
+    own_sums: bool = False
+    """Sum in an order of our own (fixed_order) in place of the matrix products of torch."""
 
 
 class Span(NamedTuple):
@@ -63,7 +67,7 @@ class View(NamedTuple):
     to right."""
 
     batches: list[Batch]
-    row_multiple: int
+    shapes: Shapes
 
     @property
     def merges(self) -> bool:
@@ -77,7 +81,7 @@ def build_view(
     """Batches of all parts under one sliding window (None: full attention)."""
     tiles = make_tiles(packing, window, min_shared_tokens, shapes.partition)
     builder = _Builder(packing, window, dtype, shapes)
-    return View([builder.build(group) for group in _groups(tiles, window)], shapes.row_multiple)
+    return View([builder.build(group) for group in _groups(tiles, window)], shapes)
 
 
 def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:

@@ -9,6 +9,25 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class BatchInvariance:
+    """Whether the bits of a row's logits depend on what else is in the step, as the worker found at load."""
+
+    is_promised: bool
+    """They do not: one request gives one text, alone or in company."""
+    attention_partition: int
+    """Keys that attention sums over at once, at most; 0: all of them."""
+    reason: str
+    """What the promise rests on, or why there is none; for people."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"batch invariance: {'promised' if self.is_promised else 'not promised'}: {self.reason}"
+
+
+NOT_TRIED = BatchInvariance(False, 0, "it was not tried")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a loaded model."""
 
@@ -34,6 +53,7 @@ class ModelFacts:
     """Jinja template; render it in a sandbox."""
     special_tokens: dict[str, str]
     """bos_token, eos_token, … as a chat template names them."""
+    batch_invariance: BatchInvariance = NOT_TRIED
 
     @property
     def special_tokens_json(self) -> bytes:

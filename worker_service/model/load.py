@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import structlog
 import torch
@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..attention.backend import AttentionBackend
 from ..attention.interface import ATTENTION_NAME, register
+from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
 from ..attention.setting import Setting
+from .batch_invariance import find_batch_invariance
 from .cache_dir import default_cache_dir
 from .config import choose_max_model_len, read_config
 from .errors import ModelError
@@ -27,7 +29,7 @@ from .kv_cache import KVCache
 from .layers import AttentionLayer
 from .memory import KVCachePlan, MemoryBudget, MemorySettings, plan_memory
 from .memory_facts import facts_of_loaded
-from .packed_linear import pack_linears, tell_of_variance
+from .packed_linear import pack_linears
 from .placement import choose_device, choose_dtype, dtype_name, own_dtype
 from .progress import Progress
 from .quiet import quiet_transformers
@@ -47,16 +49,27 @@ class LoadedModel:
     device: torch.device
     model: Any
 
+    @property
+    def attention_needs(self) -> tuple[LayerNeeds, ...]:
+        """What its layers ask of attention, each once."""
+        return tuple(dict.fromkeys(layer.needs for layer in self.layers))
+
     def attention_backend(
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend:
         """The backend of that name, or the best that passes its self-test here; progress is told which. Raises ModelError."""
-        needs = tuple(dict.fromkeys(layer.needs for layer in self.layers))
-        setting = Setting(needs, self.dtype, self.device, block_size)
+        setting = Setting(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:
             raise ModelError(str(error)) from error
+
+    def try_batch_invariance(self, backend: AttentionBackend) -> Self:
+        """The same model, with what was found in its facts. Takes some forward passes; call it before there is a runner."""
+        found = find_batch_invariance(
+            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
+        )
+        return replace(self, facts=replace(self.facts, batch_invariance=found))
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
         """Size of the KV cache and how the memory is spent; keeps nothing allocated. backend: see runner. Raises ModelError."""
@@ -74,7 +87,7 @@ class LoadedModel:
     ) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None takes plain torch. sizes: see ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
-        backend = backend or make_torch(self.dtype, self.device)
+        backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
         return ModelRunner(self.model, self.layers, cache, backend, self.device, sizes=sizes)
 
 
@@ -93,8 +106,6 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     if (told := describe_regime(config, prepared.rope_regime)) is not None:
         progress(told)
     device, dtype = prepared.device, prepared.dtype
-    if (told := tell_of_variance(dtype, device)) is not None:
-        progress(told)
     facts = _read_facts(folder, config, prepared, cache_dir, progress)
     started = time.monotonic()
     model = _load_weights(folder.path, config, dtype, device)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+_TRIED_ROWS = ((200, 1 << 20), (40, 1 << 62))
+"""(rows, number of weights up to which they are tried): a large layer takes long enough with few."""
+
 
 class PackedLinear(torch.nn.Module):
     """Computes inputs · weightᵀ + bias; holds the weight [out_features, in_features] in oneDNN's own layout.
@@ -77,15 +80,36 @@ def _apply(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return result
 
 
-def tell_of_variance(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What a user is told where bits will depend on the batch that would not elsewhere; None: nothing."""
-    if device.type != "cpu" or dtype != torch.float32 or packing_works(dtype):
-        return None
-    return (
-        "torch has no oneDNN products for float32 here, so the last bits of a token's logits depend on what else is in the step: "
-        "where two tokens are nearly as likely, the same request may get another text, with a seed too; needed for one text: "
-        "a torch that is built with oneDNN (MKLDNN)"
-    )
+def find_variance(model: torch.nn.Module) -> str | None:
+    """A packed layer of the model in which the bits of a row depend on the other rows, and where; None if none was found.
+
+    Tries one layer of each size, in the thread and with the number of threads that the steps will have.
+    """
+    layers: dict[tuple[int, int, bool], tuple[str, PackedLinear]] = {}
+    for name, module in model.named_modules():
+        if type(module) is PackedLinear:
+            layers.setdefault((module.in_features, module.out_features, module.bias is None), (name, module))
+    with torch.inference_mode():
+        for name, layer in layers.values():
+            if (pieces := _variance(layer)) is not None:
+                first, end, num_rows = pieces
+                return (
+                    f"{name} ({layer.in_features} → {layer.out_features}): rows {first} … {end - 1} of {num_rows} have other "
+                    "bits alone"
+                )
+    return None
+
+
+def _variance(layer: PackedLinear) -> tuple[int, int, int] | None:
+    """(first, end, of how many) rows that have other bits alone than with the rest."""
+    num_weights = layer.in_features * layer.out_features
+    num_rows = next(rows for rows, limit in _TRIED_ROWS if num_weights <= limit)
+    inputs = torch.randn(num_rows, layer.in_features, generator=torch.Generator().manual_seed(0))
+    whole = layer(inputs)
+    for first, end in ((0, 1), (num_rows - 1, num_rows), (7, 9), (3, 20), (1, 32), (31, num_rows), (40, 171)):
+        if first < end <= num_rows and not torch.equal(layer(inputs[first:end]), whole[first:end]):
+            return first, end, num_rows
+    return None
 
 
 @cache

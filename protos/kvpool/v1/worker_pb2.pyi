@@ -131,6 +131,7 @@ class ModelFacts(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     model_name: _builtins.str
     model_fingerprint: _builtins.str
@@ -154,6 +155,8 @@ class ModelFacts(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileInfo]:
         """Files that follow unless facts_only. A model folder without a tokenizer has none: talk to it in token ids."""
 
+    @_builtins.property
+    def batch_invariance(self) -> Global___BatchInvariance: ...
     def __init__(
         self,
         *,
@@ -169,14 +172,49 @@ class ModelFacts(_message.Message):
         block_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         files: _abc.Iterable[Global___FileInfo] | None = ...,
+        batch_invariance: Global___BatchInvariance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_invariance", b"batch_invariance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelFacts: _TypeAlias = ModelFacts  # noqa: Y015
+
+@_typing.final
+class BatchInvariance(_message.Message):
+    """Whether the bits of a token's logits depend on what else the worker computes in the same step. Found by trying, at load: the CPU
+    and the number of threads decide.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMISED_FIELD_NUMBER: _builtins.int
+    ATTENTION_PARTITION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    promised: _builtins.bool
+    """They do not: the same request gives the same text on this worker, alone or in company, its prefix computed or cached. False in
+    other types than float32 and on a GPU, and where the worker found a difference.
+    """
+    attention_partition: _builtins.int
+    """Attention sums over at most this many keys at once. 0: over all of them."""
+    reason: _builtins.str
+    """What the promise rests on, or why there is none; for people."""
+    def __init__(
+        self,
+        *,
+        promised: _builtins.bool = ...,
+        attention_partition: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_partition", b"attention_partition", "promised", b"promised", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchInvariance: _TypeAlias = BatchInvariance  # noqa: Y015
 
 @_typing.final
 class FileInfo(_message.Message):

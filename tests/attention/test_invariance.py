@@ -1,0 +1,258 @@
+"""The worker finds out with which shapes attention is batch-invariant, also on CPUs whose products add in other orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from scripts.cpus import CHOICE
+from tests.attention.fake_blas import (
+    Cuts,
+    FakeBlas,
+    InexactCpu,
+    fixed,
+    in_halves,
+    odd_rows,
+    odd_rows_of_odd_widths,
+    rest_first,
+)
+from worker_service.attention import softmax
+from worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
+from worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
+from worker_service.attention.packing import pack
+from worker_service.attention.selection import choose_backend
+from worker_service.attention.setting import Setting
+from worker_service.attention.torch_backend import TorchAttention
+from worker_service.attention.torch_plan import Shapes
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+NUM_TOKENS = 300
+NEEDS = LayerNeeds(2, 1, 8, 8, 0.35, None, None, False)
+CAPPED = NEEDS._replace(softcap=20.0)
+"""Computed in plain products, not by the fused kernel."""
+
+
+@pytest.fixture(autouse=True)
+def trials_of_its_own() -> Iterator[None]:
+    """What was found with other products says nothing about those of a test."""
+    forget_trials()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    forget_trials()
+
+
+class Part(NamedTuple):
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+
+
+class Text:
+    """A random sequence whose KV is in blocks, and a neighbour with half as many tokens; no code of the self-test."""
+
+    def __init__(self, needs: LayerNeeds) -> None:
+        self._needs = needs
+        random = torch.Generator().manual_seed(8)
+        self._num_blocks = 1 + 2 * NUM_TOKENS // BLOCK_SIZE
+        blocks = torch.randperm(self._num_blocks - 1, generator=random) + 1
+        self._tables = [half.tolist() for half in blocks.chunk(2)]
+        self._query, self._key, self._value = (
+            torch.randn(2, NUM_TOKENS, heads, dim, generator=random)
+            for heads, dim in (
+                (needs.num_heads, needs.k_head_dim),
+                (needs.num_kv_heads, needs.k_head_dim),
+                (needs.num_kv_heads, needs.v_head_dim),
+            )
+        )
+
+    def rows(self, shapes: Shapes, chunks: Sequence[int], neighbour: bool = False) -> torch.Tensor:
+        """[T, Hq, Dv], computed in chunks of these lengths in turn, in the company of as many rows of the neighbour."""
+        needs = self._needs
+        size = (self._num_blocks, BLOCK_SIZE, needs.num_kv_heads)
+        layer = KVLayer(0, needs.window, torch.zeros(*size, needs.k_head_dim), torch.zeros(*size, needs.v_head_dim))
+        backend = TorchAttention(torch.float32, shapes=shapes)
+        call = AttentionCall(needs.scaling, needs.window, needs.softcap)
+        done = 0
+        rows: list[torch.Tensor] = []
+        while done < NUM_TOKENS:
+            end = min(NUM_TOKENS, done + chunks[len(rows) % len(chunks)])
+            spans = [(1, 0, min(end, NUM_TOKENS // 2))] if neighbour else []
+            spans.append((0, done, end))
+            parts = [Part([0] * (last - first), first, self._tables[index]) for index, first, last in spans]
+            backend.begin(pack(parts, BLOCK_SIZE, self._num_blocks, CPU))
+            query, key, value = (
+                torch.cat([tensor[index, first:last] for index, first, last in spans]).transpose(0, 1)[None]
+                for tensor in (self._query, self._key, self._value)
+            )
+            with torch.inference_mode():
+                rows.append(backend.attend(layer, query, key, value, call)[0, done - end :])
+            done = end
+        return torch.cat(rows)
+
+
+def is_invariant(needs: LayerNeeds, shapes: Shapes) -> bool:
+    """Rows at once, in chunks, one by one and with a neighbour have the same bits."""
+    text = Text(needs)
+    at_once = text.rows(shapes, [NUM_TOKENS])
+    ways = (([64, 64, 10], False), ([33, 1, 5], True), ([NUM_TOKENS], True))
+    return all(torch.equal(text.rows(shapes, chunks, neighbour), at_once) for chunks, neighbour in ways)
+
+
+EACH_PATH = pytest.mark.parametrize("needs", [NEEDS, CAPPED], ids=["fused", "plain"])
+
+
+@EACH_PATH
+@pytest.mark.parametrize(
+    ("cuts", "partition"),
+    [
+        (in_halves(192), 192),
+        (in_halves(128), 128),
+        (in_halves(96), 128),
+        (rest_first(192), 192),
+        (rest_first(128), 128),
+        (rest_first(96), 96),
+        (rest_first(48), 64),
+        (fixed(192), 256),
+        (fixed(96), 256),
+        (fixed(32), 256),
+    ],
+    ids=[
+        *(
+            "halves_192",
+            "halves_128",
+            "halves_96",
+            "rest_first_192",
+            "rest_first_128",
+            "rest_first_96",
+            "rest_first_48",
+        ),
+        *("fixed_192", "fixed_96", "fixed_32"),
+    ],
+)
+def test_the_largest_partition_that_holds_is_taken(needs: LayerNeeds, cuts: Cuts, partition: int) -> None:
+    """Where a BLAS cuts a long sum; 96 in halves is no cut for 128, because 64 and 128 keys begin with the same 64."""
+    with FakeBlas(cuts) as blas:
+        finding = find_shapes([needs])
+        assert finding.holds
+        assert finding.shapes == fixed_shapes(partition)
+        assert [rejected.shapes for rejected in finding.rejected] == [
+            shapes for shapes in FIXED_SHAPES if (shapes.partition or 0) > partition
+        ]
+        assert blas.num_products
+        assert is_invariant(needs, finding.shapes)
+
+
+@EACH_PATH
+def test_a_partition_that_does_not_hold_is_seen_to_differ(needs: LayerNeeds) -> None:
+    """So the check of the test before can fail."""
+    with FakeBlas(in_halves(192)):
+        assert not is_invariant(needs, fixed_shapes(256))
+
+
+@EACH_PATH
+def test_one_layer_that_needs_a_shorter_partition_decides_for_all(needs: LayerNeeds) -> None:
+    """The cuts of this BLAS depend on the width of a row."""
+
+    class TwoWays(FakeBlas):  # type: ignore[no-untyped-call]
+        def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            self._cuts = in_halves(128) if right.shape[-1] == 12 else fixed(64)
+            return super()._product(left, right)
+
+    narrow, wide = needs, needs._replace(k_head_dim=12, v_head_dim=12)
+    with TwoWays(fixed(64)):
+        assert find_shapes([narrow]).shapes.partition == 256
+        assert find_shapes([narrow, wide]).shapes.partition == 128
+
+
+@EACH_PATH
+def test_odd_heads_of_v_are_padded_where_that_is_what_helps(needs: LayerNeeds) -> None:
+    odd = needs._replace(v_head_dim=6, k_head_dim=6)
+    with FakeBlas(in_halves(192), odd_rows_of_odd_widths):
+        finding = find_shapes([odd])
+        assert finding.holds
+        assert finding.shapes == fixed_shapes(192)._replace(value_multiple=4)
+        assert is_invariant(odd, finding.shapes)
+        assert not is_invariant(odd, fixed_shapes(192))
+        assert find_shapes([needs]).shapes == fixed_shapes(192)
+    assert "padded to a multiple of 4" in finding.describe()
+
+
+@EACH_PATH
+def test_where_no_partition_holds_the_sums_are_our_own(needs: LayerNeeds) -> None:
+    with FakeBlas(fixed(64), odd_rows) as blas:
+        finding = find_shapes([needs])
+        assert finding.holds
+        assert finding.shapes.own_sums
+        assert len(finding.rejected) == len(FIXED_SHAPES)
+        before = blas.num_products
+        assert is_invariant(needs, finding.shapes)
+        assert blas.num_products == before, "no product of the BLAS is in it"
+        assert not is_invariant(needs, fixed_shapes(16))
+    assert "slow" in finding.describe()
+
+
+def test_a_cpu_on_which_nothing_holds_is_reported() -> None:
+    with InexactCpu():  # type: ignore[no-untyped-call]
+        finding = find_shapes([NEEDS])
+        assert not finding.holds
+    assert finding.describe().startswith("not batch-invariant")
+    assert finding.rejected[0].difference in finding.describe()
+
+
+def test_the_self_test_sees_the_plain_path_where_the_fused_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls what the backend calls, whatever that is."""
+    monkeypatch.setattr(softmax, "fused_cpu_attention_works", lambda: False)
+    with FakeBlas(in_halves(128)):
+        finding = find_shapes([NEEDS])
+        assert finding.shapes.partition == 128
+        assert is_invariant(NEEDS, finding.shapes)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        NEEDS._replace(k_head_dim=64, v_head_dim=64),
+        NEEDS._replace(k_head_dim=10, v_head_dim=10),
+        CAPPED._replace(k_head_dim=24, v_head_dim=16),
+    ],
+    ids=["64", "10", "16_capped"],
+)
+def test_what_is_chosen_holds_on_this_cpu(needs: LayerNeeds, record_property: Callable[[str, str], None]) -> None:
+    finding = find_shapes([needs])
+    name = f"{needs.v_head_dim}{'' if needs.softcap is None else ' capped'}"
+    record_property(CHOICE, f"{name}: {finding.how if finding.holds else 'none'}")
+    if finding.holds:
+        assert is_invariant(needs, finding.shapes)
+
+
+def test_a_shape_is_tried_once_in_a_process() -> None:
+    with FakeBlas(in_halves(192)) as blas:
+        first = find_shapes([NEEDS])
+        num_products = blas.num_products
+        again = find_shapes([NEEDS, NEEDS])
+        assert blas.num_products == num_products
+    assert (again.shapes, again.rejected) == (first.shapes, first.rejected)
+
+
+def test_the_backend_takes_the_shapes_and_the_log_has_the_reason() -> None:
+    said: list[str] = []
+    with FakeBlas(in_halves(192)):
+        backend = choose_backend("auto", Setting((NEEDS,), torch.float32, CPU, 16), said.append)
+    assert isinstance(backend, TorchAttention)
+    assert backend.shapes == fixed_shapes(192)
+    assert said[0].startswith("attention: torch; batch-invariant by partitions of 192 keys")
+    assert "256 does not hold" in said[0]
+
+
+def test_other_dtypes_keep_the_shapes_that_cost_least() -> None:
+    said: list[str] = []
+    backend = choose_backend("torch", Setting((NEEDS,), torch.bfloat16, CPU, 16), said.append)
+    assert isinstance(backend, TorchAttention)
+    assert backend.shapes.partition is None
+    assert said == ["attention: torch"]

@@ -1,0 +1,182 @@
+"""What a worker says of batch invariance is what its model does, on this CPU and on others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from structlog.testing import capture_logs
+
+from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
+from tests.cluster.in_process import in_process_cluster
+from tests.model.paged import NEVER, PagedModel, load, quiet
+from tests.tiny_models import make_tiny_model
+from worker_service.attention.invariance import forget_trials
+from worker_service.codec import encode_batch_invariance
+from worker_service.engine.step import SequencePart
+from worker_service.model import batch_invariance, packed_linear
+from worker_service.model.facts import BatchInvariance
+from worker_service.model.load import LoadedModel, load_model
+from worker_service.model.settings import ModelSettings
+from worker_service.server import tell_of_invariance
+
+NUM_TOKENS = 210
+NEEDS_PACKING = pytest.mark.skipif(
+    not packed_linear.packing_works(torch.float32), reason="this torch has no packed float32 products"
+)
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    return load(make_tiny_model("qwen3", tmp_path).path)
+
+
+@pytest.fixture(autouse=True)
+def trials_of_its_own() -> Any:
+    forget_trials()
+    yield
+    forget_trials()
+
+
+def found(loaded: LoadedModel) -> BatchInvariance:
+    backend = loaded.attention_backend("auto", 16, quiet)
+    return loaded.try_batch_invariance(backend).facts.batch_invariance
+
+
+def rows(loaded: LoadedModel, chunk: int) -> torch.Tensor:
+    """The logits of a text in chunks, with the backend that a worker takes."""
+    paged = PagedModel(loaded, 256, NEVER)
+    text = [(7 * index) % 50 + 3 for index in range(NUM_TOKENS)]
+    table = paged.request(text, 0).table
+    chunks = [SequencePart(text[first : first + chunk], first, table, None) for first in range(0, NUM_TOKENS, chunk)]
+    return torch.cat([paged.runner.logits([part]) for part in chunks])
+
+
+@NEEDS_PACKING
+def test_a_model_keeps_its_bits_on_a_cpu_that_cuts_elsewhere(loaded: LoadedModel) -> None:
+    """The whole model over the products of another CPU."""
+    with FakeBlas(in_halves(128)) as blas:
+        said = found(loaded)
+        assert said.attention_partition == 128
+        assert blas.num_products
+        at_once = rows(loaded, NUM_TOKENS)
+        assert torch.equal(rows(loaded, 70), at_once)
+        assert torch.equal(rows(loaded, 33), at_once)
+    assert said.is_promised
+    assert "partitions of 128 keys" in said.reason
+
+
+@NEEDS_PACKING
+def test_a_model_keeps_its_bits_where_no_partition_holds(loaded: LoadedModel) -> None:
+    with FakeBlas(fixed(64), odd_rows):
+        said = found(loaded)
+        assert torch.equal(rows(loaded, 33), rows(loaded, NUM_TOKENS))
+    assert said.is_promised
+    assert "an order of its own" in said.reason
+
+
+def test_without_packed_products_nothing_is_promised(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_invariance, "packing_works", lambda _: False)
+    said = found(loaded)
+    assert not said.is_promised
+    assert "oneDNN" in said.reason
+    assert "may get another text" in said.reason
+
+
+@NEEDS_PACKING
+def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = packed_linear._apply
+
+    def varying(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = apply(inputs, weight, bias)
+        result[..., 1::2, :] *= 1 + 2**-20
+        return result
+
+    monkeypatch.setattr(packed_linear, "_apply", varying)
+    said = found(loaded)
+    assert not said.is_promised
+    assert "model.layers.0.self_attn.q_proj" in said.reason
+
+
+@NEEDS_PACKING
+def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> None:
+    """An operation that no replacement is known for, here of the last norm."""
+    norm = loaded.model.model.norm
+    forward = norm.forward
+
+    def varying(hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = forward(hidden).clone()
+        result[:, -1] *= 1 + 2**-20
+        return result
+
+    norm.forward = varying
+    said = found(loaded)
+    assert not said.is_promised
+    assert "rows of logits" in said.reason
+
+
+def test_in_bfloat16_nothing_is_promised(tmp_path: Path) -> None:
+    settings = ModelSettings(
+        str(make_tiny_model("qwen3", tmp_path).path),
+        dtype="bfloat16",
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+        num_threads=1,
+    )
+    said = found(load_model(settings, quiet))
+    assert not said.is_promised
+    assert said.attention_partition == 0
+    assert "bfloat16" in said.reason
+    message = encode_batch_invariance(said)
+    assert not message.promised
+
+
+def test_the_model_can_be_served_after_it_was_tried(loaded: LoadedModel) -> None:
+    """Nothing of the trial stays bound to it."""
+    before = rows(loaded, NUM_TOKENS)
+    found(loaded)
+    assert torch.equal(rows(loaded, NUM_TOKENS), before)
+
+
+async def test_a_client_learns_it_from_get_model(tmp_path: Path) -> None:
+    tiny = make_tiny_model("qwen3", tmp_path / "qwen3")
+    async with (
+        in_process_cluster(tiny.path, tmp_path) as cluster,
+        grpc.aio.insecure_channel(cluster.worker.address) as channel,
+    ):
+        (message,) = [
+            message
+            async for message in worker_pb2_grpc.WorkerServiceStub(channel).GetModel(
+                worker_pb2.GetModelRequest(facts_only=True)
+            )
+        ]
+        found = cluster.worker.facts.batch_invariance
+    told = message.facts.batch_invariance
+    assert (told.promised, told.attention_partition, told.reason) == (
+        found.is_promised,
+        found.attention_partition,
+        found.reason,
+    )
+    assert told.attention_partition > 0
+    assert told.reason
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_the_log_and_get_model_say_what_was_found(promised: bool, loaded: LoadedModel) -> None:
+    """In float32 on a CPU the absence of the promise is a warning."""
+    said = BatchInvariance(promised, 192, "as it was found")
+    facts = replace(loaded.facts, batch_invariance=said)
+    with capture_logs() as logs:
+        tell_of_invariance(facts)
+    (entry,) = logs
+    assert entry["log_level"] == ("info" if promised else "warning")
+    assert "as it was found" in entry["event"]
+    message = encode_batch_invariance(said)
+    assert (message.promised, message.attention_partition, message.reason) == (promised, 192, "as it was found")

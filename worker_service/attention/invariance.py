@@ -1,0 +1,285 @@
+"""With which shapes attention is batch-invariant on this machine, found by trying them on the heads that a model has.
+
+Which terms of a sum a BLAS adds first depends on the CPU, and on the length, the number and the place of the rows that it gets. So
+nothing is assumed. A text is computed at once; then pieces of it are computed alone, in company and at other offsets, with every
+number of keys that a product may have. The bits of each row must stay the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .layer import AttentionCall, KVLayer, LayerNeeds
+from .packing import Packer
+from .torch_backend import TorchAttention
+from .torch_plan import Shapes
+
+
+def fixed_shapes(partition: int) -> Shapes:
+    """Shapes for products of which the number of rows and keys takes few values. partition: a multiple of 16."""
+    key_multiple = next(multiple for multiple in (64, 32, 16) if partition % multiple == 0)
+    return Shapes(partition, row_multiple=16, key_multiple=key_multiple)
+
+
+FIXED_SHAPES = tuple(fixed_shapes(partition) for partition in (256, 192, 128, 96, 64, 32, 16))
+"""In the order in which they are tried: longer segments need fewer calls and fewer merges."""
+OWN_SUMS = Shapes(partition=256, row_multiple=1, key_multiple=1, own_sums=True)
+"""The last resort. It depends on no BLAS, and is many times slower."""
+
+_VALUE_MULTIPLE = 4
+_BLOCK_SIZE = 16
+_MAX_KV_HEADS = 4
+"""More of them are only more products of the same shape."""
+_MANY_ROWS = (33, 193, 769)
+"""Rows of a chunk: kernels change their tiling at some number of rows. torch's fused one does so at 192 and at 768."""
+_PRIME = 65_537
+"""Random numbers that are drawn; larger tensors repeat them. No row comes twice, because no size of a row divides it."""
+_SCORE_DEVIATION = 1.0
+"""Standard deviation of the scores: every key has a weight that shows in the sum."""
+
+
+class Rejected(NamedTuple):
+    """Shapes that do not hold here."""
+
+    shapes: Shapes
+    difference: str
+    """The first one found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the self-test has found for the layers of a model."""
+
+    shapes: Shapes
+    """To be used, whether or not they hold."""
+    holds: bool
+    """A row has the same bits whatever else is in the step."""
+    rejected: tuple[Rejected, ...]
+    """What was tried before."""
+    seconds: float
+
+    @property
+    def how(self) -> str:
+        """What makes a row's bits its own, in a few words."""
+        if self.shapes.own_sums:
+            return "sums in an order of its own, which is slow"
+        padded = f", value heads padded to a multiple of {self.shapes.value_multiple}"
+        return f"partitions of {self.shapes.partition} keys{padded if self.shapes.value_multiple > 1 else ''}"
+
+    def describe(self) -> str:
+        """One line for the log: what was chosen, and why nothing longer was."""
+        why = "".join(f"; {shapes.partition} does not hold: {difference}" for shapes, difference in self.rejected[:1])
+        if not self.holds:
+            return f"not batch-invariant: no partition and no order of sums holds on this CPU{why}"
+        return f"batch-invariant by {self.how} (self-test {self.seconds:.1f} s){why}"
+
+
+def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
+    """The largest partition with which attention in float32 on the CPU is batch-invariant for all of these layers.
+
+    Call it in the thread that will run the steps, with the number of threads that they will have. Takes some tenths of a second;
+    shapes of layers that this process has tried already take nothing.
+    """
+    started = time.monotonic()
+    rejected: list[Rejected] = []
+    for shapes in _candidates(needs):
+        difference = next(
+            (found for each in _cases(needs, shapes) if (found := _tried(each, shapes)) is not None), None
+        )
+        if difference is None:
+            return Finding(shapes, True, tuple(rejected), time.monotonic() - started)
+        rejected.append(Rejected(shapes, difference))
+    return Finding(FIXED_SHAPES[0], False, tuple(rejected), time.monotonic() - started)
+
+
+def _candidates(needs: Sequence[LayerNeeds]) -> Iterator[Shapes]:
+    is_odd = any(each.v_head_dim % _VALUE_MULTIPLE for each in needs)
+    for shapes in FIXED_SHAPES:
+        yield shapes
+        if is_odd:
+            yield shapes._replace(value_multiple=_VALUE_MULTIPLE)
+    yield OWN_SUMS
+
+
+def _cases(needs: Sequence[LayerNeeds], shapes: Shapes) -> list[LayerNeeds]:
+    """Each shape of a layer once; a window begins and ends in the text, and its length does not matter otherwise."""
+    assert shapes.partition is not None
+    return list(dict.fromkeys(_case(each, shapes.partition) for each in needs))
+
+
+def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
+    window = None if needs.window is None else partition + 9
+    kv_heads = needs.num_kv_heads
+    if kv_heads > _MAX_KV_HEADS:  # an even number stays even, and so the rows in memory stay aligned as they were
+        kv_heads = _MAX_KV_HEADS - kv_heads % 2
+    groups = needs.num_heads // needs.num_kv_heads
+    return needs._replace(window=window, num_heads=groups * kv_heads, num_kv_heads=kv_heads)
+
+
+def _tried(needs: LayerNeeds, shapes: Shapes) -> str | None:
+    return _difference(needs, shapes, torch.get_num_threads())
+
+
+@lru_cache(maxsize=256)
+def _difference(needs: LayerNeeds, shapes: Shapes, num_threads: int) -> str | None:
+    """The first difference in bits that is found for such a layer, None if there is none. The threads are only part of the key."""
+    with torch.inference_mode():
+        return _Trial(needs, shapes).run()
+
+
+def forget_trials() -> None:
+    """Try everything anew, because what products are computed with has changed."""
+    _difference.cache_clear()
+
+
+class _Part(NamedTuple):
+    """Positions first … end − 1 of a text in a step; see PackedPart."""
+
+    text: int
+    first: int
+    end: int
+    block_table: list[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [0] * (self.end - self.first)
+
+    @property
+    def start(self) -> int:
+        return self.first
+
+
+class _Text(NamedTuple):
+    """Random q, k and v [T, H, D] of a sequence, and the attention of all its rows computed at once."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    block_table: list[int]
+    at_once: list[torch.Tensor]
+    """[T, Hq, Dv]; empty until it is computed."""
+
+
+_LONG, _MAIN, _SHARER, _OTHER, _THIRD = range(5)
+"""Texts. The second and the third begin with the same segment, in the same blocks."""
+_Pieces = list[tuple[int, int, int]]
+"""Of (text, first position, end)."""
+
+
+class _Trial:
+    """One shape of layer under one choice of shapes."""
+
+    def __init__(self, needs: LayerNeeds, shapes: Shapes) -> None:
+        assert shapes.partition is not None
+        self._needs, self._partition = needs, shapes.partition
+        self._step = max(shapes.key_multiple, _BLOCK_SIZE)
+        self._random = torch.Generator().manual_seed(0)
+        self._texts = self._make_texts()
+        num_blocks = 1 + max(block for text in self._texts for block in text.block_table)
+        self._packer = Packer(_BLOCK_SIZE, num_blocks, torch.device("cpu"))
+        self._backend = TorchAttention(torch.float32, min_shared_tokens=1, shapes=shapes)
+        size = (num_blocks, _BLOCK_SIZE, needs.num_kv_heads)
+        caches = (torch.zeros(*size, needs.k_head_dim), torch.zeros(*size, needs.v_head_dim))
+        self._layer = KVLayer(0, needs.window, *caches)
+        sinks = self._normal(needs.num_heads) if needs.has_sinks else None
+        self._call = AttentionCall(needs.scaling, needs.window, needs.softcap, sinks)
+
+    def run(self) -> str | None:
+        """The first difference; None if there is none."""
+        for pieces in self._steps():
+            at_once = [self._at_once(index) for index, _, _ in pieces]
+            for (_, first, end), rows, expected in zip(pieces, self._attend(pieces), at_once, strict=True):
+                different = (rows != expected[first:end]).flatten(1).any(1)
+                if different.any():
+                    return self._tell(pieces, first, end, int(different.sum()))
+        return None
+
+    def _steps(self) -> Iterator[_Pieces]:
+        """Those that find most come first."""
+        partition = self._partition
+        # The causal tile of a segment at once has all keys; a beginning of it has fewer, seen on both sides of every cut.
+        yield from ([(_MAIN, 0, end)] for end in range(self._step, partition, self._step))
+        # Places of a row in its tile.
+        yield from (
+            [(_MAIN, partition // 2 - shift, partition // 2 + 1)] for shift in range(1, min(20, partition // 2))
+        )
+        # One row alone.
+        borders = range(16, partition + 33, 32 if partition > 64 else 16)
+        yield from ([(_MAIN, position, position + 1)] for border in borders for position in (border - 2, border))
+        # Chunks.
+        for length in (7, 17, 40):
+            yield from ([(_MAIN, first, first + length)] for first in range(0, partition, partition // 3 + length))
+        # In company: the same kind of tile, and other kinds.
+        middle, border = partition // 2, partition + 3
+        yield [(_OTHER, middle, middle + 1), (_MAIN, middle - 1, middle), (_THIRD, 2, 3)]
+        yield [(_OTHER, border, border + 5), (_LONG, middle, middle + 5), (_MAIN, middle + 3, middle + 8)]
+        yield [(_THIRD, 0, partition), (_MAIN, border, border + 1), (_OTHER, 0, partition), (_LONG, middle, border)]
+        # A segment attended once for its sharers.
+        for length in (1, 3, 18):
+            yield [(_SHARER, partition, partition + length), (_OTHER, 3, 9), (_MAIN, border, border + 1)]
+        # Many rows.
+        yield from ([(_LONG, partition + 5, partition + 5 + rows)] for rows in _MANY_ROWS)
+
+    def _at_once(self, index: int) -> torch.Tensor:
+        """[T, Hq, Dv] of the whole text in one step. Its KV stays in its blocks."""
+        text = self._texts[index]
+        if not text.at_once:
+            text.at_once.extend(self._attend([(index, 0, len(text.query))]))
+        return text.at_once[0]
+
+    def _attend(self, pieces: _Pieces) -> list[torch.Tensor]:
+        """[T, Hq, Dv] of each piece, computed in one step."""
+        parts = [_Part(index, first, end, self._texts[index].block_table) for index, first, end in pieces]
+        packing = self._packer.pack(parts)
+        query, key, value = (
+            torch.cat([getattr(self._texts[part.text], name)[part.first : part.end] for part in parts])
+            for name in ("query", "key", "value")
+        )
+        self._backend.begin(packing)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        out = self._backend.attend(self._layer, query, key, value, self._call)[0]
+        return list(torch.split(out, [part.end - part.first for part in parts]))
+
+    def _make_texts(self) -> list[_Text]:
+        partition = self._partition
+        short = partition + 80
+        texts: list[_Text] = []
+        num_blocks = 1
+        for length in (partition + _MANY_ROWS[-1] + 5, short, short, short, short):
+            table = list(range(num_blocks, num_blocks + -(-length // _BLOCK_SIZE)))
+            num_blocks += len(table)
+            texts.append(self._make_text(length, table))
+        main, sharer = texts[_MAIN], texts[_SHARER]
+        shared = partition // _BLOCK_SIZE
+        sharer.block_table[:shared] = main.block_table[:shared]
+        for ours, theirs in ((sharer.key, main.key), (sharer.value, main.value)):
+            ours[:partition] = theirs[:partition]
+        return texts
+
+    def _make_text(self, length: int, table: list[int]) -> _Text:
+        needs = self._needs
+        # A product of two standard normal vectors of D numbers deviates by √D.
+        factor = _SCORE_DEVIATION / (needs.scaling * needs.k_head_dim**0.5)
+        query = self._normal(length, needs.num_heads, needs.k_head_dim) * factor
+        key = self._normal(length, needs.num_kv_heads, needs.k_head_dim)
+        return _Text(query, key, self._normal(length, needs.num_kv_heads, needs.v_head_dim), table, [])
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        drawn = torch.randn(_PRIME, generator=self._random)
+        size = math.prod(shape)
+        return drawn.repeat(-(-size // _PRIME))[:size].view(shape)
+
+    def _tell(self, pieces: _Pieces, first: int, end: int, num_different: int) -> str:
+        needs = self._needs
+        company = "alone" if len(pieces) == 1 else "in company"
+        return (
+            f"{num_different} of the rows {first} … {end - 1}, computed {company}, have other bits than at once "
+            f"({needs.num_heads} heads, {needs.num_kv_heads} KV heads, head sizes {needs.k_head_dim} and {needs.v_head_dim})"
+        )
