@@ -129,9 +129,8 @@ def _run(setting: Setting) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
-            ended = subprocess.run(
-                [*command, f"--junitxml={report}", "-k", _selection(), *TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
-            )  # fmt: skip
+            command += [f"--junitxml={report}", "-k", _selection(), *TESTS]
+            ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
             if not report.is_file():
                 return Result(trouble=f"pytest ended with status {ended.returncode}: {ended.stderr[-300:]!r}")
             result = read(report, list(TESTS))

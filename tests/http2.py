@@ -1,35 +1,60 @@
-"""A raw HTTP/2 client for tests: what no gRPC library sends. Frames by RFC 9113, header fields as literals without indexing."""
+"""HTTP/2 written by hand, for tests that send what no library would: frames, literal headers, one connection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import struct
 from collections.abc import Iterable, Mapping
+from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA: Final = 0x0
-HEADERS: Final = 0x1
-RST_STREAM: Final = 0x3
-SETTINGS: Final = 0x4
-PING: Final = 0x6
-GOAWAY: Final = 0x7
-WINDOW_UPDATE: Final = 0x8
-END_STREAM: Final = 0x1
-ACK: Final = 0x1
-END_HEADERS: Final = 0x4
-INITIAL_WINDOW_SIZE: Final = 0x4
-"""Of SETTINGS: bytes of DATA that the peer may send on each stream before a WINDOW_UPDATE."""
-METHOD_POST_AND_SCHEME_HTTP: Final = b"\x83\x86"
-"""Entries 3 and 6 of HPACK's static table."""
 
-Fields = Iterable[tuple[bytes, bytes]]
+Header = tuple[bytes, bytes]
+
+
+class Kind(IntEnum):
+    """Frame types of RFC 9113."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
+
+
+class Flag(IntFlag):
+    """Those of the frames above; ACK and END_STREAM share a bit."""
+
+    NONE = 0
+    END_STREAM = 1
+    ACK = 1
+    END_HEADERS = 4
+    PADDED = 8
+    PRIORITY = 32
+
+
+class Setting(IntEnum):
+    """Identifiers in a SETTINGS frame."""
+
+    HEADER_TABLE_SIZE = 1
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
 
 
 class Frame(NamedTuple):
-    """One frame as it came."""
+    """One frame as it was read. `kind` is a Kind where RFC 9113 knows it."""
 
     kind: int
     flags: int
@@ -37,47 +62,78 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """The bytes of one frame; `payload` is under 16 MiB."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", *, length: int | None = None) -> bytes:
+    """The bytes of a frame; `length`: what it claims to be, if that is not the truth."""
+    claimed = len(payload) if length is None else length
+    return claimed.to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def settings(values: Mapping[int, int]) -> bytes:
-    """The payload of a SETTINGS frame."""
-    return b"".join(struct.pack(">HI", name, value) for name, value in values.items())
+def settings(values: Iterable[tuple[int, int]] = ()) -> bytes:
+    """A SETTINGS frame."""
+    return frame(Kind.SETTINGS, payload=b"".join(struct.pack(">HI", *value) for value in values))
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field that is put into no table."""
+    """A header as HPACK has it: literal, new name, not indexed, no Huffman code."""
     return b"\x00" + _string(name) + _string(value)
 
 
-def grpc_headers(path: bytes, fields: Fields = ()) -> bytes:
-    """The header block of a gRPC request. `path` is sent as it is, `fields` come last."""
-    usual = ((b":path", path), (b":authority", b"test"), (b"te", b"trailers"), (b"content-type", b"application/grpc"))
-    return METHOD_POST_AND_SCHEME_HTTP + b"".join(literal(name, value) for name, value in (*usual, *fields))
+def _string(text: bytes) -> bytes:
+    return _integer(len(text)) + text
 
 
-def grpc_message(message: bytes) -> bytes:
-    """A message as gRPC puts it into DATA: uncompressed, led by its length."""
-    return struct.pack(">BI", 0, len(message)) + message
+def _integer(value: int) -> bytes:
+    """With a prefix of 7 bits."""
+    if value < 127:
+        return bytes([value])
+    encoded = bytearray([127])
+    value -= 127
+    while value >= 128:
+        encoded.append(value % 128 + 128)
+        value //= 128
+    encoded.append(value)
+    return bytes(encoded)
 
 
-def _string(data: bytes) -> bytes:
-    """A string literal of HPACK without Huffman coding; the length is an integer with a prefix of 7 bits."""
-    if len(data) < 0x7F:
-        return bytes((len(data),)) + data
-    rest = len(data) - 0x7F
-    length = bytearray((0x7F,))
-    while rest >= 0x80:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    length.append(rest)
-    return bytes(length) + data
+def request_headers(path: bytes, *, authority: bytes = b"localhost", further: Iterable[Header] = ()) -> bytes:
+    """The header block of a gRPC call."""
+    call = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", authority)]
+    call += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *further]
+    return b"".join(literal(*header) for header in call)
+
+
+def headers(block: bytes, stream: int = 1, flags: int = Flag.END_HEADERS) -> bytes:
+    """A HEADERS frame."""
+    return frame(Kind.HEADERS, flags, stream, block)
+
+
+def data(payload: bytes, stream: int = 1, flags: int = Flag.END_STREAM) -> bytes:
+    """A DATA frame; ends the stream unless `flags` say otherwise. At most 16 KiB of payload."""
+    return frame(Kind.DATA, flags, stream, payload)
+
+
+def message(payload: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """A gRPC message, to be sent as data; `length`: what it claims to be, if that is not the truth."""
+    return struct.pack(">BI", compressed, len(payload) if length is None else length) + payload
+
+
+def call(path: bytes, payload: bytes, stream: int = 1, further: Iterable[Header] = ()) -> bytes:
+    """A whole unary request of at most 16 KiB."""
+    return headers(request_headers(path, further=further), stream) + data(message(payload), stream)
+
+
+def reset(stream: int, error: int = 8) -> bytes:
+    """A RST_STREAM frame; 8 is CANCEL."""
+    return frame(Kind.RST_STREAM, 0, stream, struct.pack(">I", error))
+
+
+def window_update(increment: int, stream: int = 0) -> bytes:
+    """A WINDOW_UPDATE frame."""
+    return frame(Kind.WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
 
 
 class Connection:
-    """One connection. `async with Connection.open(port) as connection` sends preface and SETTINGS, and closes it in the end."""
+    """A TCP connection that sends what it is given. What the peer does to it (reset, close) is no error here."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -85,10 +141,17 @@ class Connection:
         self._next_stream = 1
 
     @classmethod
-    async def open(cls, port: int, host: str = "127.0.0.1", own_settings: Mapping[int, int] | None = None) -> Self:
-        """Connect, and send preface and SETTINGS."""
-        connection = cls(*await asyncio.open_connection(host, port))
-        await connection.send(PREFACE + frame(SETTINGS, 0, 0, settings(own_settings or {})))
+    async def connect(cls, address: str, seconds: float = 10.0) -> Self:
+        """`address` is host:port. Raises OSError or TimeoutError if nothing listens there."""
+        host, _, port = address.rpartition(":")
+        async with asyncio.timeout(seconds):
+            return cls(*await asyncio.open_connection(host, int(port)))
+
+    @classmethod
+    async def open(cls, port: int, own_settings: Mapping[int, int] | None = None) -> Self:
+        """Connect to a port of this machine, and send preface and SETTINGS."""
+        connection = await cls.connect(f"127.0.0.1:{port}")
+        await connection.start(*(own_settings or {}).items())
         return connection
 
     async def __aenter__(self) -> Self:
@@ -97,37 +160,71 @@ class Connection:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._writer.transport.abort()
+        await self.close()
 
-    async def send(self, data: bytes) -> None:
-        """Write bytes as they are."""
-        self._writer.write(data)
-        await self._writer.drain()
+    async def send(self, *parts: bytes, seconds: float = 10.0) -> bool:
+        """Whether the peer has taken it within the time."""
+        try:
+            self._writer.write(b"".join(parts))
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+        except (OSError, TimeoutError):
+            return False
+        return True
 
-    async def request(self, path: bytes, message: bytes | None = None, fields: Fields = ()) -> int:
-        """Send a request and return its stream. Without a message the stream ends with the headers."""
+    async def start(self, *values: tuple[int, int]) -> bool:
+        """The preface and SETTINGS with these values."""
+        return await self.send(PREFACE, settings(values))
+
+    async def read_frame(self, seconds: float = 10.0) -> Frame | None:
+        """The next frame; None if the connection has ended, or nothing came in time."""
+        try:
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                head = await self._reader.readexactly(9)
+                payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return None
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        return Frame(kind, flags, stream & 0x7FFFFFFF, payload)
+
+    async def request(self, path: bytes, payload: bytes | None = None) -> int:
+        """Send a request and return its stream. Without a payload the stream ends with the headers."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        ends = END_STREAM if message is None else 0
-        await self.send(frame(HEADERS, END_HEADERS | ends, stream, grpc_headers(path, fields)))
-        if message is not None:
-            await self.send(frame(DATA, END_STREAM, stream, grpc_message(message)))
+        if payload is None:
+            flags = Flag.END_HEADERS | Flag.END_STREAM
+            await self.send(headers(request_headers(path), stream, flags))
+        else:
+            await self.send(call(path, payload, stream))
         return stream
 
     async def read(self, *, answer: bool = True) -> Frame | None:
         """The next frame; None when the peer has closed the connection. SETTINGS and PING are acknowledged if `answer`."""
-        try:
-            head = await self._reader.readexactly(9)
-            payload = await self._reader.readexactly(int.from_bytes(head[:3]))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-        found = Frame(head[3], head[4], int.from_bytes(head[5:]) & 0x7FFFFFFF, payload)
-        with contextlib.suppress(ConnectionError):  # it may have been the peer's last frame
-            if answer and found.kind == SETTINGS and not found.flags & ACK:
-                await self.send(frame(SETTINGS, ACK, 0))
-            elif answer and found.kind == PING and not found.flags & ACK:
-                await self.send(frame(PING, ACK, 0, found.payload))
+        found = await self.read_frame(seconds=math.inf)
+        if answer and found is not None and not found.flags & Flag.ACK:
+            if found.kind == Kind.SETTINGS:
+                await self.send(frame(Kind.SETTINGS, Flag.ACK))
+            elif found.kind == Kind.PING:
+                await self.send(frame(Kind.PING, Flag.ACK, 0, found.payload))
         return found
 
     async def open_window(self, size: int, stream: int) -> None:
         """Let the peer send `size` more bytes of DATA on the stream."""
-        await self.send(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", size)))
+        await self.send(window_update(size, stream))
+
+    async def read_until_end(self, seconds: float) -> bool:
+        """Whether the peer has closed the connection within the time; what it sends is thrown away."""
+        try:
+            async with asyncio.timeout(seconds):
+                while await self._reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    async def close(self) -> None:
+        """At once: what was not sent yet is lost."""
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

@@ -14,8 +14,8 @@ from typing import Final
 
 from kvpool.v1 import worker_pb2
 
+from tests import http2
 from tests.cluster.cluster import MANAGER
-from tests.hostile import http2
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.malformed import CASES
 

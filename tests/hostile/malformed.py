@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from tests.hostile import http2
-from tests.hostile.http2 import Flag, Kind
+from tests import http2
+from tests.http2 import Flag, Kind
 
 PATH: Final = b"/kvpool.v1.CacheService/Describe"
 _OPENING: Final = http2.PREFACE + http2.settings()

@@ -20,8 +20,8 @@ from typing import Any, Final
 import grpc
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 
+from tests import http2
 from tests.cluster.cluster import MANAGER
-from tests.hostile import http2
 from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
 from tests.hostile.fuzz import DEFECTS
 from tests.hostile.services import manager_rpcs, worker_rpcs

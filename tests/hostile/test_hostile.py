@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.hostile import connections, http2
+from tests import http2
+from tests.hostile import connections
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.campaign import READER_SLACK, Settings, allow_files, fuzz, hold_idle, hold_unread, worker_settings
 from tests.hostile.judge import Judge, Part

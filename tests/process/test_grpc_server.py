@@ -306,11 +306,13 @@ async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> 
         async with await http2.Connection.open(served.port) as connection:
             frame = await connection.read()
             assert frame is not None
-            assert frame.kind == http2.SETTINGS
+            assert frame.kind == http2.Kind.SETTINGS
             values = {
                 frame.payload[at : at + 2]: frame.payload[at + 2 : at + 6] for at in range(0, len(frame.payload), 6)
             }
             assert values[b"\x00\x03"] == b"\x00\x00\x00\x02"
+        # With the first answer the caller knows the bound; streams that it opens before may be refused.
+        assert await served.echo() == b"here"
         calls = [served.channel.unary_stream("/test/Count")(b"1") for _ in range(5)]
         for _ in calls:
             served.counting.go_on.release()

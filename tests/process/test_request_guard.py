@@ -180,9 +180,11 @@ async def test_a_method_that_nobody_serves_leaves_nothing_behind(served: Served)
 
 async def test_a_reader_that_leaves_ends_its_servicer(served: Served) -> None:
     """Also while a message waits for it: no window, so the first one does."""
-    async with await http2.Connection.open(served.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}) as connection:
+    async with await http2.Connection.open(
+        served.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
+    ) as connection:
         await connection.request(b"/test/Stream", StringValue(value="x").SerializeToString())
-        while (frame := await connection.read()) is not None and frame.kind != http2.HEADERS:
+        while (frame := await connection.read()) is not None and frame.kind != http2.Kind.HEADERS:
             pass
         assert served.guard.num_calls == 1
     await served.guard.wait_until_idle()

@@ -13,12 +13,14 @@ INVENTED = [900, 901]
 
 
 def seal_under_invented_tokens(world: World) -> None:
-    """What a stranger can do who reaches the manager's port: Append in the worker's session, before the worker does."""
+    """What a peer can do that knows the key of the session: Append in it, before the worker does."""
     (session,) = world.manager.sessions
     (sequence,) = session.sequences.values()
     tokens = b"".join(token.to_bytes(4, "little") for token in INVENTED)
     update = SequenceUpdate(sequence.key, len(PROMPT), tokens, len(PROMPT) + len(INVENTED))
-    (appended,), _ = world.manager.append(Uplink(session.number, session.last_call_no + 1), [AppendItem(update)])
+    (appended,), _ = world.manager.append(
+        Uplink(session.number, session.last_call_no + 1, key=session.key), [AppendItem(update)]
+    )
     assert getattr(appended, "num_sealed_tokens", 0) == 8, appended
 
 

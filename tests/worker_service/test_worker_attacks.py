@@ -194,7 +194,7 @@ async def test_the_largest_legal_request_is_taken(cluster: InProcessCluster, cha
 async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cluster: InProcessCluster) -> None:
     """No DATA may be sent to it, so its first token waits. When it opens its window it gets the status, after what waited."""
     async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
     ) as connection:
         stream = await connection.request(GENERATE, request("slow").SerializeToString())
         await outcome(cluster, "slow_reader")
@@ -204,9 +204,13 @@ async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cl
         await connection.open_window(1 << 20, stream)
         trailers = b""
         while (frame := await connection.read()) is not None:
-            if frame.kind == http2.HEADERS:
+            if frame.kind == http2.Kind.HEADERS:
                 trailers = frame.payload
-            if frame.flags & http2.END_STREAM and frame.stream == stream and frame.kind in (http2.HEADERS, http2.DATA):
+            if (
+                frame.flags & http2.Flag.END_STREAM
+                and frame.stream == stream
+                and frame.kind in (http2.Kind.HEADERS, http2.Kind.DATA)
+            ):
                 break
         assert b"took nothing for" in trailers
         assert b"--reader-seconds" in trailers
@@ -215,7 +219,7 @@ async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cl
 async def test_a_reader_that_takes_the_first_tokens_only_is_given_up(cluster: InProcessCluster) -> None:
     """A window of one message or so: some is taken, then nothing."""
     async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 300}
+        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 300}
     ) as connection:
         await connection.request(GENERATE, request("some", logprobs=20).SerializeToString())
         await outcome(cluster, "slow_reader")
@@ -224,16 +228,16 @@ async def test_a_reader_that_takes_the_first_tokens_only_is_given_up(cluster: In
 async def test_a_reader_that_is_slow_but_reads_gets_everything(cluster: InProcessCluster) -> None:
     """It never lets more than 2,000 bytes come before it has looked at them, which it does for longer than the limit."""
     async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 2_000}
+        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 2_000}
     ) as connection:
         stream = await connection.request(GENERATE, request("steady", max_tokens=700, logprobs=1).SerializeToString())
         data = bytearray()
 
         async def receive() -> None:
             while (frame := await connection.read()) is not None:
-                if frame.stream == stream and frame.kind == http2.DATA:
+                if frame.stream == stream and frame.kind == http2.Kind.DATA:
                     data.extend(frame.payload)
-                if frame.stream == stream and frame.kind == http2.HEADERS and frame.flags & http2.END_STREAM:
+                if frame.stream == stream and frame.kind == http2.Kind.HEADERS and frame.flags & http2.Flag.END_STREAM:
                     return
 
         receiving = asyncio.create_task(receive())
@@ -260,7 +264,7 @@ async def test_a_request_that_waits_for_blocks_has_no_slow_reader(
     scheduler = cluster.worker.engine.scheduler
     monkeypatch.setattr(scheduler, "candidates", lambda *_: [])
     async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
     ) as connection:
         await connection.request(GENERATE, request("patient").SerializeToString())
         await asyncio.sleep(3 * READER_SECONDS)
@@ -288,7 +292,7 @@ async def test_our_client_does_not_go_on_elsewhere_for_a_reader_that_does_not_re
 async def test_readers_that_do_not_read_keep_nobody_waiting(cluster: InProcessCluster) -> None:
     """Many of them, each with a fifth of the pool if it were let: a good client's answers come all the while."""
     async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.INITIAL_WINDOW_SIZE: 0}
+        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
     ) as connection:
         for number in range(30):
             await connection.request(GENERATE, request(f"slow-{number}", logprobs=20).SerializeToString())
