@@ -142,6 +142,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             self._complaints.note(method=method, reason=refused.reason, peer=context.peer(), message=str(refused))
             self._on_refused(method, refused.reason)
             return _fail(context, refused.status)
+        except NotImplementedError:
+            # What a generated servicer says of a method that is not written, e.g. List of grpcio's health service. gRPC would
+            # log a traceback for each call.
+            context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+            context.set_details(f"{method} is not in this version")
+            return None
         finally:
             self._num_calls -= 1
             if not self._num_calls:

@@ -15,6 +15,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Largest message, both ways: four prompts of a million tokens."""
 
+MAX_PENDING_CALLS: Final = 1 << 16
+"""Calls that have arrived and wait to be taken up."""
 PING_TIMEOUT_SECONDS: Final = 10.0
 """Beyond that a peer that has not answered a ping is gone."""
 
@@ -77,6 +79,10 @@ class ServerSettings(ProcessSettings):
             ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
+            # Of calls that wait to be taken up gRPC cancels some at random above 1,000, and all above 3,000, also those of others
+            # than who sends so many: streams that are opened and reset in haste would take the calls of good clients with them.
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             *age,
         )
 
