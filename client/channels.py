@@ -17,7 +17,7 @@ _OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # gRPC backs off up to 120 s by default; a restarted service is to be found at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     # Also the time-out of one attempt to connect: a frozen process still accepts, but never answers.
     ("grpc.min_reconnect_backoff_ms", 2000),
     # Never more often than our servers allow (min_recv_ping_interval 10 s): else they hang up with too_many_pings.

@@ -49,8 +49,8 @@ class Models:
     async def get(self, name: str | None, deadline: Deadline) -> Model:
         """The model of that name or fingerprint; None: the one that all live workers serve. Asks nobody if it is known.
 
-        Unavailable (NO_WORKER) while no worker lives, NotFound if none serves `name`, InvalidRequest if None is
-        ambiguous.
+        Unavailable (NO_WORKER) while no worker lives, or none serves a model that was served before; NotFound if none serves
+        `name`, InvalidRequest if None is ambiguous.
         """
         known = self._known(name)
         if known is not None:
@@ -84,7 +84,13 @@ class Models:
     async def _find(self, name: str | None, deadline: Deadline) -> Model:
         """Ask the manager who is meant, and a worker for the model if it was never fetched."""
         response = await self._manager.describe(deadline)
-        fingerprint = resolve_fingerprint(response.workers, name)
+        try:
+            fingerprint = resolve_fingerprint(response.workers, name)
+        except NotFound as error:
+            if not any(name in (model.name, model.fingerprint) for model in self._models.values()):
+                raise
+            # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
+            raise Unavailable(str(error), reason="NO_WORKER") from error
         if fingerprint not in self._models:
             serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
             self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)

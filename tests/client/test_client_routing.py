@@ -338,6 +338,23 @@ async def test_new_weights_behind_the_same_name_are_noticed() -> None:
     assert [request.model_fingerprint for request in worker.requests] == ["fp-tiny", "fp-other"]
 
 
+async def test_a_model_that_was_served_is_waited_for_while_others_are_back_already() -> None:
+    """A restarted manager knows the first worker to register before the others. A name that was never served is an error at once."""
+    mine, other = FakeWorker("w1"), FakeWorker("w2", model=FakeModel(name="other", fingerprint="fp-other"))
+    async with fake_cluster(mine, other) as manager, quick(manager, worker_wait=30.0) as client:
+        await client.generate("the", model="tiny").collect()
+        manager.workers = [other]
+        task = asyncio.create_task(client.generate("the", model="tiny").collect())
+        looks = len(manager.describes)
+        while len(manager.describes) < looks + 2:
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        with pytest.raises(NotFound):
+            await client.generate("the", model="tinny").collect()
+        manager.workers = [mine, other]
+        assert (await task).worker_id == "w1"
+
+
 async def test_among_several_models_one_must_be_named() -> None:
     one, two = FakeWorker("w1"), FakeWorker("w2", model=FakeModel(name="big", fingerprint="fp-big"))
     async with fake_cluster(one, two) as manager, quick(manager) as client:

@@ -32,9 +32,11 @@ LOOK_SECONDS: Final = 0.1
 CONNECT_SECONDS: Final = 1.0
 """Between two connections to oneself: the only sign if the listener is gone and gRPC does not say so."""
 STEADY_SECONDS: Final = 10.0
-"""A server that has lived so long is replaced at once, the next one after a pause."""
+"""A server that has lived so long is replaced at once, the next one after the first pause."""
 FIRST_PAUSE_SECONDS: Final = 0.05
+"""It does not grow while servers can be built: a peer that ends one after the other would keep everybody else out."""
 MAX_PAUSE_SECONDS: Final = 1.0
+"""The longest pause between two tries to build a server."""
 MAX_FAILED_BUILDS: Final = 5
 """In a row; then the process ends."""
 MAX_RETIRED: Final = 64
@@ -168,15 +170,13 @@ class GrpcServer:
 
     async def _watch(self) -> None:
         """Replace the server whenever it has ended. Raises PortError if that fails too often in a row."""
-        pause = 0.0
         while True:
             assert self._life is not None
             why = await self._end_of(self._life)
             self._is_serving = False
             has_been_steady = self._clock() - self._life.began_at >= STEADY_SECONDS
-            pause = 0.0 if has_been_steady else min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             self._retire(self._life)
-            self._life = await self._build_anew(pause)
+            self._life = await self._build_anew(0.0 if has_been_steady else FIRST_PAUSE_SECONDS)
             self.num_rebuilds += 1
             self._rebuilt_line.note(address=self.address, why=why, calls_on_replaced_servers=self._num_retired_calls())
 
