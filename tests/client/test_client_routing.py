@@ -339,7 +339,7 @@ async def test_new_weights_behind_the_same_name_are_noticed() -> None:
 
 
 async def test_a_model_that_was_served_is_waited_for_while_others_are_back_already() -> None:
-    """A restarted manager knows the first worker to register before the others. A name that was never served is an error at once."""
+    """A restarted manager knows the first worker before the others. A name that was never served is refused at once."""
     mine, other = FakeWorker("w1"), FakeWorker("w2", model=FakeModel(name="other", fingerprint="fp-other"))
     async with fake_cluster(mine, other) as manager, quick(manager, worker_wait=30.0) as client:
         await client.generate("the", model="tiny").collect()

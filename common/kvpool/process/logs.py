@@ -31,12 +31,15 @@ class LogLevel(StrEnum):
     error = "error"
 
 
+_OF_CALLERS_THAT_LEAVE = ("ExecuteBatchError raised in core", "Failed sending error status from server")
+
+
 class _CallersThatLeave(logging.Filter):
     """grpc.aio tells it as an error, with a traceback, when a caller leaves at the very moment at which it is answered
     (https://github.com/grpc/grpc/issues/31043). Nobody has to look at that."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.getMessage().startswith("ExecuteBatchError raised in core"):
+        if not record.getMessage().startswith(_OF_CALLERS_THAT_LEAVE):
             return True
         record.levelno, record.levelname, record.exc_info = logging.DEBUG, "DEBUG", None
         return logging.getLogger().isEnabledFor(logging.DEBUG)
