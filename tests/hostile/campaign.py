@@ -21,7 +21,6 @@ from tests.hostile.fuzz import Fuzzer
 from tests.hostile.judge import Judge, Part
 from tests.hostile.single import SINGLES, Outcome, Single
 from tests.telling import Tell
-from worker_service.settings import WorkerSettings
 
 GROWTH_BYTES: Final = 32 << 20
 """What the second round may add to a process."""
@@ -108,7 +107,7 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
 
 def worker_settings() -> dict[str, Any]:
     """Readers that do not read are ended sooner than by default, so that the wait is short."""
-    return {"reader_seconds": READER_SECONDS} if "reader_seconds" in WorkerSettings.model_fields else {}
+    return {"reader_seconds": READER_SECONDS}
 
 
 def _judge_memory(result: Result) -> None:
