@@ -125,7 +125,8 @@ async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:
         )
         for group in range(100)
     ]
-    heartbeat = pb.KeepAliveRequest(session=registered.session, downlink_ack=(1 << 64) - 1, counts=counts)
+    session, key = registered.session, registered.session_key
+    heartbeat = pb.KeepAliveRequest(session=session, session_key=key, downlink_ack=(1 << 64) - 1, counts=counts)
     heartbeat.load.CopyFrom(common_pb2.WorkerLoad(num_running=4096, num_waiting=1 << 20, num_uncomputed_tokens=1 << 31))
     heartbeat.downlink_ack = 0
     assert heartbeat.ByteSize() < SMALL.num_bytes
@@ -137,4 +138,4 @@ async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:
     assert (await stub.Route(pb.RouteRequest(root=root, tokens=longest))).workers
     await stub.Drain(pb.DrainRequest(worker_id="w" * limits.max_id_bytes, grace_ms=1000))
     await stub.Describe(pb.DescribeRequest(worker_id="w" * limits.max_id_bytes, max_sequences=1000))
-    await stub.Deregister(pb.DeregisterRequest(session=registered.session))
+    await stub.Deregister(pb.DeregisterRequest(session=session, session_key=key))
