@@ -125,8 +125,8 @@ def test_the_chances_of_a_collision() -> None:
 def test_the_number_of_laws() -> None:
     assert integrity.__doc__ is not None
     laws = re.findall(r"^\* (\w[\w ]*):", integrity.__doc__, re.MULTILINE)
-    assert (laws[0], len(laws)) == ("conservation", 1 + 9)
-    assert "that and nine more laws" in FLAT
+    assert (laws[0], len(laws)) == ("conservation", 1 + 10)
+    assert "that and ten more laws" in FLAT
 
 
 # -- the states of a block
