@@ -7,6 +7,7 @@ import gc
 import signal
 import sys
 
+import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.address import PortError
 from kvpool.process.logs import configure_logging
 from kvpool.process.settings import SettingsProblem, load_settings

@@ -144,6 +144,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
             detail.Unpack(quota)
             violations += [f"{violation.subject}: {violation.description}" for violation in quota.violations]
     details = error.details() or error.code().name
+    if exception is Cancelled and not reason:
+        # A call that we cancel raises asyncio's CancelledError. This one the transport has dropped before its service saw it, as
+        # gRPC does when very many are waiting.
+        exception = Unavailable
     if exception is Unavailable and not reason:
         # The transport's own words ("Stream removed (Socket closed)") do not say whose fault it is.
         details = f"not there, or gone ({details})"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 
+import kvpool.process.quiet_core  # noqa: F401
 import structlog
 from kvpool.process.logs import configure_logging
 from kvpool.process.printable import printable_lines

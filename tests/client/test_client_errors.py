@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
-from google.rpc import code_pb2, error_details_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from kvpool.v1 import cache_pb2
 
 import client
@@ -46,6 +46,15 @@ async def test_every_status_becomes_its_exception(code: int, exception: type[Kvp
     assert (error.reason, error.retry_after, error.metadata) == ("WHY", 0.25, {"position": "12"})
     assert error.violations == ("tokens: empty",)
     assert "needed 5, there are 3" in str(error)
+
+
+async def test_a_call_that_the_transport_has_dropped_is_made_again() -> None:
+    """CANCELLED without a reason is no word of a service, and not our own doing: nobody was there, as with UNAVAILABLE."""
+    manager = FakeManager()
+    manager.route_errors.append(status_pb2.Status(code=code_pb2.CANCELLED))
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        await connected.route([1, 2])
+    assert len(manager.routes) == 2
 
 
 async def test_a_quota_failure_tells_whose_quota() -> None:

@@ -87,7 +87,9 @@ def show(result: Result, console: Console) -> None:
     table = Table(*_COLUMNS, "outcome", box=None, pad_edge=False)
     for number, parts in enumerate(result.rounds, 1):
         for part in parts:
-            table.add_row(*_cells(number, part), Text("; ".join(part.problems) or part.said, overflow="fold"))
+            # As text: names of attacks look like markup.
+            cells = [Text(cell) for cell in _cells(number, part)]
+            table.add_row(*cells, Text("; ".join(part.problems) or part.said, overflow="fold"))
     console.print(table)
     for name in result.memory[0]:
         sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)

@@ -129,6 +129,19 @@ async def test_a_bad_path_costs_neither_new_calls_nor_those_in_flight(served: Se
     assert served.server.port == served.port
 
 
+async def test_a_connection_with_a_call_in_flight_is_no_trap_for_the_next_call(served: Served) -> None:
+    """The replaced server accepts nothing any more, and says so at once: the caller connects to the new one for its next call."""
+    call = served.channel.unary_stream("/test/Count")(b"2")
+    served.counting.go_on.release()
+    assert await call.read() == b"0"
+    async with await served.attack():
+        async with asyncio.timeout(20):
+            assert await served.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True) == b"next"
+        served.counting.go_on.release()
+        assert await call.read() == b"1"
+        assert await call.read() is grpc.aio.EOF
+
+
 async def test_it_is_replaced_as_often_as_it_ends(served: Served) -> None:
     for number in range(1, 5):
         async with await served.attack():
@@ -218,7 +231,7 @@ async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_pag
                 with pytest.raises(PortError, match="could not be built anew in 5 tries"):
                     async with asyncio.timeout(30):
                         await served.server.run()
-        assert [line["tries"] for line in logged if "tries" in line] == [1, 2, 3, 4, 5]
+        assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]
         assert await status_of(metrics) == "503"
     taken[0].close()
 

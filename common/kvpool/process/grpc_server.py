@@ -31,12 +31,10 @@ LOOK_SECONDS: Final = 0.1
 """Between two looks at whether the server has ended. An attribute of gRPC's, so a look costs nothing."""
 CONNECT_SECONDS: Final = 1.0
 """Between two connections to oneself: the only sign if the listener is gone and gRPC does not say so."""
-STEADY_SECONDS: Final = 10.0
-"""A server that has lived so long is replaced at once, the next one after the first pause."""
 FIRST_PAUSE_SECONDS: Final = 0.05
-"""It does not grow while servers can be built: a peer that ends one after the other would keep everybody else out."""
+"""Between two tries to build a server; it doubles. The first try is made at once, however often servers have ended: with a pause, a
+peer that ends one after the other would keep all others out."""
 MAX_PAUSE_SECONDS: Final = 1.0
-"""The longest pause between two tries to build a server."""
 MAX_FAILED_BUILDS: Final = 5
 """In a row; then the process ends."""
 MAX_RETIRED: Final = 64
@@ -67,7 +65,8 @@ class _Life:
     server: grpc.aio.Server
     guard: RequestGuard
     port: int
-    began_at: float = 0.0
+    main_loop: asyncio.Task[Any] | None = None
+    """In which grpc.aio accepts calls, if it could be found."""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -162,8 +161,9 @@ class GrpcServer:
         reflection.enable_server_reflection(
             (*services.names, health.SERVICE_NAME, reflection.SERVICE_NAME), life.server
         )
+        before = asyncio.all_tasks()
         await life.server.start()
-        life.began_at = self._clock()
+        life.main_loop = _main_loop_among(asyncio.all_tasks() - before)
         self._is_serving = True
 
     # -- watching
@@ -174,9 +174,8 @@ class GrpcServer:
             assert self._life is not None
             why = await self._end_of(self._life)
             self._is_serving = False
-            has_been_steady = self._clock() - self._life.began_at >= STEADY_SECONDS
             self._retire(self._life)
-            self._life = await self._build_anew(0.0 if has_been_steady else FIRST_PAUSE_SECONDS)
+            self._life = await self._build_anew()
             self.num_rebuilds += 1
             self._rebuilt_line.note(address=self.address, why=why, calls_on_replaced_servers=self._num_retired_calls())
 
@@ -184,9 +183,13 @@ class GrpcServer:
         """Wait until the server has ended; why it has."""
         connect_at = self._clock() + CONNECT_SECONDS
         while True:
+            seconds = LOOK_SECONDS
+            if life.main_loop is not None:
+                await asyncio.wait({life.main_loop}, timeout=LOOK_SECONDS)
+                seconds = 0.0
             try:
                 # With a time-out, because without one it waits for the calls in flight.
-                if not await life.server.wait_for_termination(LOOK_SECONDS):
+                if not await life.server.wait_for_termination(seconds):
                     return "it has stopped"
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
@@ -210,7 +213,8 @@ class GrpcServer:
         writer.transport.abort()
         return False
 
-    async def _build_anew(self, pause: float) -> _Life:
+    async def _build_anew(self) -> _Life:
+        pause = 0.0
         for num_failed in range(1, MAX_FAILED_BUILDS + 1):
             await asyncio.sleep(pause)
             try:
@@ -219,7 +223,8 @@ class GrpcServer:
                 await self._begin(life)
                 return life
             except Exception as error:
-                log.error("the gRPC server cannot be built anew", tries=num_failed, why=str(error))
+                if num_failed > 1:  # the port may take a moment to be free
+                    log.error("the gRPC server cannot be built anew", tries=num_failed, why=str(error))
                 pause = min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
                 problem = error
         raise PortError(
@@ -263,13 +268,23 @@ async def _stop(server: grpc.aio.Server, grace_seconds: float) -> None:
             log.debug("the gRPC server that was stopped had ended by an error", why=str(error))
 
 
+def _main_loop_among(tasks: set[asyncio.Task[Any]]) -> asyncio.Task[Any] | None:
+    """The task in which grpc.aio accepts calls: its end is the server's. None where this version has none, or several servers start
+    at once; then the end is noticed at the next look."""
+    found = [task for task in tasks if getattr(task.get_coro(), "__qualname__", "").endswith("_server_main_loop")]
+    return found[0] if len(found) == 1 else None
+
+
 # -- gRPC's own words
 
 
 class _EndedServers(logging.Filter):
-    """Drops what grpc.aio and asyncio log when a server ends: GrpcServer reports it, in one line a minute."""
+    """Drops what grpc.aio and asyncio log when a server ends: GrpcServer reports it, in one line a minute. And what grpc.aio logs
+    with a traceback, of a path that ends a server or only a call."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("Invalid encoding on"):
+            return False
         error: Any = record.exc_info[1] if record.exc_info else record.msg
         if not isinstance(error, BaseException):
             error = record.msg
