@@ -27,11 +27,11 @@ from .server_settings import MIN_CONNECTIONS, ServerSettings
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
 
-LOOK_SECONDS: Final = 0.03
+LOOK_SECONDS: Final = 0.1
 """Between two looks at whether the server has ended. An attribute of gRPC's, so a look costs nothing."""
 CONNECT_SECONDS: Final = 1.0
 """Between two connections to oneself: the only sign if the listener is gone and gRPC does not say so."""
-SETTLE_SECONDS: Final = 0.02
+SETTLE_SECONDS: Final = 0.05
 """Between the end of a server and the next one, so that gRPC is done with what it had under way: where a server was replaced in the
 turn of the event loop in which it ended, grpcio 1.85.1 crashed in one of ten runs of a test."""
 FIRST_PAUSE_SECONDS: Final = 0.05
