@@ -41,8 +41,8 @@ MAX_PAUSE_SECONDS: Final = 1.0
 MAX_FAILED_BUILDS: Final = 5
 """In a row; then the process ends."""
 MAX_RETIRED: Final = 64
-"""Replaced servers that wait for their calls to end. Beyond that the calls of the oldest are ended: it takes a minute of attacks,
-each with a call that stays open."""
+"""Replaced servers that wait for their calls to end. Beyond that the calls of the oldest are ended: it takes some ten seconds of
+attacks, each with a call that stays open."""
 LAST_WORDS_SECONDS: Final = 1.0
 """For the statuses of calls that have ended to be read."""
 
