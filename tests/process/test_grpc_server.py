@@ -11,7 +11,7 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvpool.process import grpc_server, server_settings
+from kvpool.process import grpc_server, server_settings, serving_loop
 from kvpool.process.address import PortError
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
@@ -27,20 +27,21 @@ BAD_PATH = b"/\xff"
 """What ends grpcio's server."""
 
 
-class Counting(grpc.GenericRpcHandler):
+class Counting:
     """Streams as many numbers as the request says, each after the test has let it go on."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Semaphore(0)
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        if handler_call_details.method == "/test/Count":
-            return grpc.unary_stream_rpc_method_handler(self._count)
-        if handler_call_details.method == "/test/Hang":
-            return grpc.unary_stream_rpc_method_handler(self._hang)
-        if handler_call_details.method == "/test/Echo":
-            return grpc.unary_unary_rpc_method_handler(self._echo)
-        return None
+    def add_to(self, server: Any) -> None:
+        """As generated code does."""
+        handlers: dict[str, Any] = {
+            "Count": grpc.unary_stream_rpc_method_handler(self._count),
+            "Hang": grpc.unary_stream_rpc_method_handler(self._hang),
+            "Echo": grpc.unary_unary_rpc_method_handler(self._echo),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+        server.add_registered_method_handlers("test", handlers)
 
     async def _count(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         for number in range(int(request)):
@@ -69,10 +70,7 @@ class Served:
         self.server = GrpcServer(HOST, 0, settings)
 
     async def __aenter__(self) -> Served:
-        services = Services(
-            names=("test",), add_to=lambda server: server.add_generic_rpc_handlers((self.counting,)), limits={}
-        )
-        await self.server.start(services)
+        await self.server.start(Services(names=("test",), add_to=self.counting.add_to, limits={}))
         self.port = self.server.port
         self.channel: Any = self.new_channel()
         return self
@@ -111,78 +109,177 @@ async def served() -> AsyncIterator[Served]:
         yield served
 
 
-async def test_a_bad_path_costs_neither_new_calls_nor_those_in_flight(served: Served) -> None:
-    """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
-    call = served.channel.unary_stream("/test/Count")(b"5")
-    served.counting.go_on.release()
-    assert await call.read() == b"0"
-    async with await served.attack():
-        assert await served.echo() == b"here"
-        # Longer than a server that is stopped leaves its calls.
-        await asyncio.sleep(2 * grpc_server.LAST_WORDS_SECONDS)
-        for _ in range(4):
-            served.counting.go_on.release()
-        assert [await call.read() for _ in range(4)] == [b"1", b"2", b"3", b"4"]
-        assert await call.read() is grpc.aio.EOF
-        assert await call.code() is grpc.StatusCode.OK
-        assert await served.channel.unary_unary("/test/Echo")(b"again", wait_for_ready=True) == b"again"
-    assert served.server.port == served.port
+@pytest.fixture
+async def mortal(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    """With the serving loop of a grpcio that is not known here, which a bad path ends."""
+    monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", ())
+    async with Served(Settings()) as served:
+        yield served
 
 
-async def test_a_connection_with_a_call_in_flight_is_no_trap_for_the_next_call(served: Served) -> None:
-    """The replaced server accepts nothing any more, and says so at once: the caller connects to the new one for its next call."""
+# -- the serving loop
+
+
+async def test_a_bad_path_costs_nothing(served: Served) -> None:
+    """Not even those who share its connection: each is refused, as a method that is not there, and a call in flight goes on."""
     call = served.channel.unary_stream("/test/Count")(b"2")
     served.counting.go_on.release()
     assert await call.read() == b"0"
-    async with await served.attack():
+    async with await http2.Connection.open(served.port) as connection:
+        asked = {await connection.request(BAD_PATH) for _ in range(20)}
+        refused: set[int] = set()
         async with asyncio.timeout(20):
-            assert await served.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True) == b"next"
-        served.counting.go_on.release()
+            while refused != asked:
+                frame = await connection.read()
+                assert frame is not None
+                if frame.kind == http2.Kind.HEADERS:
+                    assert frame.flags & http2.Flag.END_STREAM
+                    refused.add(frame.stream)
+        good = await connection.request(b"/test/Echo", b"here")
+        async with asyncio.timeout(20):
+            while (frame := await connection.read()) is not None and frame.kind != http2.Kind.DATA:
+                pass
+        assert frame is not None
+        assert (frame.stream, frame.payload[5:]) == (good, b"here")
+    served.counting.go_on.release()
+    assert await call.read() == b"1"
+    assert await call.read() is grpc.aio.EOF
+    assert served.server.num_rebuilds == 0
+
+
+async def test_a_method_that_is_not_there_is_refused(served: Served) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.channel.unary_unary("/test/Missing")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == "Method not found!"
+
+
+async def test_calls_of_one_method_are_served_at_once(served: Served) -> None:
+    """None waits for the end of another."""
+    calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(20)]
+    async with asyncio.timeout(20):
+        assert [await call.read() for call in calls] == [b"begun"] * 20
+    for call in calls:
+        call.cancel()
+
+    async def gone() -> bool:
+        assert served.server._life is not None
+        return served.server._life.guard.num_calls == 0
+
+    await eventually(gone, "the handlers of cancelled calls end")
+
+
+async def test_what_the_core_writes_to_outlives_a_loop_that_ends(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpcio's own loop lets go of it, and the core writes to freed memory: SIGSEGV, at some later moment. The server is
+    replaced all the same."""
+    assert served.server._life is not None
+    serving = [task for task in asyncio.all_tasks() if task.get_name().startswith("serve /test/")]
+    assert len(serving) == 3
+
+    def fail() -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(served.server._life.server._server, "_request_call", fail)  # type: ignore[attr-defined]
+    async with await served.attack():
+        assert await served.echo() == b"here"
+    await asyncio.wait(serving, timeout=20)
+    # The core has given back all that it held; no task was cancelled before.
+    assert [str(task.exception()) for task in serving] == ['Failed "grpc_server_request_registered_call": None'] * 3
+
+
+async def test_no_method_is_registered_with_grpcio_s_loop(mortal: Served) -> None:
+    """Its loop asks the core for a call of each method that is, and frees what the core holds when it ends."""
+    pending = [task for task in asyncio.all_tasks() if "_request_registered_call" in repr(task)]
+    assert pending == []
+    assert await mortal.echo() == b"here"
+
+
+async def test_a_loop_that_is_not_known_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, num_lines in ((("0.0.",), 1), (serving_loop.KNOWN_GRPCIO, 0)):
+        monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", known)
+        with structlog.testing.capture_logs() as logged:
+            async with Served(Settings()):
+                pass
+        assert [line["grpcio"] for line in logged] == [grpc.__version__] * num_lines
+
+
+# -- servers that end
+
+
+async def test_an_end_costs_neither_new_calls_nor_those_in_flight(mortal: Served) -> None:
+    """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
+    call = mortal.channel.unary_stream("/test/Count")(b"5")
+    mortal.counting.go_on.release()
+    assert await call.read() == b"0"
+    async with await mortal.attack():
+        assert await mortal.echo() == b"here"
+        # Longer than a server that is stopped leaves its calls.
+        await asyncio.sleep(2 * grpc_server.LAST_WORDS_SECONDS)
+        for _ in range(4):
+            mortal.counting.go_on.release()
+        assert [await call.read() for _ in range(4)] == [b"1", b"2", b"3", b"4"]
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert await mortal.channel.unary_unary("/test/Echo")(b"again", wait_for_ready=True) == b"again"
+    assert mortal.server.port == mortal.port
+
+
+async def test_a_connection_with_a_call_in_flight_is_no_trap_for_the_next_call(mortal: Served) -> None:
+    """The replaced server accepts nothing any more, and says so at once: the caller connects to the new one for its next call."""
+    call = mortal.channel.unary_stream("/test/Count")(b"2")
+    mortal.counting.go_on.release()
+    assert await call.read() == b"0"
+    async with await mortal.attack():
+        async with asyncio.timeout(20):
+            assert await mortal.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True) == b"next"
+        mortal.counting.go_on.release()
         assert await call.read() == b"1"
         assert await call.read() is grpc.aio.EOF
 
 
-async def test_it_is_replaced_as_often_as_it_ends(served: Served) -> None:
+async def test_it_is_replaced_as_often_as_it_ends(mortal: Served) -> None:
     for number in range(1, 5):
-        async with await served.attack():
-            assert await served.echo() == b"here"
-        assert served.server.num_rebuilds == number
+        async with await mortal.attack():
+            assert await mortal.echo() == b"here"
+        assert mortal.server.num_rebuilds == number
 
 
-async def test_health_outlives_the_server(served: Served) -> None:
+async def test_health_outlives_the_server(mortal: Served) -> None:
     """What was NOT_SERVING is so afterwards, and those who watch it hear of the next change on the call that they have."""
-    await served.server.health.set("test", NOT_SERVING)
-    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    await mortal.server.health.set("test", NOT_SERVING)
+    stub: Any = health_pb2_grpc.HealthStub(mortal.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service="test"))
     assert (await watch.read()).status == NOT_SERVING
-    async with await served.attack():
-        async with served.new_channel() as channel:
+    async with await mortal.attack():
+        async with mortal.new_channel() as channel:
             fresh: Any = health_pb2_grpc.HealthStub(channel)
             found = await fresh.Check(health_pb2.HealthCheckRequest(service="test"), wait_for_ready=True)
             assert found.status == NOT_SERVING
-        await served.server.health.set("test", health_pb2.HealthCheckResponse.SERVING)
+        await mortal.server.health.set("test", health_pb2.HealthCheckResponse.SERVING)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     watch.cancel()
 
 
-async def test_stop_ends_the_newest_server_and_the_calls_of_the_replaced_ones(served: Served) -> None:
-    call = served.channel.unary_stream("/test/Count")(b"5")
-    served.counting.go_on.release()
+async def test_stop_ends_the_newest_server_and_the_calls_of_the_replaced_ones(mortal: Served) -> None:
+    call = mortal.channel.unary_stream("/test/Count")(b"5")
+    mortal.counting.go_on.release()
     assert await call.read() == b"0"
-    async with await served.attack():
+    async with await mortal.attack():
         async with asyncio.timeout(20):
-            await served.server.stop(0.1)
+            await mortal.server.stop(0.1)
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             await call.read()
         with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(HOST, served.port)
+            await asyncio.open_connection(HOST, mortal.port)
 
 
-async def test_one_line_tells_of_many_ends(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_line_tells_of_many_ends(mortal: Served, caplog: pytest.LogCaptureFixture) -> None:
     """gRPC's own lines and asyncio's are left out: a peer may do this ten times a second."""
     with structlog.testing.capture_logs() as logged:
         for _ in range(4):
-            async with await served.attack():
+            async with await mortal.attack():
                 pass
     assert [line["event"] for line in logged] == ["the gRPC server ended unasked and was built anew"]
     assert "UnicodeDecodeError" in logged[0]["why"]
@@ -190,7 +287,7 @@ async def test_one_line_tells_of_many_ends(served: Served, caplog: pytest.LogCap
 
 
 async def test_a_listener_that_is_gone_is_noticed_though_grpc_says_nothing(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if wait_for_termination waited for ever, which it does without a time-out while a call is in flight."""
     real = grpc.aio.Server.wait_for_termination
@@ -202,73 +299,73 @@ async def test_a_listener_that_is_gone_is_noticed_though_grpc_says_nothing(
             await asyncio.sleep(timeout or 0)
         return True
 
-    monkeypatch.setattr(type(served.server._life.server), "wait_for_termination", says_nothing)  # type: ignore[union-attr]
-    async with await served.attack():
-        assert await served.echo() == b"here"
+    monkeypatch.setattr(type(mortal.server._life.server), "wait_for_termination", says_nothing)  # type: ignore[union-attr]
+    async with await mortal.attack():
+        assert await mortal.echo() == b"here"
 
 
 async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_page_says_so(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has taken the port: five tries, then `run` raises what the process exits with."""
     monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(grpc_server, "MAX_PAUSE_SECONDS", 0.005)
-    real = served.server._bound
+    real = mortal.server._bound
     taken: list[socket.socket] = []
 
     def bound(max_connections: int) -> Any:
         if not taken:
-            taken.append(socket.create_server((HOST, served.port)))
+            taken.append(socket.create_server((HOST, mortal.port)))
         return real(max_connections)
 
-    monkeypatch.setattr(served.server, "_bound", bound)
-    metrics = MetricsServer(listen_for_metrics(HOST, 0), lambda page: None, is_serving=served.server.is_answering)
+    monkeypatch.setattr(mortal.server, "_bound", bound)
+    metrics = MetricsServer(listen_for_metrics(HOST, 0), lambda page: None, is_serving=mortal.server.is_answering)
     async with metrics:
         assert await status_of(metrics) == "200"
         with structlog.testing.capture_logs() as logged:
-            async with await http2.Connection.open(served.port) as connection:
+            async with await http2.Connection.open(mortal.port) as connection:
                 await connection.request(BAD_PATH)
                 with pytest.raises(PortError, match="could not be built anew in 5 tries"):
                     async with asyncio.timeout(30):
-                        await served.server.run()
+                        await mortal.server.run()
         assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]
         assert await status_of(metrics) == "503"
     taken[0].close()
 
 
-async def test_a_port_that_is_free_again_in_time_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_free_again_in_time_is_taken(mortal: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old listener may take a moment to close."""
     monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
-    real, num_tries = served.server._bound, 0
+    real, num_tries = mortal.server._bound, 0
 
     def bound(max_connections: int) -> Any:
         nonlocal num_tries
         num_tries += 1
         if num_tries <= 3:
-            with socket.create_server((HOST, served.port)):
+            with socket.create_server((HOST, mortal.port)):
                 return real(max_connections)
         return real(max_connections)
 
-    monkeypatch.setattr(served.server, "_bound", bound)
-    async with await served.attack():
-        assert await served.echo() == b"here"
+    monkeypatch.setattr(mortal.server, "_bound", bound)
+    async with await mortal.attack():
+        assert await mortal.echo() == b"here"
     assert num_tries == 4
 
 
 async def test_calls_of_too_many_replaced_servers_end_as_unavailable(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """UNAVAILABLE, so that a caller of ours goes on elsewhere; each attack has a call of its own that never ends."""
     monkeypatch.setattr(grpc_server, "MAX_RETIRED", 2)
-    first = served.channel.unary_stream("/test/Hang")(b"")
+    first = mortal.channel.unary_stream("/test/Hang")(b"")
     assert await first.read() == b"begun"
     others: list[Any] = []
     channels: list[Any] = []
     for number in range(3):
-        async with await served.attack():
+        async with await mortal.attack():
             pass
         if number < 2:
-            channels.append(served.new_channel())
+            channels.append(mortal.new_channel())
             others.append(channels[-1].unary_stream("/test/Hang")(b"", wait_for_ready=True))
             assert await others[-1].read() == b"begun"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -280,13 +377,13 @@ async def test_calls_of_too_many_replaced_servers_end_as_unavailable(
         await channel.close()
 
 
-async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_attacker_keeps_open(served: Served) -> None:
+async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_attacker_keeps_open(mortal: Served) -> None:
     """The connection of the attack stays open, with the stream that was never answered."""
-    connections = [await served.attack() for _ in range(3)]
+    connections = [await mortal.attack() for _ in range(3)]
     try:
 
         async def gone() -> bool:
-            return not served.server._retired
+            return not mortal.server._retired
 
         await eventually(gone, "the replaced servers are gone")
         for connection in connections:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 import structlog
 from grpc_status import rpc_status
+from kvpool.process import serving_loop
 from kvpool.v1 import worker_pb2
 
 from client import Client, ResourceExhausted
@@ -75,43 +77,58 @@ async def outcome(cluster: InProcessCluster, name: str) -> None:
     cluster.worker.engine.stats.ended.clear()
 
 
-# -- a server that ends unasked
+# -- malformed paths
 
 
-async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
-    cluster: InProcessCluster, model: TinyModel
-) -> None:
-    """Both servers end while it runs. Its text is that of transformers, it is one attempt, the session is the same, and new
-    requests are served on the same ports."""
-    prompt, num_tokens = model.prompts[0], 120
-    truth = Truth(Oracle.of(model.path), prompt, 16)
-    undisturbed = await cluster.complete(prompt, max_tokens=num_tokens)
-    session = cluster.worker.engine.cache.session
-    stream = cluster.client.generate(prompt, max_tokens=num_tokens, ignore_eos=True)
-    chunks = [await anext(stream)]
-    before = [server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager)]
+async def bad_paths(cluster: InProcessCluster) -> list[http2.Connection]:
+    """Send some to both services, and wait until each has met its end."""
     connections = []
     for port in (cluster.worker.port, cluster.manager.port):
         connections.append(await http2.Connection.open(port))
-        await connections[-1].request(b"/\xff")
+        asked = {await connections[-1].request(b"/\xff") for _ in range(5)}
+        async with asyncio.timeout(30):
+            while asked and (frame := await connections[-1].read()) is not None:
+                if frame.kind in (http2.Kind.HEADERS, http2.Kind.RST_STREAM):
+                    asked.discard(frame.stream)
+    return connections
 
-    async def rebuilt() -> bool:
-        now = [server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager)]
-        return all(a < b for a, b in zip(before, now, strict=True))
 
-    await eventually(rebuilt, "both servers are built anew")
-    chunks += [chunk async for chunk in stream]
-    for connection in connections:
-        await connection.__aexit__(None, None, None)
-    found = [token for chunk in chunks for token in chunk.token_ids]
-    assert found == list(undisturbed.token_ids)
-    assert found[:16] == truth.tokens
-    assert {chunk.attempt for chunk in chunks} == {1}
-    assert cluster.worker.engine.cache.session == session
-    async with Client(f"127.0.0.1:{cluster.manager.port}") as fresh:
-        again = await fresh.generate(prompt, max_tokens=num_tokens, ignore_eos=True).collect()
-    assert list(again.token_ids) == list(undisturbed.token_ids)
-    assert again.num_cached_tokens > 0
+@pytest.mark.parametrize("known", [serving_loop.KNOWN_GRPCIO, ()], ids=["own-loop", "loop-of-grpcio"])
+async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
+    model: TinyModel, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is that of transformers, it is one attempt, the session is the same, and new requests are served on the same ports.
+    Also with the serving loop of a grpcio that is not known, where both servers end and are replaced."""
+    monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", known)
+    async with in_process_cluster(model.path, tmp_path, max_model_len=MAX_MODEL_LEN, num_blocks=1025) as cluster:
+        prompt, num_tokens = model.prompts[0], 120
+        truth = Truth(Oracle.of(model.path), prompt, 16)
+        undisturbed = await cluster.complete(prompt, max_tokens=num_tokens)
+        session = cluster.worker.engine.cache.session
+        stream = cluster.client.generate(prompt, max_tokens=num_tokens, ignore_eos=True)
+        chunks = [await anext(stream)]
+        connections = await bad_paths(cluster)
+
+        async def rebuilt() -> bool:
+            return all(server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager))
+
+        if not known:
+            await eventually(rebuilt, "both servers are built anew")
+        chunks += [chunk async for chunk in stream]
+        for connection in connections:
+            await connection.__aexit__(None, None, None)
+        found = [token for chunk in chunks for token in chunk.token_ids]
+        assert found == list(undisturbed.token_ids)
+        assert found[:16] == truth.tokens
+        assert {chunk.attempt for chunk in chunks} == {1}
+        assert cluster.worker.engine.cache.session == session
+        async with Client(f"127.0.0.1:{cluster.manager.port}") as fresh:
+            again = await fresh.generate(prompt, max_tokens=num_tokens, ignore_eos=True).collect()
+        assert list(again.token_ids) == list(undisturbed.token_ids)
+        assert again.num_cached_tokens > 0
+        assert await rebuilt() is not bool(known)
+        await cluster.until_idle()
+        assert cluster.manager.manager.check().violations == []
 
 
 # -- before protobuf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from kvpool.process import serving_loop
 from kvpool.process.request_guard import SMALL
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
@@ -30,6 +32,35 @@ NO_MESSAGE = b"\x0a\x04\xff\xfe"
 METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["CacheService"].methods)
 
 
+async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
+    """Send malformed paths; each is refused on its stream, and the connection stays open."""
+    asked = {await connection.request(b"/\xff") for _ in range(number)}
+    async with asyncio.timeout(30):
+        while asked:
+            frame = await connection.read()
+            assert frame is not None
+            if frame.kind == http2.Kind.HEADERS:
+                asked.discard(frame.stream)
+
+
+async def test_sessions_blocks_and_leases_outlive_bad_paths(server: Server, worker: Worker) -> None:
+    first = await worker.allocate(item("a", prompt(9)))
+    async with await http2.Connection.open(server.port) as connection:
+        await refused_paths(connection)
+        described = await worker.stub.Describe(pb.DescribeRequest())
+        assert [(found.worker_id, found.session) for found in described.workers] == [("w", worker.session)]
+        assert described.epoch == worker.registered.epoch
+        assert (await worker.keep_alive()).lease_ms
+        again = await worker.allocate(item("a", prompt(9)))
+        assert again.results[0].granted == first.results[0].granted
+
+
+@pytest.fixture
+def loop_of_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The serving loop of a grpcio that is not known, which a bad path ends. Before `server`."""
+    monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", ())
+
+
 async def until_rebuilt(server: Server, number: int) -> None:
     async def rebuilt() -> bool:
         return server._grpc.num_rebuilds >= number
@@ -37,7 +68,9 @@ async def until_rebuilt(server: Server, number: int) -> None:
     await eventually(rebuilt, "the gRPC server is built anew")
 
 
-async def test_sessions_blocks_and_leases_outlive_a_bad_path(server: Server, worker: Worker) -> None:
+async def test_sessions_blocks_and_leases_outlive_the_server(
+    loop_of_grpcio: None, server: Server, worker: Worker
+) -> None:
     """The worker's channel connects anew; its session is the same, and so are its table and the block counts."""
     first = await worker.allocate(item("a", prompt(9)))
     for number in range(1, 4):
@@ -54,7 +87,7 @@ async def test_sessions_blocks_and_leases_outlive_a_bad_path(server: Server, wor
             assert again.results[0].granted == first.results[0].granted
 
 
-async def test_a_manager_that_stops_afterwards_stops_as_ever(server: Server) -> None:
+async def test_a_manager_that_stops_afterwards_stops_as_ever(loop_of_grpcio: None, server: Server) -> None:
     async with await http2.Connection.open(server.port) as connection:
         await connection.request(b"/\xff")
         await until_rebuilt(server, 1)
@@ -64,21 +97,18 @@ async def test_a_manager_that_stops_afterwards_stops_as_ever(server: Server) -> 
 
 
 async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path) -> None:
-    """With its own logging: one line tells of all, gRPC's own included."""
+    """With its own logging: nothing is written, by gRPC neither."""
     with manager(tmp_path / "state") as (process, address, _):
         port = int(address.rpartition(":")[2])
         for _attack in range(3):
             async with await http2.Connection.open(port) as connection:
-                await connection.request(b"/\xff")
-                while await connection.read() is not None:
-                    pass  # until the server that was replaced has gone
+                await refused_paths(connection)
             async with grpc.aio.insecure_channel(address) as channel:
                 assert (await Stub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True, timeout=60)).epoch == 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None
-        events = [json.loads(line)["event"] for line in process.stderr]
-        assert events == ["the gRPC server ended unasked and was built anew", "stopped"]
+        assert [json.loads(line)["event"] for line in process.stderr] == ["stopped"]
 
 
 @pytest.mark.parametrize("method", METHODS)
