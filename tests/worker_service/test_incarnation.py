@@ -94,26 +94,29 @@ def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) 
 
 
 def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    """It ends when the process after it has said in its log that it waits."""
+    script = (
+        "import sys; from pathlib import Path; from kvpool.process.logs import LogFormat, LogLevel, configure_logging; "
+        "from worker_service.incarnation import WorkerState; configure_logging(LogFormat.json, LogLevel.info); "
+        "state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); print(state.identity.predecessor_key.hex())"
+    )
     first = WorkerState.open(tmp_path)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path; from worker_service.incarnation import WorkerState; "
-            "print('asks', flush=True); state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); "
-            "print(state.identity.predecessor_key.hex())",
-            str(tmp_path),
-        ],
+        [sys.executable, "-c", script, str(tmp_path)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos", "common"])},
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "asks\n"
-    first.close()
-    first.close()
-    assert process.communicate(timeout=60)[0].strip() == first.identity.process_key.hex()
+    try:
+        assert process.stderr is not None
+        assert f"process {os.getpid()} still runs this worker: waiting for its end" in process.stderr.readline()
+        first.close()
+        first.close()
+        assert process.communicate(timeout=60) == (f"{first.identity.process_key.hex()}\n", "")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(
