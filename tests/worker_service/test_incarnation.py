@@ -48,25 +48,6 @@ def test_the_key_is_nobody_else_s_to_read(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state" / "incarnation").stat().st_mode) == 0o600
 
 
-def test_the_file_is_on_the_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, then rename, then directory: a crash between any two leaves the old one or the new one."""
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        done.append(f"rename {source.name} {target.name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    begin(tmp_path)
-    assert done == ["fsync incarnation.tmp", "rename incarnation.tmp incarnation", f"fsync {tmp_path.name}"]
-
-
 def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
     """Another process holds the lock; the kernel gives it back when that one dies, however that happens."""
     script = (
