@@ -1,7 +1,7 @@
 """The epoch: a number that is larger in every life of the manager, kept in its state directory.
 
 All stamps of the manager (sessions, generations) begin with the epoch, so what makes them unique for ever is that this number
-never repeats: it is on the disk before it is used, by write, fsync, rename, fsync of the directory.
+never repeats: it is on the disk before it is used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import threading
 import zlib
 from pathlib import Path
 
+from kvpool.process.durable_file import write_durably
+
 MAX_EPOCH = (1 << 24) - 1
 """Stamps are 64 bits, of which the counter takes 40."""
 
@@ -21,7 +23,6 @@ MAX_FOREIGN_EPOCH = MAX_EPOCH >> 1
 manager, whatever messages say."""
 
 _FILE = "epoch"
-_TEMPORARY_FILE = "epoch.tmp"
 _LOCK_FILE = "lock"
 _FORMAT = re.compile(rb"kvpool epoch (\d{1,8}) ([0-9a-f]{8})\n")
 
@@ -132,15 +133,5 @@ class EpochStore:
             raise StateError(
                 f"the epochs of {self._directory} are used up ({MAX_EPOCH}): give the manager a new --state-dir"
             )
-        temporary = self._directory / _TEMPORARY_FILE
-        with open(temporary, "wb") as file:
-            file.write(encode(epoch))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._directory / _FILE)
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_durably(self._directory / _FILE, encode(epoch))
         self.epoch = epoch

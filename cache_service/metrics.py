@@ -6,6 +6,8 @@ never becomes a label.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvpool.process.metrics import MetricsPage
 from kvpool.process.request_guard import MALFORMED, TOO_LARGE
 from kvpool.process.version import installed_version
@@ -21,10 +23,13 @@ from .counts import EdgeCounts
 class ManagerMetrics:
     """Fills the page of one manager."""
 
-    def __init__(self, manager: CacheManager, counts: EdgeCounts, audits: Audits) -> None:
+    def __init__(
+        self, manager: CacheManager, counts: EdgeCounts, audits: Audits, num_server_rebuilds: Callable[[], int]
+    ) -> None:
         self._manager = manager
         self._counts = counts
         self._audits = audits
+        self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage, now: float) -> None:
         """Everything, as it is now, in the monotonic seconds of the leases. To be called on the event loop."""
@@ -64,6 +69,11 @@ class ManagerMetrics:
                 manager.ended[end],
                 reason=end.value,
             )
+        page.counter(
+            "kvpool_manager_server_rebuilds",
+            "gRPC servers that ended unasked and were built anew.",
+            self._num_server_rebuilds(),
+        )
         page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
         page.counter("kvpool_manager_violations", "Broken laws that audits have found.", self._audits.num_violations)
 

@@ -136,7 +136,9 @@ class Server:
 
         from .metrics import ManagerMetrics
 
-        metrics = ManagerMetrics(self.manager, self._servicer.counts, self._servicer.audits)
+        metrics = ManagerMetrics(
+            self.manager, self._servicer.counts, self._servicer.audits, lambda: self._grpc.num_rebuilds
+        )
         return MetricsServer(
             listen_for_metrics(host, port),
             lambda page: metrics.fill(page, self._clock()),

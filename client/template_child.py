@@ -30,9 +30,11 @@ MAX_COMPILED: Final = 16
 MEMORY_BYTES: Final = 256 * 1024 * 1024
 """Address space that one rendering may take on top of its request."""
 CPU_SECONDS: Final = 2.0
-"""One rendering may compute this long."""
+"""CPU time that one rendering may take. It is the same by the clock while the process has a core to itself: it has one thread, and
+nothing in a template sleeps or waits for I/O."""
 WALL_SECONDS: Final = 10.0
-"""The same by the clock: a process on a busy machine, or one that is stopped, computes nothing for a while."""
+"""Limit by the clock. Longer than CPU_SECONDS because a process that waits for a core, or is stopped, computes nothing: a limit of
+2 s would refuse good templates on a busy machine, and no template can make use of the difference."""
 LENGTH_BYTES: Final = 8
 
 

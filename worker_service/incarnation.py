@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import structlog
+from kvpool.process.durable_file import write_durably
 
 log = structlog.get_logger("kvpool.worker")
 
@@ -31,7 +32,6 @@ LOCK_WAIT_SECONDS = 10.0
 _LOCK_POLL_SECONDS = 0.1
 _KEY_BYTES = 16
 _FILE = "incarnation"
-_TEMPORARY_FILE = "incarnation.tmp"
 _LOCK_FILE = "lock"
 _FORMAT = re.compile(rb"kvpool worker (\d{1,19}) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
 
@@ -84,7 +84,8 @@ class WorkerState:
             lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _take_lock(lock, folder, wait_seconds)
             identity = next_identity(_read(folder), wall_clock())
-            _write(folder, identity)
+            content = _encode(identity.incarnation, identity.process_key)
+            write_durably(folder / _FILE, content, mode=0o600)
         except OSError as error:
             if lock >= 0:
                 os.close(lock)
@@ -157,18 +158,3 @@ def _read(folder: Path) -> tuple[int, bytes] | None:
             return incarnation, key
     log.warning("the last incarnation is not known: the file is damaged", path=str(path))
     return None
-
-
-def _write(folder: Path, identity: Identity) -> None:
-    temporary = folder / _TEMPORARY_FILE
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(_encode(identity.incarnation, identity.process_key))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / _FILE)
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -5,6 +5,7 @@ Labels are settings, enums and the model's name, so the number of series is fixe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,10 +43,13 @@ class WorkerLabels:
 class WorkerMetrics:
     """Fills the page of one worker."""
 
-    def __init__(self, engine: Engine, link: ManagerLink, labels: WorkerLabels) -> None:
+    def __init__(
+        self, engine: Engine, link: ManagerLink, labels: WorkerLabels, num_server_rebuilds: Callable[[], int]
+    ) -> None:
         self._engine = engine
         self._link = link
         self._labels = labels
+        self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
         """Everything, as it is now. To be called on the event loop."""
@@ -54,6 +58,7 @@ class WorkerMetrics:
         self._fill_steps(page)
         self._fill_cache(page)
         self._fill_link(page)
+        self._fill_server(page)
         fill_vllm_names(page, self._engine, self._labels)
 
     def _fill_requests(self, page: MetricsPage) -> None:
@@ -147,4 +152,11 @@ class WorkerMetrics:
             "kvpool_worker_manager_calls_failed",
             "Mutating calls that were not executed or not answered.",
             link.num_failed_calls,
+        )
+
+    def _fill_server(self, page: MetricsPage) -> None:
+        page.counter(
+            "kvpool_worker_server_rebuilds",
+            "gRPC servers that ended unasked and were built anew.",
+            self._num_server_rebuilds(),
         )

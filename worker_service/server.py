@@ -129,7 +129,8 @@ class Server:
         self._grace_cut = asyncio.Event()
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
-            metrics = WorkerMetrics(self.engine, self._link, _labels(settings, loaded.facts, plan))
+            labels = _labels(settings, loaded.facts, plan)
+            metrics = WorkerMetrics(self.engine, self._link, labels, lambda: grpc_server.num_rebuilds)
             self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
 

@@ -11,6 +11,7 @@ import pytest
 from kvpool.process.address import PortError
 
 from client.errors import InvalidRequest
+from tests import http2
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.polling import eventually
 from tests.scrape import num_listening_sockets, scrape
@@ -72,6 +73,21 @@ async def test_a_worker_tells_what_its_clients_have_seen(
     assert seconds == pytest.approx(sum(page.value(f"vllm:{part}_seconds_sum", **labels) for part in parts))
     assert page.value("kvpool_worker_session_open") == 1
     assert page.value("process_resident_memory_bytes") > 1 << 20
+
+
+async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, model: TinyModel, tmp_path: Path) -> None:
+    name = "kvpool_worker_server_rebuilds_total"
+    async with in_process_cluster(model.path, tmp_path, metrics_port=0) as cluster:
+        assert cluster.worker.metrics is not None
+        assert (await scrape(cluster.worker.metrics.url)).value(name) == 0
+        async with await http2.Connection.open(cluster.worker.port) as connection:
+            await connection.request(b"/\xff")
+
+            async def rebuilt() -> bool:
+                return cluster.worker._grpc.num_rebuilds > 0
+
+            await eventually(rebuilt, "the gRPC server is built anew")
+        assert (await scrape(cluster.worker.metrics.url)).value(name) == cluster.worker._grpc.num_rebuilds == 1
 
 
 async def test_a_worker_listens_for_metrics_only_if_it_is_told_to(model: TinyModel, tmp_path: Path) -> None:

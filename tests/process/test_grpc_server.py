@@ -110,9 +110,8 @@ async def served() -> AsyncIterator[Served]:
 
 
 @pytest.fixture
-async def mortal(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    """With the serving loop of a grpcio that is not known here, which a bad path ends."""
-    monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", ())
+async def mortal(loop_of_grpcio: None) -> AsyncIterator[Served]:
+    """A bad path ends it."""
     async with Served(Settings()) as served:
         yield served
 

@@ -1,6 +1,7 @@
 """The manager's disk: what was written and not fsynced may be lost or torn when the power goes, and fsync may lie.
 
-Stands in for `os`, `open` and `fcntl` in cache_service/epoch.py, whose code runs unchanged over it.
+Stands in for `os`, `open` and `fcntl` in cache_service/epoch.py and kvpool/process/durable_file.py, whose code runs unchanged over
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class _Inode:
 
 
 class Path:
-    """A name on the disk, as far as EpochStore uses pathlib."""
+    """A name on the disk, as far as EpochStore and `write_durably` use pathlib."""
 
     def __init__(self, disk: Disk, name: str) -> None:
         self.disk = disk
@@ -32,6 +33,15 @@ class Path:
 
     def __str__(self) -> str:
         return f"disk:/{self.name}"
+
+    @property
+    def parent(self) -> Path:
+        """The one directory."""
+        return Path(self.disk, "")
+
+    def with_name(self, name: str) -> Path:
+        """Another name in it."""
+        return Path(self.disk, name)
 
     def mkdir(self, **_: Any) -> None:
         """There is one."""
@@ -120,7 +130,7 @@ class Disk:
 
     # -- as `os`, `fcntl` and `open`
 
-    def open(self, path: Path, mode: int | str, *_: int) -> Any:
+    def open(self, path: Path, mode: int | str, *_: int, **__: Any) -> Any:
         """A number for a descriptor, or a file for writing."""
         self.operation()
         if mode == "wb":

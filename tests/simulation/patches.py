@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from kvpool.process import durable_file
+
 import cache_service.core.manager
 import cache_service.epoch
 import cache_service.servicer
@@ -118,7 +120,8 @@ def installed(world: World) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "log", _Log(world, name)))
         stack.enter_context(mock.patch.object(cache_service.epoch, "os", world.disk))
         stack.enter_context(mock.patch.object(cache_service.epoch, "fcntl", world.disk))
-        stack.enter_context(mock.patch.object(cache_service.epoch, "open", world.disk.open, create=True))
+        stack.enter_context(mock.patch.object(durable_file, "os", world.disk))
+        stack.enter_context(mock.patch.object(durable_file, "open", world.disk.open, create=True))
         stack.enter_context(mock.patch.object(cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice))
         stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
         stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_BLOCKS", world.report_part))

@@ -48,25 +48,6 @@ def test_the_key_is_nobody_else_s_to_read(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state" / "incarnation").stat().st_mode) == 0o600
 
 
-def test_the_file_is_on_the_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, then rename, then directory: a crash between any two leaves the old one or the new one."""
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        done.append(f"rename {source.name} {target.name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    begin(tmp_path)
-    assert done == ["fsync incarnation.tmp", "rename incarnation.tmp incarnation", f"fsync {tmp_path.name}"]
-
-
 def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
     """Another process holds the lock; the kernel gives it back when that one dies, however that happens."""
     script = (
@@ -94,26 +75,29 @@ def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) 
 
 
 def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    """It ends when the process after it has said in its log that it waits."""
+    script = (
+        "import sys; from pathlib import Path; from kvpool.process.logs import LogFormat, LogLevel, configure_logging; "
+        "from worker_service.incarnation import WorkerState; configure_logging(LogFormat.json, LogLevel.info); "
+        "state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); print(state.identity.predecessor_key.hex())"
+    )
     first = WorkerState.open(tmp_path)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path; from worker_service.incarnation import WorkerState; "
-            "print('asks', flush=True); state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); "
-            "print(state.identity.predecessor_key.hex())",
-            str(tmp_path),
-        ],
+        [sys.executable, "-c", script, str(tmp_path)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos", "common"])},
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "asks\n"
-    first.close()
-    first.close()
-    assert process.communicate(timeout=60)[0].strip() == first.identity.process_key.hex()
+    try:
+        assert process.stderr is not None
+        assert f"process {os.getpid()} still runs this worker: waiting for its end" in process.stderr.readline()
+        first.close()
+        first.close()
+        assert process.communicate(timeout=60) == (f"{first.identity.process_key.hex()}\n", "")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(

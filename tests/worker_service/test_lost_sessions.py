@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -28,15 +29,23 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() -> None:
-    """Another peer has executed a call of a far larger number: every call is stale until 2**20 more are sent. The worker registers
-    again, with a report, and no stream notices."""
+@contextlib.asynccontextmanager
+async def one_stream(num_tokens: int) -> AsyncIterator[World]:
+    """A world in which one request decodes. In the end its text must be the right one."""
     world = World(num_blocks=200, block_size=4)
     world.model.step_seconds = 0.003
     async with world.running():
-        request = world.submit(PROMPT, 150)
+        request = world.submit(PROMPT, num_tokens)
         reading = asyncio.create_task(read(request))
         await until(lambda: request.num_generated > 4)
+        yield world
+        assert await reading == expected_text(PROMPT, num_tokens)
+
+
+async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() -> None:
+    """Another peer has executed a call of a far larger number: every call is stale until 2**20 more are sent. The worker registers
+    again, with a report, and no stream notices."""
+    async with one_stream(150) as world:
         session = world.manager.worker("w0")
         with capture_logs() as lines:
             session.last_call_no += 1 << 20
@@ -45,7 +54,6 @@ async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() ->
         assert [line["event"] for line in told] == ["session ended", "registered"]
         assert "STALE_CALL" in told[0]["why"]
         assert sum(line["event"] == "call not executed" for line in lines) == MAX_STALE_CALLS == 3
-        assert await reading == expected_text(PROMPT, 150)
 
 
 async def test_a_stale_call_now_and_then_ends_nothing() -> None:
@@ -63,12 +71,7 @@ async def test_a_stale_call_now_and_then_ends_nothing() -> None:
 @pytest.mark.parametrize("name", ["KeepAlive", "Append"])
 async def test_a_worker_whose_key_is_refused_registers_again(name: str) -> None:
     """A manager that takes the session for another's: as if it had ended."""
-    world = World(num_blocks=200, block_size=4)
-    world.model.step_seconds = 0.003
-    async with world.running():
-        request = world.submit(PROMPT, 60)
-        reading = asyncio.create_task(read(request))
-        await until(lambda: request.num_generated > 4)
+    async with one_stream(60) as world:
         if name == "Append":
             world.link._keep_alive_seconds = 60.0  # the heartbeat after the next comes too late to be first
             beats = world.wire.num_calls.get("KeepAlive", 0)
@@ -76,7 +79,6 @@ async def test_a_worker_whose_key_is_refused_registers_again(name: str) -> None:
         session = world.manager.worker("w0")
         session.key = make_session_key()
         await until(lambda: world.manager.worker("w0") is not session and world.is_open.is_set())
-        assert await reading == expected_text(PROMPT, 60)
 
 
 async def test_an_unheard_worker_does_not_say_that_it_serves() -> None:
@@ -103,18 +105,12 @@ async def test_an_unheard_worker_does_not_say_that_it_serves() -> None:
 
 async def test_a_worker_outgrows_a_register_no_that_is_not_its_own() -> None:
     """A stranger has registered under its name and incarnation, as far ahead as the manager takes."""
-    world = World(num_blocks=200, block_size=4)
-    world.model.step_seconds = 0.003
-    async with world.running():
-        request = world.submit(PROMPT, 60)
-        reading = asyncio.create_task(read(request))
-        await until(lambda: request.num_generated > 4)
+    async with one_stream(60) as world:
         introduction = world.link._registration.introduction
         stolen = codec.decode_registration(introduction)._replace(register_no=1 << 63)
         taken = world.manager.register(stolen, world.wire.now(), make_session_key())
         await until(lambda: world.manager.worker("w0").number > taken.session and world.is_open.is_set())
         assert world.wire.num_calls["Register"] <= 4, "it is told which number to outgrow"
-        assert await reading == expected_text(PROMPT, 60)
 
 
 # -- leaving

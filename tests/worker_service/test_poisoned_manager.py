@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from cache_service.core.messages import AppendItem, SequenceUpdate, Uplink
 from tests.worker_service.tracer import expected_text
@@ -28,11 +29,13 @@ async def test_a_block_sealed_under_invented_tokens_is_never_served() -> None:
     """The victim's Free seals nothing, for its tokens differ, and its block stays a hit for the invented prompt. The worker knows
     what the block holds: it gives the session up, reports, and computes."""
     world = World(num_blocks=64, block_size=4, report_seconds=60.0)
+    step = world.model.gate = threading.Event()  # the first step waits: without it the victim may end before it is seen
     async with world.running():
         victim = world.submit(PROMPT, 3)
         while not world.manager.sessions[0].sequences:
             await asyncio.sleep(0.001)
         world.wire.gate = asyncio.Event()  # the next call of the worker is its Free
+        step.set()
         assert await read(victim) == expected_text(PROMPT, 3)
         seal_under_invented_tokens(world)
         world.wire.gate.set()

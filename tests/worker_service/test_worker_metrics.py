@@ -53,7 +53,7 @@ VLLM_TYPES = {
 
 def look(world: World) -> Scrape:
     page = MetricsPage()
-    WorkerMetrics(world.engine, world.link, LABELS).fill(page)
+    WorkerMetrics(world.engine, world.link, LABELS, lambda: 0).fill(page)
     return Scrape(generate_latest(page).decode())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from kvpool.process import serving_loop
 from kvpool.process.request_guard import SMALL
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
@@ -53,12 +52,6 @@ async def test_sessions_blocks_and_leases_outlive_bad_paths(server: Server, work
         assert (await worker.keep_alive()).lease_ms
         again = await worker.allocate(item("a", prompt(9)))
         assert again.results[0].granted == first.results[0].granted
-
-
-@pytest.fixture
-def loop_of_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The serving loop of a grpcio that is not known, which a bad path ends. Before `server`."""
-    monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", ())
 
 
 async def until_rebuilt(server: Server, number: int) -> None:

@@ -21,25 +21,6 @@ def test_every_life_has_a_larger_epoch(tmp_path: Path) -> None:
     assert [begin(tmp_path / "a" / "b") for _ in range(3)] == [1, 2, 3]
 
 
-def test_the_epoch_is_on_the_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, then rename, then directory: a crash between any two leaves the old epoch or the new one."""
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        done.append(f"rename {source.name} {target.name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    begin(tmp_path)
-    assert done == ["fsync epoch.tmp", "rename epoch.tmp epoch", f"fsync {tmp_path.name}"]
-
-
 def test_a_second_manager_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     store = EpochStore.open(tmp_path)
     with pytest.raises(StateError) as caught:

@@ -16,7 +16,9 @@ from cache_service.core.refusal import Reason
 from cache_service.counts import METHODS
 from cache_service.server import Server
 from cache_service.settings import ManagerSettings
+from tests import http2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
+from tests.cache_service.edge.test_edge_attacks import until_rebuilt
 from tests.cache_service.edge.test_edge_process import fails, listening
 from tests.scrape import Scrape, num_listening_sockets, scrape
 
@@ -104,6 +106,16 @@ async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
     assert counts.keys() == set(METHODS)
     assert {method: count for method, count in counts.items() if count} == {"Describe": 3, "Register": 1, "Allocate": 1}
     assert page.value("kvpool_manager_call_duration_seconds_sum", method="Describe") > 0
+
+
+async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, server: Server) -> None:
+    name = "kvpool_manager_server_rebuilds_total"
+    assert (await look(server)).value(name) == 0
+    for number in (1, 2):
+        async with await http2.Connection.open(server.port) as connection:
+            await connection.request(b"/\xff")
+            await until_rebuilt(server, number)
+        assert (await look(server)).value(name) == number
 
 
 async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
