@@ -467,11 +467,11 @@ class CacheManager:
         self._top_up(session, generation)
         outcomes: list[AllocateOutcome] = []
         full = False
-        num_blocks = 0
+        num_blocks, most_blocks = 0, self.limits.max_blocks_per_reply
         for item in items:
             # What lives here already needs no blocks: its table is told even then, or a worker that lost the first answer would
             # take blocks that are held for nobody's.
-            is_large = num_blocks >= self.limits.max_blocks_per_reply
+            is_large = num_blocks >= most_blocks
             if full or is_large:
                 if (item.key.sequence_id, item.key.attempt) not in session.sequences:
                     why = "found no blocks" if full else "have filled the answer"
@@ -495,9 +495,9 @@ class CacheManager:
         session = self._begin(uplink, len(items))
         generation = self._stamp()
         outcomes: list[AppendOutcome] = []
-        num_blocks = 0
+        num_blocks, most_blocks = 0, self.limits.max_blocks_per_reply
         for item in items:
-            if num_blocks >= self.limits.max_blocks_per_reply and item.want_blocks:
+            if num_blocks >= most_blocks and item.want_blocks:
                 outcomes.append(
                     Refusal(Reason.NOT_TRIED, "earlier items of the batch have filled the answer; ask again")
                 )

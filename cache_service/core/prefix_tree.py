@@ -147,19 +147,17 @@ class Node:
             return child
         return None if self.children is None else self.children.get(tokens)
 
-    def intern(self, tokens: bytes) -> Node:
-        """The child that holds exactly `tokens`, made if there is none."""
-        node = self.find(tokens)
-        if node is None:
-            node = Node(self, tokens, self.depth + 1)
-            if self.child is None:
-                self.child = node
-            elif self.children is None:
-                self.children = {tokens: node}
-            else:
-                self.children[tokens] = node
-                if len(self.children) > FAN_CHILDREN and isinstance(self.children, dict):
-                    self.children = Fan(self.children)
+    def _add_child(self, tokens: bytes) -> Node:
+        """A new child that holds `tokens`, of which there is none yet."""
+        node = Node(self, tokens, self.depth + 1)
+        if self.child is None:
+            self.child = node
+        elif self.children is None:
+            self.children = {tokens: node}
+        else:
+            self.children[tokens] = node
+            if len(self.children) > FAN_CHILDREN and isinstance(self.children, dict):
+                self.children = Fan(self.children)
         return node
 
     def _drop_child(self, node: Node) -> None:
@@ -366,7 +364,7 @@ class PrefixTree:
         """The child of `parent` that holds exactly `tokens`, made if there is none."""
         child = parent.find(tokens)
         if child is None:
-            child = parent.intern(tokens)
+            child = parent._add_child(tokens)
             self.num_nodes += 1
             if self.walk is not None:
                 self.walk.on_made(child)

@@ -47,30 +47,33 @@ def _find(session: Session, update: SequenceUpdate) -> Sequence:
 
 def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> bytes:
     """What the update adds to the tokens known; the overlap must be equal."""
-    num_stated, rest = divmod(len(update.tokens), TOKEN_BYTES)
+    stated, start = update.tokens, update.start
+    num_stated, rest = divmod(len(stated), TOKEN_BYTES)
     if rest:
-        raise bad_field("tokens", f"needed little-endian uint32 token ids, got {len(update.tokens)} bytes")
+        raise bad_field("tokens", f"needed little-endian uint32 token ids, got {len(stated)} bytes")
     known = sequence.num_tokens
-    if update.start > known:
+    if start > known:
         raise Refusal(
             Reason.GAP,
-            f"sequence {update.key.sequence_id!r} is known up to position {known}, the update begins at {update.start}: "
+            f"sequence {update.key.sequence_id!r} is known up to position {known}, the update begins at {start}: "
             f"state the tokens from {known} on",
             position=known,
         )
-    if update.start + num_stated > limits.max_tokens_per_sequence:
+    if start + num_stated > limits.max_tokens_per_sequence:
         raise bad_field(
             "tokens",
-            f"at most {limits.max_tokens_per_sequence} tokens per sequence, got {update.start + num_stated}: end the sequence",
+            f"at most {limits.max_tokens_per_sequence} tokens per sequence, got {start + num_stated}: end the sequence",
         )
-    overlap = min(known - update.start, num_stated) * TOKEN_BYTES
-    begin = update.start * TOKEN_BYTES
-    if sequence.tokens[begin : begin + overlap] != update.tokens[:overlap]:
+    if start == known:  # as nearly always: nothing is stated twice
+        return stated
+    overlap = min(known - start, num_stated) * TOKEN_BYTES
+    begin = start * TOKEN_BYTES
+    if sequence.tokens[begin : begin + overlap] != stated[:overlap]:
         position = next(
-            update.start + i
+            start + i
             for i in range(overlap // TOKEN_BYTES)
             if sequence.tokens[begin + i * TOKEN_BYTES : begin + (i + 1) * TOKEN_BYTES]
-            != update.tokens[i * TOKEN_BYTES : (i + 1) * TOKEN_BYTES]
+            != stated[i * TOKEN_BYTES : (i + 1) * TOKEN_BYTES]
         )
         raise Refusal(
             Reason.TOKENS_DIFFER,
@@ -78,7 +81,7 @@ def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> b
             "a sequence's tokens never change",
             position=position,
         )
-    return update.tokens[overlap:]
+    return stated[overlap:]
 
 
 def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
@@ -113,8 +116,9 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
     new_tokens = _new_tokens(sequence, update, limits)
     new_blocks = _new_blocks(sequence, update.bound)
     num_new_tokens = len(new_tokens) // TOKEN_BYTES
-    if num_new_tokens > sequence.session.account.budget.tokens_left:
-        raise sequence.session.account.too_many_tokens(num_new_tokens)
+    account = sequence.session.account
+    if num_new_tokens > account.budget.tokens_left:
+        raise account.too_many_tokens(num_new_tokens)
     num_blocks = len(sequence.table) + len(new_blocks)
     if num_blocks > limits.max_blocks_per_sequence:
         raise bad_field(
@@ -122,35 +126,36 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
             f"at most {limits.max_blocks_per_sequence} blocks per sequence, got {num_blocks}: end the sequence, or register larger "
             "blocks",
         )
+    num_computed = update.num_computed_tokens
     num_tokens = sequence.num_tokens + num_new_tokens
     num_slots = num_blocks * sequence.pool.block_size
-    if update.num_computed_tokens > min(num_tokens, num_slots):
+    if num_computed > num_tokens or num_computed > num_slots:
         raise bad_field(
             "num_computed_tokens",
-            f"{update.num_computed_tokens} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
+            f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
-    named = max((entry.table_index + 1 for entry in update.bound), default=0)
-    return _Merge(
-        new_tokens,
-        new_blocks,
-        max(named, sequence.num_named),
-        max(update.num_computed_tokens, sequence.num_computed_tokens),
-    )
+    num_named = sequence.num_named
+    if new_blocks:
+        num_named = num_blocks  # new entries are named in order, up to the last one
+    elif update.bound:
+        num_named = max(num_named, max(entry.table_index for entry in update.bound) + 1)
+    return _Merge(new_tokens, new_blocks, num_named, max(num_computed, sequence.num_computed_tokens))
 
 
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Make the checked update true, and seal the blocks that are full and computed now."""
     pool = sequence.pool
-    if merge.new_tokens:
-        num_new_tokens = len(merge.new_tokens) // TOKEN_BYTES
-        sequence.tokens += merge.new_tokens
-        sequence.session.account.add_tokens(num_new_tokens)
-        sequence.session.num_generated_tokens += num_new_tokens
-    for block in merge.new_blocks:
-        pool.bind(block)
-    sequence.table += merge.new_blocks
-    sequence.num_named = merge.num_named
-    sequence.num_computed_tokens = merge.num_computed_tokens
+    new_tokens, new_blocks, sequence.num_named, sequence.num_computed_tokens = merge
+    if new_tokens:
+        session = sequence.session
+        num_new_tokens = len(new_tokens) // TOKEN_BYTES
+        sequence.tokens += new_tokens
+        session.account.add_tokens(num_new_tokens)
+        session.num_generated_tokens += num_new_tokens
+    if new_blocks:
+        for block in new_blocks:
+            pool.bind(block)
+        sequence.table += new_blocks
     _seal(tree, sequence)
 
 

@@ -142,7 +142,7 @@ def stale_content_kept(patch: pytest.MonkeyPatch) -> None:
 def hits_without_the_guard(patch: pytest.MonkeyPatch) -> None:
     """As `sealed_before_computed`, and the worker believes whatever it is told."""
     sealed_before_computed(patch)
-    patch.setattr(BlockLedger, "accept_hit", lambda ledger, *hit: None)
+    patch.setattr(BlockLedger, "accept_hits", lambda ledger, *hits: None)
 
 
 def nobody_wakes_the_engine(patch: pytest.MonkeyPatch) -> None:

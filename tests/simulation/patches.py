@@ -29,7 +29,7 @@ from cache_service import status
 from cache_service.core.manager import CacheManager
 from cache_service.core.refusal import Refusal
 from cache_service.core.session import SessionEnd
-from worker_service.cache.ledger import BlockLedger, Content
+from worker_service.cache.ledger import BlockLedger
 from worker_service.cache.link import Link
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
-    def accept_hit(
-        ledger: BlockLedger, block: int, *about: Any, original: Callable[..., Content] = BlockLedger.accept_hit
-    ) -> Content:
-        content = original(ledger, block, *about)
-        world.laws.on_hit(ledger, block)
-        return content
+    def accept_hits(
+        ledger: BlockLedger, blocks: list[int], *about: Any, original: Any = BlockLedger.accept_hits
+    ) -> None:
+        original(ledger, blocks, *about)
+        for block in blocks:
+            world.laws.on_hit(ledger, block)
 
     def new_entries(link: Link, downlink: Any, original: Any = Link.new_entries) -> Any:
         entries = original(link, downlink)
@@ -130,7 +130,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(client.manager, "time", types.SimpleNamespace(monotonic=_loop_time)))
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
-        stack.enter_context(mock.patch.object(BlockLedger, "accept_hit", accept_hit))
+        stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
         stack.enter_context(mock.patch.object(Link, "new_entries", new_entries))
         stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
         before = deadline_init.__defaults__

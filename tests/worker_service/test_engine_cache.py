@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvpool.v1 import cache_pb2, common_pb2
 
+from worker_service.cache import calls
 from worker_service.cache.engine_cache import Computed, EngineCache
 from worker_service.cache.ledger import Content
 from worker_service.cache.link import Call
@@ -169,3 +170,27 @@ def test_a_head_start_takes_no_block_that_may_be_a_hit() -> None:
     call = cache.next_call(lambda: [CacheSequence("a", 1, root, [1, 2, 3], max_new_tokens=5)], 0.0)
     assert call is not None
     assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]
+
+
+@pytest.mark.parametrize("num_cached_tokens", [3, 4, 6, 1 << 30])
+def test_a_table_is_as_long_as_what_is_cached(num_cached_tokens: int) -> None:
+    """Positions without a block are never taken as computed: one block of two tokens is in the table."""
+    cache = EngineCache(CacheSettings(block_size=2, num_blocks=8))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    root = common_pb2.Root(model_fingerprint="m")
+    ledger = cache._state.ledger
+    ledger.accept_grant(1, 1)
+    ledger.use(1)
+    ledger.complete(1, Content(None, root, calls.pack_tokens([1, 2])))
+    ledger.drop(1)
+    sequence = CacheSequence("a", 1, root, [1, 2, 3, 4, 5, 6, 7], max_new_tokens=1)
+    call = cache.next_call(lambda: [sequence], 0.0)
+    assert call is not None
+    answer = cache_pb2.AllocateResponse()
+    granted = answer.results.add().granted
+    granted.num_cached_tokens = num_cached_tokens
+    granted.tables.add(block_ids=[1], generations=[1])
+    cache.on_reply(call, answer, 0.0)
+    assert cache.session == 0, "the session is given up"
+    assert sequence.state is SequenceState.WAITING
+    assert not ledger.num_used

@@ -46,14 +46,14 @@ def test_a_block_that_a_table_names_is_granted_to_nobody() -> None:
 def test_a_hit_needs_a_block_completed_under_that_generation() -> None:
     """Sealed-only sharing: not one that is still being filled, and not what it held under another grant."""
     ledger = _with_a_complete_block()
-    ledger.accept_hit(1, 5, _TOKENS, _ROOT, None)
+    ledger.accept_hits([1], [5], _TOKENS, _ROOT)
     for generation in (4, 6):
         with pytest.raises(DisagreementError, match="here it has generation 5"):
-            ledger.accept_hit(1, generation, _TOKENS, _ROOT, None)
+            ledger.accept_hits([1], [generation], _TOKENS, _ROOT)
     ledger.accept_grant(2, 7)
     ledger.use(2)
     with pytest.raises(DisagreementError, match="its KV is not complete"):
-        ledger.accept_hit(2, 7, _TOKENS, _ROOT, None)
+        ledger.accept_hits([2], [7], _TOKENS, _ROOT)
 
 
 @pytest.mark.parametrize("block", [0, 4, 2**32 - 1])
@@ -63,7 +63,7 @@ def test_only_blocks_of_the_pool_exist(block: int) -> None:
     with pytest.raises(DisagreementError, match="does not exist"):
         ledger.accept_grant(block, 1)
     with pytest.raises(DisagreementError, match="does not exist"):
-        ledger.accept_hit(block, 1, _TOKENS, _ROOT, None)
+        ledger.accept_hits([block], [1], _TOKENS, _ROOT)
 
 
 def _chain(ledger: BlockLedger, first_block: int, *tokens: bytes, root: common_pb2.Root = _ROOT) -> list[Content]:
@@ -80,33 +80,45 @@ def _chain(ledger: BlockLedger, first_block: int, *tokens: bytes, root: common_p
     return contents
 
 
-def test_a_hit_needs_the_tokens_of_the_prompt() -> None:
+def _accept(ledger: BlockLedger, blocks: list[int], tokens: bytes, root: common_pb2.Root = _ROOT) -> None:
+    """Blocks as `_chain` has made them are handed out for a prompt."""
+    ledger.accept_hits(blocks, [1] * len(blocks), tokens, root)
+
+
+def test_hits_need_the_tokens_of_the_prompt() -> None:
     """Exact hits: whatever the manager believes that a block holds, the worker knows."""
     ledger = BlockLedger(4)
-    first, second = _chain(ledger, 1, b"aaaa", b"bbbb")
-    assert ledger.accept_hit(1, 1, b"aaaa", _ROOT, None) is first
-    for tokens in (b"aaab", b"aaa", b""):
-        with pytest.raises(DisagreementError, match="other tokens"):
-            ledger.accept_hit(1, 1, tokens, _ROOT, None)
-    assert ledger.accept_hit(2, 1, b"bbbb", _ROOT, first) is second
-    with pytest.raises(DisagreementError, match="other tokens"):
-        ledger.accept_hit(2, 1, b"bbbc", _ROOT, first)
+    _chain(ledger, 1, b"aaaa", b"bbbb")
+    _accept(ledger, [1, 2], b"aaaabbbb")
+    for tokens, block in ((b"aaabbbbb", 1), (b"aaaabbbc", 2), (b"bbbbaaaa", 1), (b"aaaa", 2), (b"", 1)):
+        with pytest.raises(DisagreementError, match=f"block {block} .* other tokens"):
+            _accept(ledger, [1, 2], tokens)
+
+
+def test_hits_need_blocks_for_all_of_the_tokens() -> None:
+    """As many tokens as the manager says are cached: KV that no block has would be read."""
+    ledger = BlockLedger(4)
+    _chain(ledger, 1, b"aaaa", b"bbbb")
+    for blocks, tokens in (([], b"aaaa"), ([1], b"aaaabbbb"), ([1], b"aaaab"), ([1, 2], b"aaaabbbbcccc")):
+        with pytest.raises(DisagreementError, match=f"the {len(blocks)} blocks handed out hold"):
+            _accept(ledger, blocks, tokens)
+    _accept(ledger, [], b"")
 
 
 def test_a_hit_needs_the_prefix_that_its_block_was_computed_after() -> None:
     """A block's KV depends on all tokens before it: its own tokens prove nothing."""
     ledger = BlockLedger(8)
     _chain(ledger, 1, b"aaaa", b"same", b"last")
-    x, same_after_x = _chain(ledger, 4, b"xxxx", b"same")
-    with pytest.raises(DisagreementError, match="a prefix other than its own"):
-        ledger.accept_hit(2, 1, b"same", _ROOT, x)
-    with pytest.raises(DisagreementError, match="a prefix other than its own"):
-        ledger.accept_hit(2, 1, b"same", _ROOT, None)
-    with pytest.raises(DisagreementError, match="a prefix other than its own"):
-        ledger.accept_hit(4, 1, b"xxxx", _ROOT, x)
-    # The parents hold equal tokens; what these were computed after differs.
-    with pytest.raises(DisagreementError, match="a prefix other than its own"):
-        ledger.accept_hit(3, 1, b"last", _ROOT, same_after_x)
+    _chain(ledger, 4, b"xxxx", b"same")
+    for blocks, tokens in (
+        ([4, 2], b"xxxxsame"),
+        ([2], b"same"),
+        ([4, 4], b"xxxxxxxx"),
+        # The parents hold equal tokens; what these were computed after differs.
+        ([4, 5, 3], b"xxxxsamelast"),
+    ):
+        with pytest.raises(DisagreementError, match=f"block {blocks[-1]} .* a prefix other than its own"):
+            _accept(ledger, blocks, tokens)
 
 
 def test_a_hit_after_a_duplicate_of_its_prefix_is_a_hit() -> None:
@@ -114,20 +126,20 @@ def test_a_hit_after_a_duplicate_of_its_prefix_is_a_hit() -> None:
     ledger = BlockLedger(8)
     _chain(ledger, 1, b"aaaa", b"bbbb")
     _, _, third, _ = _chain(ledger, 3, b"aaaa", b"bbbb", b"cccc", b"dddd")
-    before = None
-    for block, tokens in ((1, b"aaaa"), (2, b"bbbb"), (5, b"cccc"), (6, b"dddd")):
-        before = ledger.accept_hit(block, 1, tokens, _ROOT, before)
+    _accept(ledger, [1, 2, 5, 6], b"aaaabbbbccccdddd")
     assert third.parent is ledger.content(2), "compared once, known from then on"
 
 
-def test_a_hit_needs_the_root_of_the_prompt() -> None:
+def test_hits_need_the_root_of_the_prompt() -> None:
     """Another adapter or tenant: equal tokens, other KV; at the beginning of a chain and after a duplicate."""
     other = common_pb2.Root(model_fingerprint="m", tenant_salt="t")
     ledger = BlockLedger(8)
-    (first,) = _chain(ledger, 1, b"aaaa")
+    _chain(ledger, 1, b"aaaa")
     _chain(ledger, 2, b"aaaa", b"bbbb", root=other)
     with pytest.raises(DisagreementError, match="a root other than its own"):
-        ledger.accept_hit(1, 1, b"aaaa", other, None)
-    assert ledger.accept_hit(1, 1, b"aaaa", common_pb2.Root(model_fingerprint="m"), None) is first
+        _accept(ledger, [1], b"aaaa", other)
+    _accept(ledger, [1], b"aaaa", common_pb2.Root(model_fingerprint="m"))
     with pytest.raises(DisagreementError, match="a prefix other than its own"):
-        ledger.accept_hit(3, 1, b"bbbb", _ROOT, first)
+        _accept(ledger, [1, 3], b"aaaabbbb")
+    with pytest.raises(DisagreementError, match="a root other than its own"):
+        _accept(ledger, [2, 3], b"aaaabbbb")

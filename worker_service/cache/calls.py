@@ -86,13 +86,14 @@ def allocate_call(link: Link, sequences: List[CacheSequence], wish: int, returne
     request = cache_pb2.AllocateRequest(uplink=link.uplink(wish, returned))
     stated = []
     for sequence in sequences:
+        prompt = pack_tokens(sequence.tokens)
         request.items.add(
             key=sequence.key,
             root=sequence.root,
-            tokens=pack_tokens(sequence.tokens),
+            tokens=prompt,
             max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
         )
-        stated.append(Stated(sequence, len(sequence.tokens), 0, 0))
+        stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
     return Call(request, tuple(stated), tuple(returned))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
-from .calls import TOKEN_BYTES, pack_tokens
-from .ledger import Content, DisagreementError
+from .calls import TOKEN_BYTES
+from .ledger import DisagreementError
 from .link import Call, Link, Stated
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
@@ -30,7 +30,7 @@ def take_reply(state: CacheState, link: Link, call: Call, response: Response, no
         return
     if isinstance(response, cache_pb2.AllocateResponse):
         for stated, allocated in zip(call.stated, response.results, strict=True):
-            _on_allocated(state, stated.sequence, allocated, now)
+            _on_allocated(state, stated, allocated, now)
     elif isinstance(response, cache_pb2.AppendResponse):
         for stated, appended in zip(call.stated, response.results, strict=True):
             _on_appended(state, stated, appended, now)
@@ -60,10 +60,11 @@ def take_entries(state: CacheState, link: Link, downlink: cache_pb2.Downlink) ->
             state.events.append(events.DrainAsked(grace))
 
 
-def _on_allocated(state: CacheState, sequence: CacheSequence, result: cache_pb2.AllocateResult, now: float) -> None:
+def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateResult, now: float) -> None:
+    sequence = stated.sequence
     is_withdrawn = sequence.state is SequenceState.ENDING
     if result.status.code == 0 and result.HasField("granted"):
-        _take_table(state, sequence, result.granted)
+        _take_table(state, sequence, stated.prompt, result.granted)
         if not is_withdrawn:
             sequence.state = SequenceState.LIVE
             state.events.append(events.Granted(sequence))
@@ -89,22 +90,21 @@ def _on_allocated(state: CacheState, sequence: CacheSequence, result: cache_pb2.
         state.ask_again_at = now + state.settings.no_blocks_retry_seconds
 
 
-def _take_table(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
-    """Enter a granted table: its leading blocks as hits, the others as grants."""
+def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:
+    """Enter the table granted for a prompt: its leading blocks as hits, the others as grants."""
     run = granted.tables[0]
-    block_size = state.settings.block_size
-    num_hits = granted.num_cached_tokens // block_size
-    prompt = pack_tokens(sequence.tokens[: num_hits * block_size])
-    step = block_size * TOKEN_BYTES
-    before: Content | None = None
+    blocks, generations = run.block_ids[:], run.generations[:]
+    num_hits = granted.num_cached_tokens // state.settings.block_size
+    hits, hit_generations = blocks[:num_hits], generations[:num_hits]
+    ledger = state.ledger
+    ledger.accept_hits(hits, hit_generations, prompt[: granted.num_cached_tokens * TOKEN_BYTES], sequence.root)
     sequence.uses_blocks = True
-    for index, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True)):
-        if index < num_hits:
-            tokens = prompt[index * step : (index + 1) * step]
-            before = state.ledger.accept_hit(block, generation, tokens, sequence.root, before)
-        else:
-            state.ledger.accept_grant(block, generation)
-        state.ledger.use(block)
+    ledger.use(*hits)
+    sequence.table += hits
+    sequence.generations += hit_generations
+    for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
+        ledger.accept_grant(block, generation)
+        ledger.use(block)
         sequence.table.append(block)
         sequence.generations.append(generation)
     sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens

@@ -10,6 +10,7 @@ worker holds.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as List
 
 from kvpool.v1 import common_pb2
 
@@ -45,6 +46,26 @@ def _is_same_chain(one: Content, other: Content) -> bool:
     return True
 
 
+def _join(content: Content, before: Content | None) -> None:
+    """Make `before` the parent of a content that was computed after a duplicate of it. Raises DisagreementError if it was not."""
+    if content.parent is None or before is None or not _is_same_chain(content.parent, before):
+        raise DisagreementError(f"block {content.block} was handed out as cached after a prefix other than its own")
+    # From now on the comparison is one step.
+    content.parent = before
+
+
+def _other_tokens(blocks: List[int], pieces: List[bytes], tokens: bytes) -> DisagreementError:
+    """Names the first of the blocks that does not hold its part of `tokens`; where all do, there are more tokens than blocks."""
+    begin = 0
+    for block, piece in zip(blocks, pieces, strict=True):
+        if tokens[begin : begin + len(piece)] != piece:
+            return DisagreementError(f"block {block} was handed out as cached for a prompt with other tokens")
+        begin += len(piece)
+    return DisagreementError(
+        f"{len(tokens)} bytes of tokens were said to be cached; the {len(blocks)} blocks handed out hold {begin}"
+    )
+
+
 class BlockLedger:
     """Generations, table references and contents of `num_blocks` blocks; block 0 is the null block."""
 
@@ -76,40 +97,46 @@ class BlockLedger:
             self._contents[block] = None
             del self._idle[block]
 
-    def accept_hit(
-        self, block: int, generation: int, tokens: bytes, root: common_pb2.Root, before: Content | None
-    ) -> Content:
-        """A block is handed out as holding `tokens` after what `before` holds, or as the first block under `root`. Raises
-        DisagreementError.
+    def accept_hits(self, blocks: List[int], generations: List[int], tokens: bytes, root: common_pb2.Root) -> None:
+        """These blocks are handed out as holding `tokens`, the first of them from position 0 on, under `root`. No table names them
+        yet. Raises DisagreementError.
 
-        Returns the block's content, the `before` of the next one. A block's KV depends on its whole prefix, so `before` must be
-        what was returned for the block before it in the same table: then all tokens back to the root have been compared.
+        A block's KV depends on its whole prefix, so each content must have been computed after the one before it in the list, or
+        after a duplicate of that. Then all tokens are compared at once.
         """
-        self._check_range(block)
-        content = self._contents[block]
-        if generation != self._generation[block] or content is None:
-            raise DisagreementError(
-                f"block {block} was handed out as cached with generation {generation}; here it has generation "
-                f"{self._generation[block]} and its KV is {'not complete' if content is None else 'complete'}"
-            )
-        if content.tokens != tokens:
-            raise DisagreementError(f"block {block} was handed out as cached for a prompt with other tokens")
-        if content.parent is not before:
-            if content.parent is None or before is None or not _is_same_chain(content.parent, before):
-                raise DisagreementError(f"block {block} was handed out as cached after a prefix other than its own")
-            # Equal, but of another block: a duplicate. From now on the comparison is one step.
-            content.parent = before
-        # The root of a content is that of its parent, so it is compared where the chain begins.
-        if before is None and content.root != root:
-            raise DisagreementError(f"block {block} was handed out as cached under a root other than its own")
-        return content
+        known, contents, num_blocks = self._generation, self._contents, self.num_blocks
+        before: Content | None = None
+        pieces: list[bytes] = []
+        for block, generation in zip(blocks, generations, strict=True):
+            content = contents[block] if 0 < block < num_blocks else None
+            if content is None or generation != known[block]:
+                raise self._not_held(block, generation)
+            if content.parent is not before:
+                _join(content, before)
+            pieces.append(content.tokens)
+            before = content
+        if b"".join(pieces) != tokens:
+            raise _other_tokens(blocks, pieces, tokens)
+        # The root of a content is that of its parent, so the last one has that of all.
+        if before is not None and before.root != root:
+            raise DisagreementError(f"block {before.block} was handed out as cached under a root other than its own")
 
-    def use(self, block: int) -> None:
-        """One more table names the block."""
-        if not self._num_users[block]:
-            self.num_used += 1
-            self._idle.pop(block, None)
-        self._num_users[block] += 1
+    def _not_held(self, block: int, generation: int) -> DisagreementError:
+        """Why a block is no hit with that generation."""
+        self._check_range(block)
+        return DisagreementError(
+            f"block {block} was handed out as cached with generation {generation}; here it has generation "
+            f"{self._generation[block]} and its KV is {'not complete' if self._contents[block] is None else 'complete'}"
+        )
+
+    def use(self, *blocks: int) -> None:
+        """One more table names each of these blocks."""
+        num_users, idle = self._num_users, self._idle
+        for block in blocks:
+            if not num_users[block]:
+                self.num_used += 1
+                idle.pop(block, None)
+            num_users[block] += 1
 
     def drop(self, block: int) -> None:
         """One table less names it."""

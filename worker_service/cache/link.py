@@ -35,6 +35,8 @@ class Stated(NamedTuple):
     num_tokens: int
     num_entries: int
     num_computed_tokens: int
+    prompt: bytes = b""
+    """Of an Allocate: the tokens, as in the message."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,89 @@
+"""One side of bench.before_after: runs a case for each line of stdin that names it, and prints the seconds that it took.
+
+python bench/replay_side.py FOLDER, where FOLDER has the recordings. What it imports comes from PYTHONPATH and may be of an earlier
+commit, so it uses only what both commits have.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from bench.calls import Recording
+from bench.replay import OurReplay
+from worker_service.cache.engine_cache import Computed, EngineCache
+from worker_service.cache.sequence import CacheSequence
+from worker_service.cache.settings import CacheSettings
+
+BLOCK_SIZE: Final = 16
+NUM_CACHED: Final = 512
+NUM_PROMPT: Final = 576
+NUM_ALLOCATES: Final = 1000
+"""Of one run of the case `hits`."""
+
+
+def replay(path: Path) -> Callable[[], float]:
+    """A recording through the manager's core."""
+    ours = OurReplay(Recording.load(path))
+
+    def run() -> float:
+        seconds = ours.run()
+        ours.check()
+        return seconds
+
+    return run
+
+
+def hits() -> float:
+    """A worker's cache side takes in the answer to an Allocate of a prompt that is cached but for its end: the least seconds."""
+    cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=NUM_PROMPT // BLOCK_SIZE + 1))
+    cache.on_registered(cache_pb2.RegisterResponse(session=1))
+    tokens = list(range(1000, 1000 + NUM_PROMPT))
+    _allocate(cache, tokens, 0, 1)
+    return min(_allocate(cache, tokens, NUM_CACHED, number) for number in range(2, NUM_ALLOCATES))
+
+
+def _allocate(cache: EngineCache, tokens: list[int], num_cached: int, number: int) -> float:
+    """Allocate, compute and free a sequence; seconds that the answer to the Allocate took."""
+    # Its root is a message of its own, as that of each request is.
+    root = common_pb2.Root(model_fingerprint="f" * 64)
+    sequence = CacheSequence(str(number), 1, root, tokens, max_new_tokens=1)
+    num_hits, num_blocks = num_cached // BLOCK_SIZE, len(tokens) // BLOCK_SIZE
+    response = cache_pb2.AllocateResponse()
+    granted = response.results.add().granted
+    granted.num_cached_tokens = num_cached
+    generations = [1] * num_hits + [number] * (num_blocks - num_hits)
+    granted.tables.add(block_ids=range(1, num_blocks + 1), generations=generations)
+    call = cache.next_call(lambda: [sequence], float(number))
+    assert call is not None
+    began = time.perf_counter()
+    cache.on_reply(call, response, float(number))
+    took = time.perf_counter() - began
+    assert sequence.num_cached_tokens == num_cached
+    cache.begin_step([sequence])
+    cache.end_step([Computed(sequence, len(tokens), None)], float(number))
+    cache.free(sequence)
+    call = cache.next_call(list, float(number))
+    assert call is not None
+    cache.on_reply(call, cache_pb2.FreeResponse(), float(number))
+    cache.take_events()
+    return took
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    cases = {"burst": replay(folder / "burst"), "steady": replay(folder / "steady"), "hits": hits}
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        print(cases[line.strip()](), flush=True)
+
+
+if __name__ == "__main__":
+    main()
