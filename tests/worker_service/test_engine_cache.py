@@ -172,24 +172,50 @@ def test_a_head_start_takes_no_block_that_may_be_a_hit() -> None:
     assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]
 
 
-@pytest.mark.parametrize("num_cached_tokens", [3, 4, 6, 1 << 30])
-def test_a_table_is_as_long_as_what_is_cached(num_cached_tokens: int) -> None:
-    """Positions without a block are never taken as computed: one block of two tokens is in the table."""
+def _table(num_cached_tokens: int, *tables: tuple[list[int], list[int]]) -> cache_pb2.AllocateResponse:
+    """The answer to an Allocate of one item."""
+    answer = cache_pb2.AllocateResponse()
+    granted = answer.results.add().granted
+    granted.num_cached_tokens = num_cached_tokens
+    for blocks, generations in tables:
+        granted.tables.add(block_ids=blocks, generations=generations)
+    return answer
+
+
+def _grant() -> cache_pb2.AllocateResponse:
+    answer = _table(2, ([1], [1]))
+    grant = answer.downlink.entries.add(number=1).grant
+    grant.block_ids[:], grant.generations[:] = [4, 5], [1]
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(pytest.param(_table(count, ([1], [1])), id=f"{count} tokens in one block") for count in (3, 4, 6, 1 << 30)),
+        pytest.param(_table(6, ([1, 2, 3], [1, 1, 1])), id="nothing is left to compute"),
+        pytest.param(_table(2), id="no table"),
+        pytest.param(_table(2, ([1], [1]), ([1], [1])), id="two tables"),
+        pytest.param(_table(2, ([1, 4], [1])), id="a block without its generation"),
+        pytest.param(_grant(), id="a grant without its generation"),
+    ],
+)
+def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.AllocateResponse) -> None:
+    """Three blocks of two tokens are held here, and the prompt has six tokens."""
     cache = EngineCache(CacheSettings(block_size=2, num_blocks=8))
     cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
     root = common_pb2.Root(model_fingerprint="m")
     ledger = cache._state.ledger
-    ledger.accept_grant(1, 1)
-    ledger.use(1)
-    ledger.complete(1, Content(None, root, calls.pack_tokens([1, 2])))
-    ledger.drop(1)
-    sequence = CacheSequence("a", 1, root, [1, 2, 3, 4, 5, 6, 7], max_new_tokens=1)
+    before = None
+    for block in (1, 2, 3):
+        ledger.accept_grant(block, 1)
+        ledger.use(block)
+        before = Content(before, root, calls.pack_tokens([2 * block - 1, 2 * block]))
+        ledger.complete(block, before)
+        ledger.drop(block)
+    sequence = CacheSequence("a", 1, root, [1, 2, 3, 4, 5, 6], max_new_tokens=1)
     call = cache.next_call(lambda: [sequence], 0.0)
     assert call is not None
-    answer = cache_pb2.AllocateResponse()
-    granted = answer.results.add().granted
-    granted.num_cached_tokens = num_cached_tokens
-    granted.tables.add(block_ids=[1], generations=[1])
     cache.on_reply(call, answer, 0.0)
     assert cache.session == 0, "the session is given up"
     assert sequence.state is SequenceState.WAITING

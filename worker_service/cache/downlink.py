@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
@@ -48,7 +50,7 @@ def take_entries(state: CacheState, link: Link, downlink: cache_pb2.Downlink) ->
     """Apply the entries that are new, in order."""
     for entry in link.new_entries(downlink):
         if entry.HasField("grant"):
-            for block, generation in zip(entry.grant.block_ids, entry.grant.generations, strict=True):
+            for block, generation in zip(*_pairs(entry.grant.block_ids, entry.grant.generations), strict=True):
                 state.ledger.accept_grant(block, generation)
                 state.reserve.add(block, generation)
         elif entry.HasField("stop"):
@@ -58,6 +60,13 @@ def take_entries(state: CacheState, link: Link, downlink: cache_pb2.Downlink) ->
         elif entry.HasField("drain"):
             grace = entry.drain.grace_ms / 1000 if entry.drain.HasField("grace_ms") else None
             state.events.append(events.DrainAsked(grace))
+
+
+def _pairs(blocks: Sequence[int], generations: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Both, which have the same length."""
+    if len(blocks) != len(generations):
+        raise DisagreementError(f"{len(blocks)} blocks were granted with {len(generations)} generations")
+    return blocks, generations
 
 
 def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateResult, now: float) -> None:
@@ -92,8 +101,12 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
 
 def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:
     """Enter the table granted for a prompt: its leading blocks as hits, the others as grants."""
-    run = granted.tables[0]
-    blocks, generations = run.block_ids[:], run.generations[:]
+    if len(granted.tables) != 1 or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
+        raise DisagreementError(
+            f"{sequence!r} was granted {len(granted.tables)} tables with {granted.num_cached_tokens} of its "
+            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table, and a token to compute, were expected"
+        )
+    blocks, generations = _pairs(granted.tables[0].block_ids[:], granted.tables[0].generations[:])
     num_hits = granted.num_cached_tokens // state.settings.block_size
     hits, hit_generations = blocks[:num_hits], generations[:num_hits]
     ledger = state.ledger
