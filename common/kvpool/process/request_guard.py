@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from .heap import Heap
 from .rare_line import RareLine
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
@@ -63,6 +64,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         self._on_refused: Callable[[str, str], None] = lambda method, reason: None
         self._complaints = complaints or RareLine(log, "requests refused before they were read")
         self._guarded: dict[str, Handler] = {}
+        self._heap = Heap()
         self._num_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,6 +105,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         limit = self._limits.get(method, SMALL)
 
         def parse(raw: bytes) -> Any:
+            self._heap.after_request(len(raw))
             return _parse(method, limit, raw, handler.request_deserializer)
 
         async def parse_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:

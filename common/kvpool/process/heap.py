@@ -1,0 +1,46 @@
+"""Memory that large requests have used is given back to the system.
+
+glibc keeps freed memory for the next allocation: once a block of 16 MiB has been freed, up to 32 MiB in each of its arenas. A few large
+requests on different threads would make a process look, and count, a hundred megabytes larger for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from typing import Final
+
+LARGE_BYTES: Final = 1 << 20
+"""Of a request after which memory is given back."""
+DELAY_SECONDS: Final = 1.0
+"""For what such a request has used to be freed; further ones within it are covered too."""
+
+
+def _find_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None  # not glibc
+    return trim
+
+
+_trim: Callable[[int], int] | None = _find_trim()
+
+
+class Heap:
+    """Gives freed memory back, at most once within DELAY_SECONDS. In one event loop."""
+
+    def __init__(self) -> None:
+        self._due: asyncio.TimerHandle | None = None
+
+    def after_request(self, num_bytes: int) -> None:
+        """A request of this size has come."""
+        if num_bytes >= LARGE_BYTES and self._due is None and _trim is not None:
+            self._due = asyncio.get_running_loop().call_later(DELAY_SECONDS, self._release)
+
+    def _release(self) -> None:
+        self._due = None
+        if _trim is not None:
+            # In a thread, because it takes milliseconds; ctypes lets go of the GIL.
+            asyncio.get_running_loop().run_in_executor(None, _trim, 0)

@@ -1,0 +1,73 @@
+"""After a large request freed memory goes back to the system, at most once a second; after others it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from kvpool.process import heap
+from kvpool.process.heap import LARGE_BYTES, Heap
+
+from tests.cluster.polling import eventually
+
+KEPT = """
+import asyncio, os, threading
+from kvpool.process import heap
+
+heap.DELAY_SECONDS = 0.0
+
+def resident() -> int:
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+async def main() -> None:
+    # As after a message of 16 MiB: glibc keeps up to this size for itself now. Small blocks, with one at the end that stays.
+    before = resident()
+    blocks = [bytearray(50_000) for _ in range(1000)]
+    end = bytearray(50_000)
+    del blocks
+    kept = resident() - before
+    heap.Heap().after_request(heap.LARGE_BYTES)
+    for _ in range(100):
+        await asyncio.sleep(0.05)
+        if resident() - before < 10 << 20:
+            break
+    print(kept >> 20, resident() - before >> 20, len(end))
+
+asyncio.run(main())
+"""
+
+
+async def test_only_large_requests_count_and_those_of_one_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(heap, "_trim", lambda padding: trims.append(padding) or 1)
+    monkeypatch.setattr(heap, "DELAY_SECONDS", 0.01)
+    tested = Heap()
+    tested.after_request(LARGE_BYTES - 1)
+    await asyncio.sleep(0.1)
+    assert trims == []
+    for number in (1, 2):
+        for _ in range(3):
+            tested.after_request(LARGE_BYTES)
+
+        async def trimmed(number: int = number) -> bool:
+            return len(trims) >= number
+
+        await eventually(trimmed, "memory is given back")
+        await asyncio.sleep(0.1)
+        assert trims == [0] * number
+
+
+async def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_trim", None)
+    Heap().after_request(LARGE_BYTES)
+
+
+@pytest.mark.skipif(heap._trim is None, reason="the C library has no malloc_trim")
+def test_what_the_allocator_kept_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, timeout=60)
+    kept, left, _ = map(int, done.stdout.split())
+    assert kept > 40
+    assert left < 10
