@@ -1,7 +1,7 @@
 """Memory that large requests have used is given back to the system.
 
-glibc keeps freed memory for the next allocation: once a block of 16 MiB has been freed, up to 32 MiB in each of its arenas. A few large
-requests on different threads would make a process look, and count, a hundred megabytes larger for ever.
+glibc keeps freed memory for the next allocation: once a block of 16 MiB has been freed, up to 32 MiB in each of its arenas. A few
+large requests on different threads would make a process look, and count, a hundred megabytes larger for ever.
 """
 
 from __future__ import annotations
