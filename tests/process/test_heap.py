@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+
 from kvpool.process import heap
 from kvpool.process.heap import LARGE_BYTES, Heap
-
 from tests.cluster.polling import eventually
 
 KEPT = """
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 async def test_only_large_requests_count_and_those_of_one_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(heap, "_trim", lambda padding: trims.append(padding) or 1)
+    monkeypatch.setattr(heap, "_trim", trims.append)
     monkeypatch.setattr(heap, "DELAY_SECONDS", 0.01)
     tested = Heap()
     tested.after_request(LARGE_BYTES - 1)
