@@ -90,7 +90,7 @@ check: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	PYTHONPATH=.:protos:common $(BIN)/lint-imports
+	PYTHONPATH=common $(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
 	$(BIN)/python -m scripts.compose check

@@ -60,7 +60,7 @@ class Side:
     def __init__(self, tree: Path, recordings: Path, seed: int, stack: ExitStack) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "protos"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "common"))),
             "PYTHONHASHSEED": str(seed),
         }
         command = [sys.executable, "-P", str(SIDE), str(recordings)]
@@ -89,6 +89,11 @@ def unpack(commit: str, folder: Path) -> Path:
     archive = folder / "before.tar"
     subprocess.run(["git", "archive", "--output", str(archive), commit], cwd=ROOT, check=True)
     subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
+    # Commits before the links in common/kvpool have only kvpool.process there, and an installed kvpool would be imported for the rest.
+    for link in (ROOT / "common" / "kvpool").iterdir():
+        copied = tree / "common" / "kvpool" / link.name
+        if link.is_symlink() and not copied.exists():
+            copied.symlink_to(link.readlink())
     return tree
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cache_service.__main__ import main
+from kvpool.cache_service.__main__ import main
 
 PREFIX = "rpc "
 

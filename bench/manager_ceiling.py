@@ -30,16 +30,16 @@ from typing import Any, Final, NamedTuple
 import grpc
 import structlog
 from google.protobuf.message import Message
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
-from cache_service.core.manager import CacheManager
-from cache_service.epoch import EpochStore
-from cache_service.servicer import CacheServicer
-from client.cli.cluster import free_port
-from client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.servicer import CacheServicer
+from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 8193

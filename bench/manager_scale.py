@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvpool.v1 import cache_pb2, common_pb2
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
-from cache_service.codec import decode_report, decode_uplink
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.codec import decode_report, decode_uplink
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     Granted,
     PoolConfig,
@@ -40,8 +39,9 @@ from cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
-from worker_service.cache.ledger import BlockLedger, Content
-from worker_service.cache.report import Report
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.ledger import BlockLedger, Content
+from kvpool.worker_service.cache.report import Report
 
 FINGERPRINT: Final = "bench"
 BLOCK_SIZE: Final = 16

@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from bench.counting_manager import PREFIX
 from bench.report import progress
-from client import Client
-from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-from client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.client import Client
+from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
+from kvpool.client.cli.supervisor import ChildSpec, Supervisor
 
 QUIET_SECONDS = 0.5
 """After a batch, until the last Free has been counted."""

@@ -22,15 +22,14 @@ from pathlib import Path  # noqa: E402
 from typing import Any, cast  # noqa: E402
 from uuid import uuid4  # noqa: E402
 
+from kvpool.cache_service.core.manager import CacheManager  # noqa: E402
+from kvpool.cache_service.epoch import EpochStore  # noqa: E402
+from kvpool.cache_service.servicer import CacheServicer  # noqa: E402
 from kvpool.process.settings import load_settings  # noqa: E402
 from kvpool.v1 import cache_pb2_grpc, worker_pb2  # noqa: E402
-
-from cache_service.core.manager import CacheManager  # noqa: E402
-from cache_service.epoch import EpochStore  # noqa: E402
-from cache_service.servicer import CacheServicer  # noqa: E402
-from worker_service import codec  # noqa: E402
-from worker_service.server import Server  # noqa: E402
-from worker_service.settings import WorkerSettings  # noqa: E402
+from kvpool.worker_service import codec  # noqa: E402
+from kvpool.worker_service.server import Server  # noqa: E402
+from kvpool.worker_service.settings import WorkerSettings  # noqa: E402
 
 KEEP_ALIVE_SECONDS = 1.0
 

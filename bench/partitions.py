@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
-from worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
-from worker_service.attention.selection import make_torch
-from worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from worker_service.engine.step import SamplingParams, SequencePart, Step
-from worker_service.model.load import load_model
-from worker_service.model.memory import MemorySettings
-from worker_service.model.runner import ModelRunner
-from worker_service.model.settings import ModelSettings
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
+from kvpool.worker_service.attention.selection import make_torch
+from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
+from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 1024

@@ -12,22 +12,22 @@ from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
-from kvpool.v1 import cache_pb2, common_pb2
 
 from bench.calls import RecordedCall, RecordedItem, Recording
 from bench.replay import FINGERPRINT, registration
 from bench.trace import Trace
-from cache_service import codec
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import AppendItem, Granted, SequenceUpdate, Uplink, Wait
-from worker_service.cache.engine_cache import Computed, EngineCache
-from worker_service.cache.events import Granted as GrantedEvent
-from worker_service.cache.link import Call
-from worker_service.cache.sequence import CacheSequence
-from worker_service.cache.settings import CacheSettings
-from worker_service.engine.request import GenerationParams, Request
-from worker_service.engine.scheduler import Scheduled, Scheduler
-from worker_service.engine.step import SampledToken
+from kvpool.cache_service import codec
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import AppendItem, Granted, SequenceUpdate, Uplink, Wait
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.events import Granted as GrantedEvent
+from kvpool.worker_service.cache.link import Call
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
+from kvpool.worker_service.engine.step import SampledToken
 
 STEP_SECONDS = 0.010
 CALL_SECONDS = 0.001

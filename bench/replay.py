@@ -13,8 +13,8 @@ from typing import Any
 
 from bench.calls import RecordedCall, RecordedItem, Recording
 from bench.trace import Trace
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     PoolConfig,

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvpool.v1 import cache_pb2, common_pb2
-
 from bench.calls import Recording
 from bench.replay import OurReplay
-from worker_service.cache.engine_cache import Computed, EngineCache
-from worker_service.cache.sequence import CacheSequence
-from worker_service.cache.settings import CacheSettings
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.settings import CacheSettings
 
 BLOCK_SIZE: Final = 16
 NUM_CACHED: Final = 512

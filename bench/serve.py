@@ -25,14 +25,14 @@ from bench.piped_engine import EngineFailed, PipedEngine
 from bench.report import facts, progress
 from bench.serve_cases import MIXED, PLANS, Measurements, ratios_as_json, show
 from bench.serve_sides import OURS, OVER_GRPC, SERVED, VLLM_CPU, Sides
-from client.bench.engine import Engine
-from client.bench.kvpool_engine import KvpoolEngine
-from client.bench.load import Watch, run_load
-from client.bench.plan import Case, Plan
-from client.bench.sample import Run
-from client.errors import KvpoolError
-from worker_service.model.cache_dir import default_cache_dir
-from worker_service.model.resolve import resolve_model
+from kvpool.client.bench.engine import Engine
+from kvpool.client.bench.kvpool_engine import KvpoolEngine
+from kvpool.client.bench.load import Watch, run_load
+from kvpool.client.bench.plan import Case, Plan
+from kvpool.client.bench.sample import Run
+from kvpool.client.errors import KvpoolError
+from kvpool.worker_service.model.cache_dir import default_cache_dir
+from kvpool.worker_service.model.resolve import resolve_model
 
 WORKLOADS: Final = (*PLANS, "mixed")
 PEERS: Final = (*VLLM_CPU, "transformers", "transformers-tuned")

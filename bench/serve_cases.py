@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench.report import Ratio, Series
-from client.bench.arrivals import ClosedLoop
-from client.bench.figures import Figures
-from client.bench.plan import Case, Plan
-from client.bench.sample import Run
-from client.bench.workload import DEFAULT_SIZES, Sizes, Workload
+from kvpool.client.bench.arrivals import ClosedLoop
+from kvpool.client.bench.figures import Figures
+from kvpool.client.bench.plan import Case, Plan
+from kvpool.client.bench.sample import Run
+from kvpool.client.bench.workload import DEFAULT_SIZES, Sizes, Workload
 
 COLD_AND_WARM: Final = (Case.COLD, Case.WARM)
 

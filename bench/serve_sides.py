@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 from bench.our_cluster import OurCluster
 from bench.peer_process import PEERS
 from bench.piped_engine import EngineFailed, PipedEngine
-from client.bench.engine import Engine, Served
-from client.bench.kvpool_engine import KvpoolEngine
-from client.config import ClientConfig
+from kvpool.client.bench.engine import Engine, Served
+from kvpool.client.bench.kvpool_engine import KvpoolEngine
+from kvpool.client.config import ClientConfig
 
 NUM_CACHE_TOKENS: Final = 32_768
 """KV that every side may keep."""

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from bench.report import facts, progress
 from bench.stopwatch import Stopwatch, timed_calls
-from worker_service.attention.backend import AttentionBackend
-from worker_service.engine.step import SamplingParams, SequencePart, Step
-from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.memory import MemorySettings
-from worker_service.model.runner import ModelRunner
-from worker_service.model.settings import ModelSettings
+from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 2048

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 from grpc_health.v1 import health_pb2
+
 from kvpool.process.address import PortError, is_loopback
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.v1 import cache_pb2, cache_pb2_grpc

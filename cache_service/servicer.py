@@ -15,6 +15,7 @@ import grpc
 import structlog
 from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
+
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import codec, status, views

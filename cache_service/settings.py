@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_settings import SettingsConfigDict
+
 from kvpool.process.address import join_host_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
-from pydantic import Field, StringConstraints, model_validator
-from pydantic_settings import SettingsConfigDict
 
 
 class ManagerSettings(ServerSettings):

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Final
 
 import grpc.aio
+
 from kvpool.v1 import cache_pb2_grpc, worker_pb2_grpc
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
 from kvpool.process.printable import printable
 
 _LINE_ENDS: Final = re.compile(r"\s*[\r\n]\s*")

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
+
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .channels import MAX_MESSAGE_BYTES, Channels

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvpool.v1 import worker_pb2
 from tokenizers import Tokenizer
+
+from kvpool.v1 import worker_pb2
 
 from .chat_template import ChatTemplate, Message
 from .errors import InvalidRequest, ProtocolError

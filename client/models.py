@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import grpc.aio
+
 from kvpool.v1 import cache_pb2, worker_pb2
 
 from .channels import Channels

@@ -6,6 +6,7 @@ import asyncio
 from enum import Enum, auto
 
 import grpc.aio
+
 from kvpool.v1 import worker_pb2
 
 from .attempts import Target

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,20 +24,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # a type checker reads the checkout, where the package `kvpool.client` is the folder `client`
-    from client import Client, Completion, KvpoolError
-    from client.block_map import BlockMap, fetch_block_map
-    from client.cli.block_map import render_block_map
-    from client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-    from client.cli.supervisor import Supervisor
-    from client.cli.terminal import stdout_console
-else:
-    from kvpool.client import Client, Completion, KvpoolError
-    from kvpool.client.block_map import BlockMap, fetch_block_map
-    from kvpool.client.cli.block_map import render_block_map
-    from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-    from kvpool.client.cli.supervisor import Supervisor
-    from kvpool.client.cli.terminal import stdout_console
+from kvpool.client import Client, Completion, KvpoolError
+from kvpool.client.block_map import BlockMap, fetch_block_map
+from kvpool.client.cli.block_map import render_block_map
+from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
+from kvpool.client.cli.supervisor import Supervisor
+from kvpool.client.cli.terminal import stdout_console
 
 MAX_TOKENS = 40
 WORKER_ARGUMENTS = ("--model", "smollm2", "--device", "cpu", "--num-blocks", "512", "--max-model-len", "2048")

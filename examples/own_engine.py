@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 

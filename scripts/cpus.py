@@ -133,7 +133,7 @@ def run_all(settings: Sequence[Setting]) -> int:
 def _run(setting: Setting) -> Result:
     threads = str(setting.num_threads)
     environment = {**os.environ, **setting.variables, "OMP_NUM_THREADS": threads, "KVPOOL_TEST_THREADS": threads}
-    environment["PYTHONPATH"] = os.pathsep.join((".", "protos", "common"))
+    environment["PYTHONPATH"] = os.pathsep.join((".", "common"))
     started = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -6,14 +6,14 @@ from types import ModuleType
 from typing import Any, cast
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from client import InvalidRequest, options, sampling
-from client.options import GenerateOptions, GenerateSettings
-from worker_service import codec, sampling_codec
-from worker_service.codec import decode_generate
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.prompt import PromptEncoder
+from kvpool.client import InvalidRequest, options, sampling
+from kvpool.client.options import GenerateOptions, GenerateSettings
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service import codec, sampling_codec
+from kvpool.worker_service.codec import decode_generate
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.prompt import PromptEncoder
 
 PROMPTS = PromptEncoder(None, 1000)
 

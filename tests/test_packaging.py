@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
-        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=ignored)
     for file in REPOSITORY.iterdir():
         if file.is_file():
             shutil.copy(file, source)

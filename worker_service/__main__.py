@@ -6,8 +6,9 @@ import asyncio
 import os
 import sys
 
-import kvpool.process.quiet_core  # noqa: F401
 import structlog
+
+import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.logs import configure_logging
 from kvpool.process.printable import printable_lines
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpool.process.printable import printable
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from kvpool.process.printable import printable
 
 from .model.memory import KVCachePlan, MemoryBudget, show_bytes
 from .model.outline import Outline, outline_model

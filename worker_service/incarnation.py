@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import structlog
+
 from kvpool.process.durable_file import write_durably
 
 log = structlog.get_logger("kvpool.worker")

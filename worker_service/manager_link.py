@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 import structlog
+
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 

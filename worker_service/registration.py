@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+
 from kvpool.v1 import cache_pb2
 
 from .status import number_in_failure, reason_of_failure

@@ -12,12 +12,13 @@ from typing import Self
 
 import structlog
 from grpc_health.v1 import health_pb2
+from tokenizers import Tokenizer
+
 from kvpool.process.address import is_loopback
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
-from tokenizers import Tokenizer
 
 from . import codec
 from .attention.packing import StepSizes

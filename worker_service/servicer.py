@@ -11,6 +11,7 @@ import grpc
 import structlog
 from google.rpc import status_pb2
 from grpc_status import rpc_status
+
 from kvpool.process.rare_line import RareLine
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 from urllib.parse import quote
 
+from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
 from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import SettingsProblem, load_settings
-from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
 
 from .engine.queue import SchedulingPolicy
 from .model.memory import MemorySettings

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from kvpool.process.settings import SettingsProblem
 from typer.core import TyperCommand
+
+from kvpool.process.settings import SettingsProblem
 
 from ..errors import KvpoolError
 from .bench import bench

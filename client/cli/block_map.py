@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
+from rich.text import Text
+
 from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2
-from rich.text import Text
 
 from ..block_map import BlockMap
 

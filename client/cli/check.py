@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import typer
-from kvpool.v1 import cache_pb2
 from rich.table import Table
+
+from kvpool.v1 import cache_pb2
 
 from ..client import Client
 from .terminal import ManagerOption, client_config, printed, stdout_console

@@ -6,8 +6,9 @@ import asyncio
 from typing import Annotated, Final
 
 import typer
-from kvpool.v1 import cache_pb2
 from rich.console import Console
+
+from kvpool.v1 import cache_pb2
 
 from ..client import Client
 from ..config import ClientConfig

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from kvpool.process.printable import printable_lines
 from rich.console import Console
 from rich.text import Text
+
+from kvpool.process.printable import printable_lines
 
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "red")

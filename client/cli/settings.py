@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-from kvpool.process.settings import ProcessSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
+
+from kvpool.process.settings import ProcessSettings
 
 from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
 

@@ -6,8 +6,9 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from kvpool.v1 import cache_pb2, common_pb2
 from rich.table import Table
+
+from kvpool.v1 import cache_pb2, common_pb2
 
 from ..block_map import num_device_blocks
 from ..client import Client

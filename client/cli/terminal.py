@@ -7,11 +7,12 @@ import sys
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.text import Text
+
 from kvpool.process.address import is_loopback
 from kvpool.process.printable import printable, printable_lines
 from kvpool.process.settings import load_settings
-from rich.console import Console
-from rich.text import Text
 
 from ..config import MANAGER_VARIABLE, ClientConfig
 from ..errors import KvpoolError

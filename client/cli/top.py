@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Final
 
 import typer
-from kvpool.v1 import cache_pb2
 from rich.console import Console
 from rich.live import Live
+
+from kvpool.v1 import cache_pb2
 
 from ..block_map import fetch_block_map
 from ..client import Client

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvpool.process.printable import printable
-from kvpool.v1 import cache_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from kvpool.process.printable import printable
+from kvpool.v1 import cache_pb2
 
 from .rates import SequenceName, sequence_name
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.process.printable import printable
-from kvpool.v1 import cache_pb2, common_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from kvpool.process.printable import printable
+from kvpool.v1 import cache_pb2, common_pb2
 
 from ..block_map import BlockMap
 from .block_map import render_block_map

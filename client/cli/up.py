@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
 import typer
-from kvpool.process.address import EVERY_ADDRESS
-from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
-from kvpool.v1 import cache_pb2
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
+
+from kvpool.process.address import EVERY_ADDRESS
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
+from kvpool.v1 import cache_pb2
 
 from ..block_map import num_device_blocks
 from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig

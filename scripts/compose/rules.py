@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from cache_service.settings import ManagerSettings
-from worker_service.settings import WorkerSettings
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.worker_service.settings import WorkerSettings
 
 from . import dockerfile
 from .file import ComposeError, ComposeFile, Service, read

@@ -1,8 +1,7 @@
 """Installs the wheels that were made beforehand, on a machine with a Python of its own and no network.
 
 Needs nothing but the standard library and pip. kvpool itself is not installed but linked: building a wheel of it would need
-setuptools, and with links a process that imports `kvpool.worker_service` and a test that imports `worker_service` run the same
-files of the tree.
+setuptools.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker_service.attention.interface import ATTENTION_NAME, register
+from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 
 MAX_MODEL_LEN: Final = 4096
 

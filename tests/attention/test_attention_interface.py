@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.attention.interface import UnsupportedAttention, attention_forward, bind, unbind
-from worker_service.attention.layer import AttentionCall
+from kvpool.worker_service.attention.interface import UnsupportedAttention, attention_forward, bind, unbind
+from kvpool.worker_service.attention.layer import AttentionCall
 
 
 class Notes:

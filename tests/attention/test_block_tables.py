@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from worker_service.attention.block_tables import BlockTables
-from worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
-from worker_service.attention.staging import Staging
+from kvpool.worker_service.attention.block_tables import BlockTables
+from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
+from kvpool.worker_service.attention.staging import Staging
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -8,6 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kvpool.worker_service.attention import softmax
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
+from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
+from kvpool.worker_service.attention.packing import pack
+from kvpool.worker_service.attention.selection import choose_backend
+from kvpool.worker_service.attention.setting import Setting
+from kvpool.worker_service.attention.torch_backend import TorchAttention
+from kvpool.worker_service.attention.torch_plan import Shapes
 from scripts.cpus import CHOICE
 from tests.attention.fake_blas import (
     Cuts,
@@ -19,14 +27,6 @@ from tests.attention.fake_blas import (
     odd_rows_of_odd_widths,
     rest_first,
 )
-from worker_service.attention import softmax
-from worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
-from worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
-from worker_service.attention.packing import pack
-from worker_service.attention.selection import choose_backend
-from worker_service.attention.setting import Setting
-from worker_service.attention.torch_backend import TorchAttention
-from worker_service.attention.torch_plan import Shapes
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from worker_service.attention.packing import PackingError, pack
+from kvpool.worker_service.attention.packing import PackingError, pack
 
 CPU = torch.device("cpu")
 

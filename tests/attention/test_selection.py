@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool.worker_service.attention import flash, selection, varlen
+from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
+from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
+from kvpool.worker_service.attention.packing import Packing
+from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
+from kvpool.worker_service.attention.selection import CANDIDATES, Candidate, UnsuitableBackend, choose_backend
+from kvpool.worker_service.attention.setting import Setting
+from kvpool.worker_service.attention.torch_backend import TorchAttention
+from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
+from kvpool.worker_service.attention.verification import SelfTestFailed, run_self_test
 from tests.attention import paged_reference
 from tests.refused import refused
-from worker_service.attention import flash, selection, varlen
-from worker_service.attention.backend import AttentionBackend
-from worker_service.attention.flash import FlashKernel, flash_problem
-from worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
-from worker_service.attention.packing import Packing
-from worker_service.attention.paged import PagedAttention, PagedStep
-from worker_service.attention.selection import CANDIDATES, Candidate, UnsuitableBackend, choose_backend
-from worker_service.attention.setting import Setting
-from worker_service.attention.torch_backend import TorchAttention
-from worker_service.attention.varlen import VarlenKernel, varlen_problem
-from worker_service.attention.verification import SelfTestFailed, run_self_test
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

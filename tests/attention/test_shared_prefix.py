@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from worker_service.attention.shared_prefix import SharedPrefix, find_shared_prefixes
+from kvpool.worker_service.attention.shared_prefix import SharedPrefix, find_shared_prefixes
 
 
 def find(tables: list[list[int]], starts: list[int], min_saved: int = 1) -> list[SharedPrefix]:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
-from worker_service.attention.layer import AttentionCall, KVLayer
-from worker_service.attention.merge import Piece, merge
-from worker_service.attention.packing import pack
-from worker_service.attention.softmax import (
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
+from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
+from kvpool.worker_service.attention.merge import Piece, merge
+from kvpool.worker_service.attention.packing import pack
+from kvpool.worker_service.attention.softmax import (
     Attended,
     Keys,
     attend,
@@ -21,8 +21,8 @@ from worker_service.attention.softmax import (
     attend_publicly,
     fused_cpu_attention_works,
 )
-from worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
+from kvpool.worker_service.attention.torch_plan import Shapes
 
 BLOCK_SIZE = 4
 NEVER = 1 << 60

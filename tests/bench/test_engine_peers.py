@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.piped_engine import PipedEngine
-from client.bench.engine import Engine, Served
+from kvpool.client.bench.engine import Engine, Served
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 
 from bench.serve_cases import PLANS, Measurements, ratios_as_json, show
 from bench.serve_sides import ENGINE, NUM_CACHE_TOKENS, OURS, OVER_GRPC, SERVED
-from client.bench.plan import Case
-from client.bench.sample import Arrived, RequestSample, Run
+from kvpool.client.bench.plan import Case
+from kvpool.client.bench.sample import Arrived, RequestSample, Run
 
 
 def run(seconds: float) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from client import Client, ClientConfig
+from kvpool.client import Client, ClientConfig
 from tests.client.fakes import FakeManager
 
 

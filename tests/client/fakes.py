@@ -16,11 +16,12 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 
 WORDS = ("<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", "the", "cat", "sat", "on", "mat", "dog")
 SESSION = 7 << 40 | 1

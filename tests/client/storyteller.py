@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
 from grpc_status import rpc_status
-from kvpool.v1 import common_pb2, worker_pb2
 from tokenizers import Tokenizer, decoders, models
 
+from kvpool.v1 import common_pb2, worker_pb2
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.codec import decode_generate, encode_chunk
+from kvpool.worker_service.engine.prompt import PromptEncoder
+from kvpool.worker_service.engine.request import Request
+from kvpool.worker_service.engine.step import SampledToken, TokenLogprobs
 from tests.client.fakes import UNAVAILABLE, Context, FakeModel, FakeWorker
-from worker_service.cache.sequence import CacheSequence
-from worker_service.codec import decode_generate, encode_chunk
-from worker_service.engine.prompt import PromptEncoder
-from worker_service.engine.request import Request
-from worker_service.engine.step import SampledToken, TokenLogprobs
 
 EOS = 256
 VOCAB_SIZE = 257

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from client.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Pattern
-from client.bench.workload import Conversation, Turn
-from client.errors import InvalidRequest
+from kvpool.client.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Pattern
+from kvpool.client.bench.workload import Conversation, Turn
+from kvpool.client.errors import InvalidRequest
 
 
 def conversations(count: int) -> list[Conversation]:

@@ -8,14 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from client.bench import report
-from client.bench.arrivals import ClosedLoop, OpenLoop
-from client.bench.engine import Served
-from client.bench.figures import PERCENTILES, Distribution, Figures
-from client.bench.plan import Case, Measured, Plan
-from client.bench.sample import Arrived, RequestSample, Run
-from client.bench.waste import WasteSample
-from client.bench.workload import DEFAULT_SIZES, Workload
+from kvpool.client.bench import report
+from kvpool.client.bench.arrivals import ClosedLoop, OpenLoop
+from kvpool.client.bench.engine import Served
+from kvpool.client.bench.figures import PERCENTILES, Distribution, Figures
+from kvpool.client.bench.plan import Case, Measured, Plan
+from kvpool.client.bench.sample import Arrived, RequestSample, Run
+from kvpool.client.bench.waste import WasteSample
+from kvpool.client.bench.workload import DEFAULT_SIZES, Workload
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])

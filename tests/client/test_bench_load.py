@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
-from client.bench.arrivals import ClosedLoop, OpenLoop
-from client.bench.engine import Delivery, Refused, Served
-from client.bench.load import Stalled, Watch, WrongAnswer, run_load
-from client.bench.plan import Case, Measured, Plan, measure
-from client.bench.sample import RequestSample
-from client.bench.waste import WasteSample
-from client.bench.workload import DEFAULT_SIZES, Conversation, Turn, Workload
-from client.errors import Unavailable
+from kvpool.client.bench.arrivals import ClosedLoop, OpenLoop
+from kvpool.client.bench.engine import Delivery, Refused, Served
+from kvpool.client.bench.load import Stalled, Watch, WrongAnswer, run_load
+from kvpool.client.bench.plan import Case, Measured, Plan, measure
+from kvpool.client.bench.sample import RequestSample
+from kvpool.client.bench.waste import WasteSample
+from kvpool.client.bench.workload import DEFAULT_SIZES, Conversation, Turn, Workload
+from kvpool.client.errors import Unavailable
 
 HANG = object()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import cache_pb2, common_pb2
 
-from client.bench.waste import WasteSample, summarise, waste_of
-from client.block_map import BlockMap
+from kvpool.client.bench.waste import WasteSample, summarise, waste_of
+from kvpool.client.block_map import BlockMap
+from kvpool.v1 import cache_pb2, common_pb2
 
 HELD, CACHED = cache_pb2.BLOCK_STATE_HELD, cache_pb2.BLOCK_STATE_CACHED
 RESERVED, FREE = cache_pb2.BLOCK_STATE_RESERVED, cache_pb2.BLOCK_STATE_FREE

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from client.bench.arrivals import ClosedLoop
-from client.bench.engine import Served
-from client.bench.plan import Case, Plan, default_sizes
-from client.bench.workload import DEFAULT_SIZES, LOG_NORMAL_SIGMA, Conversation, Sizes, Workload, make_workload
-from client.errors import InvalidRequest
+from kvpool.client.bench.arrivals import ClosedLoop
+from kvpool.client.bench.engine import Served
+from kvpool.client.bench.plan import Case, Plan, default_sizes
+from kvpool.client.bench.workload import DEFAULT_SIZES, LOG_NORMAL_SIGMA, Conversation, Sizes, Workload, make_workload
+from kvpool.client.errors import InvalidRequest
 
 VOCABULARY = range(10, 50_000)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from kvpool.client import Client, ClientConfig
+from kvpool.client.block_map import BlockMap, fetch_block_map
+from kvpool.client.cli.block_map import render_block_map
 from kvpool.v1 import cache_pb2, common_pb2
-
-from client import Client, ClientConfig
-from client.block_map import BlockMap, fetch_block_map
-from client.cli.block_map import render_block_map
 from tests.client.fakes import FakeManager, FakeWorker, serving
 
 FREE, CACHED, HELD = cache_pb2.BLOCK_STATE_FREE, cache_pb2.BLOCK_STATE_CACHED, cache_pb2.BLOCK_STATE_HELD

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 from google.rpc import code_pb2
-from kvpool.v1 import cache_pb2, worker_pb2
 
-from client.cli import main
-from client.cli.cluster import ClusterSpec, free_port, num_cores
+from kvpool.client.cli import main
+from kvpool.client.cli.cluster import ClusterSpec, free_port, num_cores
+from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.fakes import (
     HANG,
     SAT,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from client import InvalidRequest
-from client.cli.cluster import ClusterSpec
-from client.cli.gpus import one_gpu_each, visible_gpus
-from client.cli.up import UpSettings
+from kvpool.client import InvalidRequest
+from kvpool.client.cli.cluster import ClusterSpec
+from kvpool.client.cli.gpus import one_gpu_each, visible_gpus
+from kvpool.client.cli.up import UpSettings
 
 
 def devices(folder: Path, count: int) -> Path:

@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from client.cli.cluster import free_port
+from kvpool.client.cli.cluster import free_port
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = {
-    "kvpool health": [sys.executable, "-m", "client.cli", "health"],
+    "kvpool health": [sys.executable, "-m", "kvpool.client.cli", "health"],
     "kvpool-health": [sys.executable, str(REPOSITORY / "client" / "health.py")],
 }
 """As users and as containers call it: the second stands alone, without kvpool on its path."""

@@ -16,15 +16,15 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from rich.console import Console
 
-from client.cli.app import app
-from client.cli.cluster import ClusterSpec
-from client.cli.log import PrefixedLog
-from client.cli.terminal import print_answer
-from client.cli.up import _print_ready
-from client.errors import InvalidRequest
+from kvpool.client.cli.app import app
+from kvpool.client.cli.cluster import ClusterSpec
+from kvpool.client.cli.log import PrefixedLog
+from kvpool.client.cli.terminal import print_answer
+from kvpool.client.cli.up import _print_ready
+from kvpool.client.errors import InvalidRequest
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests.client.fakes import (
     CAT,
     SAT,

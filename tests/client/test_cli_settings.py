@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvpool.process.settings import SettingsProblem
 
-from client.cli.terminal import client_config
+from kvpool.client.cli.terminal import client_config
+from kvpool.process.settings import SettingsProblem
 
 
 def test_every_setting_of_the_file_reaches_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from rich.console import Console
 from rich.text import Text
 
-from cache_service.epoch import EpochStore
-from cache_service.server import Server
-from cache_service.settings import ManagerSettings
-from client import Client, ClientConfig
-from client.block_map import BlockMap
-from client.cli import top_view
-from client.cli.rates import WINDOW_SECONDS, RateMeter
-from client.cli.top import Observer
-from client.cli.top_view import Picture, render
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.client import Client, ClientConfig
+from kvpool.client.block_map import BlockMap
+from kvpool.client.cli import top_view
+from kvpool.client.cli.rates import WINDOW_SECONDS, RateMeter
+from kvpool.client.cli.top import Observer
+from kvpool.client.cli.top_view import Picture, render
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
 from tests.client.test_cli_commands import kvpool

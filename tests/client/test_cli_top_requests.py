@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from kvpool.process.printable import printable
-from kvpool.v1 import cache_pb2, common_pb2
 from rich.cells import cell_len
 from rich.console import Console
 
-from client.cli.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
-from client.cli.top_requests import num_lines_wanted, render_requests
+from kvpool.client.cli.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
+from kvpool.client.cli.top_requests import num_lines_wanted, render_requests
+from kvpool.process.printable import printable
+from kvpool.v1 import cache_pb2, common_pb2
 
 BLOCK_SIZE = 16
 UUID = "3d6f0a9e-8f5c-4f0e-9f51-0a6d2c7e8b11"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.cluster import free_port, require_free_port
-from client.errors import Unavailable
+from kvpool.client.cli.cluster import free_port, require_free_port
+from kvpool.client.errors import Unavailable
 from tests.client.processes import descendants, is_alive
 from tests.scrape import scrape
 

@@ -6,14 +6,14 @@ import socket
 from collections.abc import Sequence
 
 import pytest
-from kvpool.process.settings import SettingsProblem, load_settings
 
-from cache_service.settings import ManagerSettings
-from client.cli.cluster import ClusterSpec
-from client.cli.supervisor import ChildSpec
-from client.cli.up import UpSettings
-from client.errors import Unavailable
-from worker_service.settings import WorkerSettings
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.client.cli.cluster import ClusterSpec
+from kvpool.client.cli.supervisor import ChildSpec
+from kvpool.client.cli.up import UpSettings
+from kvpool.client.errors import Unavailable
+from kvpool.process.settings import SettingsProblem, load_settings
+from kvpool.worker_service.settings import WorkerSettings
 
 
 def spec(*arguments: str) -> ClusterSpec:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kvpool.process.settings import SettingsProblem, load_settings
 
-from client.cli.cluster import ClusterSpec, free_port
-from client.cli.up import UpSettings
-from worker_service.settings import WorkerSettings
+from kvpool.client.cli.cluster import ClusterSpec, free_port
+from kvpool.client.cli.up import UpSettings
+from kvpool.process.settings import SettingsProblem, load_settings
+from kvpool.worker_service.settings import WorkerSettings
 
 
 def spec(own: Sequence[str], further: Sequence[str]) -> ClusterSpec:

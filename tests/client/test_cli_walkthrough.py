@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from client.cli.walkthrough import WALKTHROUGH_MODULE
+from kvpool.client.cli.walkthrough import WALKTHROUGH_MODULE
 
 KVPOOL = [sys.executable, "-m", "kvpool.client.cli", "walkthrough"]
 

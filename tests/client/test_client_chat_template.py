@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from client import InvalidRequest
-from client.chat_template import ChatTemplate
-from client.template_child import MAX_RENDERED_CHARS
+from kvpool.client import InvalidRequest
+from kvpool.client.chat_template import ChatTemplate
+from kvpool.client.template_child import MAX_RENDERED_CHARS
 
 USER = [{"role": "user", "content": "hi <b> & ü"}]
 

@@ -12,9 +12,9 @@ from google.rpc import code_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
-from client.config import ClientConfig
-from client.sync_client import SyncClient
+from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
+from kvpool.client.config import ClientConfig
+from kvpool.client.sync_client import SyncClient
 from tests.client.clients import quick
 from tests.client.fakes import UNAVAILABLE, FakeManager, error_status, fake_cluster, serving
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written

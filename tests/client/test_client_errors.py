@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
-from kvpool.v1 import cache_pb2
 
-import client
-from client import Client, ClientConfig, KvpoolError
-from client.errors import from_rpc_error
+from kvpool import client
+from kvpool.client import Client, ClientConfig, KvpoolError
+from kvpool.client.errors import from_rpc_error
+from kvpool.v1 import cache_pb2
 from tests.client.fakes import FakeManager, error_status, serving
 
 CODES = [
@@ -114,7 +114,7 @@ async def test_check_and_describe_return_what_the_manager_says() -> None:
 
 def test_the_documents_that_the_source_names_are_there() -> None:
     """A reader of the client can open what its comments point to."""
-    package = Path(client.__file__).parent
+    package = Path(client.__file__).resolve().parent
     root = package.parent
     named = {
         (source.name, document)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import cache_pb2
 
-from client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
-from client.attempts import Attempts, Target
-from client.gate import Gate
+from kvpool.client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
+from kvpool.client.attempts import Attempts, Target
+from kvpool.client.gate import Gate
+from kvpool.v1 import cache_pb2
 
 
 def test_a_continuation_joins_on_to_what_was_delivered() -> None:

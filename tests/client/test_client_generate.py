@@ -6,15 +6,15 @@ import asyncio
 import time
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from client import (
+from kvpool.client import (
     Completion,
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
     ProtocolError,
 )
+from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import (
     ASSISTANT,

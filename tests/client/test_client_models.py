@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from client import DeadlineExceeded, ProtocolError
-from client.model_files import receive_model
+from kvpool.client import DeadlineExceeded, ProtocolError
+from kvpool.client.model_files import receive_model
+from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
 

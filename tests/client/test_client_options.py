@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from client import ClientConfig, GenerateOptions, InvalidRequest
-from client.options import GenerateSettings
+from kvpool.client import ClientConfig, GenerateOptions, InvalidRequest
+from kvpool.client.options import GenerateSettings
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from contextlib import AsyncExitStack
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
-from kvpool.v1 import cache_pb2, worker_pb2
 
-from client import (
+from kvpool.client import (
     Cancelled,
     Client,
     ClientConfig,
@@ -24,7 +23,8 @@ from client import (
     ServiceError,
     Unavailable,
 )
-from client.cli.cluster import free_port
+from kvpool.client.cli.cluster import free_port
+from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import (
     CAT,

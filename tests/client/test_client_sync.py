@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from client import Cancelled, Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
-from client.cli.cluster import free_port
+from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
+from kvpool.client.cli.cluster import free_port
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from client.model import Model
+from kvpool.client.model import Model
+from kvpool.v1 import worker_pb2
 
 TEXTS = [
     "The capital of France is",

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from client import (
+from kvpool.client import (
     ClientConfig,
     FailedPrecondition,
     InvalidRequest,
@@ -28,10 +27,11 @@ from client import (
     SyncClient,
     template_child,
 )
-from client.chat_template import ChatTemplate
-from client.model_files import DEFAULT_MAX_BYTES
-from client.template_child import MEMORY_BYTES
-from client.template_process import TemplateProcess
+from kvpool.client.chat_template import ChatTemplate
+from kvpool.client.model_files import DEFAULT_MAX_BYTES
+from kvpool.client.template_child import MEMORY_BYTES
+from kvpool.client.template_process import TemplateProcess
+from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
 
@@ -202,7 +202,7 @@ def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.Mon
     with contextlib.closing(TemplateProcess()) as process:
         template = ChatTemplate(HONEST, {}, process=process)
         template.render(USER)
-        monkeypatch.setattr("client.template_process.os.read", interrupted)
+        monkeypatch.setattr("kvpool.client.template_process.os.read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render([{"role": "user", "content": "old"}])
         for n in range(3):
@@ -213,7 +213,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytes
     """With what to look at, and without a process left."""
     before = children()
     for command in (("/nowhere/python",), (sys.executable, "-c", "raise SystemExit(7)")):
-        monkeypatch.setattr("client.template_process._COMMAND", command)
+        monkeypatch.setattr("kvpool.client.template_process._COMMAND", command)
         with (
             contextlib.closing(TemplateProcess()) as process,
             pytest.raises(ServiceError, match="cannot be started") as caught,
@@ -234,7 +234,7 @@ def test_what_is_no_json_is_refused(value: object) -> None:
 
 SCRIPT = """
 import os, signal, sys, threading, time
-from client.chat_template import ChatTemplate
+from kvpool.client.chat_template import ChatTemplate
 template = ChatTemplate({source!r}, {{}})
 if {endless}:
     threading.Thread(target=template.render, args=([{{"role": "user"}}],), daemon=True).start()

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from kvpool.v1 import cache_pb2
 
-from cache_service.epoch import EpochStore
-from cache_service.server import Server as ManagerServer
-from cache_service.settings import ManagerSettings
-from client import Client, Completion, GenerateOptions
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server as ManagerServer
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.client import Client, Completion, GenerateOptions
+from kvpool.v1 import cache_pb2
+from kvpool.worker_service.server import Server as WorkerServer
+from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.polling import eventually
-from worker_service.server import Server as WorkerServer
-from worker_service.settings import WorkerSettings
 
 WORKER = "worker"
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from client import Completion, FinishReason
+from kvpool.client import Completion, FinishReason
+from kvpool.worker_service.engine.step import SampledToken, SamplingParams
+from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.sampler import sample
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.live.difference import TIE, Judge, draw_distance
@@ -17,9 +20,6 @@ from tests.live.load import Ended
 from tests.live.proof import Phase, Result, Settings, judge_streams, prove
 from tests.live.workload import TEMPERATURE, TINY, TOP_P, Request, Workload
 from tests.tiny_models import build_model
-from worker_service.engine.step import SampledToken, SamplingParams
-from worker_service.model.sampling.draw import Draw
-from worker_service.model.sampling.sampler import sample
 
 SETTINGS = Settings(
     model=TINY,

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpool.process.address import PortError
 
-from client.errors import InvalidRequest
+from kvpool.client.errors import InvalidRequest
+from kvpool.process.address import PortError
+from kvpool.worker_service import throughput
+from kvpool.worker_service.server import Server
+from kvpool.worker_service.settings import WorkerSettings
 from tests import http2
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.polling import eventually
 from tests.scrape import num_listening_sockets, scrape
 from tests.tiny_models import TinyModel, make_tiny_model
-from worker_service import throughput
-from worker_service.server import Server
-from worker_service.settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")

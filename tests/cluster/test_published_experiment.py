@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 import xxhash
-from kvpool.v1 import cache_pb2
 
-from client import Completion, GenerateStream
+from kvpool.client import Completion, GenerateStream
+from kvpool.v1 import cache_pb2
 from tests.cluster.cluster import Cluster
 from tests.cluster.tiny_cluster import TinyCluster
 

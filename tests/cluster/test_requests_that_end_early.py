@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from kvpool.v1 import cache_pb2, worker_pb2
 
-from client import DeadlineExceeded
+from kvpool.client import DeadlineExceeded
+from kvpool.v1 import cache_pb2, worker_pb2
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
 from tests.cluster.polling import eventually

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 import torch
-from kvpool.v1 import worker_pb2_grpc
 
-from client import Completion, GenerateOptions
-from client.options import GenerateSettings
+from kvpool.client import Completion, GenerateOptions
+from kvpool.client.options import GenerateSettings
+from kvpool.v1 import worker_pb2_grpc
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
 from tests.model.plain_loop import PlainLoop

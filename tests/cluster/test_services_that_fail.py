@@ -15,9 +15,10 @@ from uuid import uuid4
 import grpc
 import pytest
 import pytest_asyncio
-from kvpool.v1 import worker_pb2
 
-from client import Client, GenerateStream, KvpoolError, Unavailable
+from kvpool.client import Client, GenerateStream, KvpoolError, Unavailable
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service import incarnation
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
@@ -25,7 +26,6 @@ from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth
 from tests.cluster.two_workers import TwoWorkers
 from tests.tiny_models import Oracle
-from worker_service import incarnation
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -16,12 +16,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from client import Completion, FinishReason
+from kvpool.client import Completion, FinishReason
+from kvpool.worker_service.model.cache_dir import default_cache_dir
+from kvpool.worker_service.model.resolve import resolve_model
 from tests.cluster.cluster import Cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.tiny_models import Oracle
-from worker_service.model.cache_dir import default_cache_dir
-from worker_service.model.resolve import resolve_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

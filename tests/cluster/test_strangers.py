@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-
 from tests.cache_service.edge.peer import reason_in
 from tests.cache_service.edge.test_edge_strangers import CALLS, Stranger, seen
 from tests.cluster.in_process import WORKER, InProcessCluster, in_process_cluster

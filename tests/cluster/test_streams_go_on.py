@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from client import Client, Completion, GenerateOptions, GenerateStream
+from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually

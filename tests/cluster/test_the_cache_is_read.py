@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpool.v1 import cache_pb2
 
-from client import Completion
+from kvpool.client import Completion
+from kvpool.v1 import cache_pb2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.tiny_models import Oracle, TinyModel, make_tiny_model

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 
-from client import Completion
+from kvpool.client import Completion
 from tests.tiny_models import MIN_MARGIN, Oracle
 
 LOGPROB_TOLERANCE = 1e-4

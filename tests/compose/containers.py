@@ -10,10 +10,10 @@ import secrets
 from typing import Any, NamedTuple, Unpack
 
 import grpc
-from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
 
-from client import Client, ClientConfig, Completion, GenerateOptions
-from client.health import ask_health
+from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
+from kvpool.client.health import ask_health
+from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
 from scripts.compose.project import NAME, PORTS, compose_command, compose_environment
 from tests.cluster.polling import eventually
 

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from kvpool.v1 import cache_pb2
 
-from client import Client, Completion, FinishReason, KvpoolError
-from client.health import ask_health
+from kvpool.client import Client, Completion, FinishReason, KvpoolError
+from kvpool.client.health import ask_health
+from kvpool.v1 import cache_pb2
 from scripts.compose.end_to_end import leftovers
 from scripts.compose.project import compose_environment
 from tests.cluster.polling import eventually
@@ -42,7 +42,7 @@ SYSTEM = (
 async def kvpool(containers: Containers, *arguments: str) -> Ended:
     """The command line of this checkout, outside the containers."""
     return await containers.try_(
-        sys.executable, "-m", "client.cli", arguments[0], "--manager", address(MANAGER), *arguments[1:]
+        sys.executable, "-m", "kvpool.client.cli", arguments[0], "--manager", address(MANAGER), *arguments[1:]
     )
 
 
@@ -167,7 +167,9 @@ async def test_the_command_line_works_outside_and_as_a_container(containers: Con
     (line,) = [line for line in generated.splitlines() if line.startswith("{")]
     assert json.loads(line)["worker_id"] in WORKERS
     for service in SERVICES:
-        assert (await containers.try_(sys.executable, "-m", "client.cli", "health", address(service))).status == 0
+        assert (
+            await containers.try_(sys.executable, "-m", "kvpool.client.cli", "health", address(service))
+        ).status == 0
 
 
 async def test_a_worker_that_is_stopped_lets_its_streams_end(containers: Containers) -> None:

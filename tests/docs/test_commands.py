@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import typer.main
 import yaml
-from kvpool.process.settings import ProcessSettings, load_settings
 
-from cache_service.settings import ManagerSettings
-from client.cli.app import app
-from client.cli.cluster import free_port
-from client.cli.settings import ClientSettings
-from client.cli.up import UpSettings
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.client.cli.app import app
+from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.settings import ClientSettings
+from kvpool.client.cli.up import UpSettings
+from kvpool.process.settings import ProcessSettings, load_settings
+from kvpool.worker_service.settings import WorkerSettings
 from tests.docs.blocks import ROOT, Block, blocks, inline_code
-from worker_service.settings import WorkerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core import integrity
-from cache_service.core.block_pool import BlockPool, State
-from cache_service.core.budget import Account, Budget
-from cache_service.core.hashing import xxh64
-from cache_service.core.messages import Root
-from cache_service.core.prefix_tree import PrefixTree
+from kvpool.cache_service.core import integrity
+from kvpool.cache_service.core.block_pool import BlockPool, State
+from kvpool.cache_service.core.budget import Account, Budget
+from kvpool.cache_service.core.hashing import xxh64
+from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.core.prefix_tree import PrefixTree
+from kvpool.worker_service.cache.reserve import spare_target
+from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
-from worker_service.cache.reserve import spare_target
-from worker_service.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "LEARN.md").read_text()

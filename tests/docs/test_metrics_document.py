@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from kvpool.cache_service import codec
+from kvpool.cache_service.audits import Audits
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.counts import EdgeCounts
+from kvpool.cache_service.metrics import ManagerMetrics
 from kvpool.process.metrics import MetricsPage
-
-from cache_service import codec
-from cache_service.audits import Audits
-from cache_service.core.manager import CacheManager
-from cache_service.counts import EdgeCounts
-from cache_service.metrics import ManagerMetrics
+from kvpool.worker_service.metrics import WorkerMetrics
 from tests.cache_service.edge.peer import registration
 from tests.docs.blocks import ROOT
 from tests.worker_service.test_worker_metrics import LABELS, one_world
-from worker_service.metrics import WorkerMetrics
 
 _ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\| \S.* \|$", re.MULTILINE)
 

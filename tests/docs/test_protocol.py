@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import xxhash
 from google.rpc import code_pb2
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
-from kvpool.v1 import cache_pb2, worker_pb2
 
-from cache_service import status as manager_status
-from cache_service.core import allocation, updates
-from cache_service.core.hashing import block_hash, root_bytes, xxh64
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service import status as manager_status
+from kvpool.cache_service.core import allocation, updates
+from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     ContentRun,
@@ -38,11 +36,13 @@ from cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.session import Session
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session import Session
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.v1 import cache_pb2, worker_pb2
+from kvpool.worker_service import status as worker_status
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from tests.docs.blocks import ROOT, Block, blocks
-from worker_service import status as worker_status
-from worker_service.engine.errors import EngineError, ErrorKind
 
 DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import pytest
-from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc, common_pb2
 
 from examples import own_engine
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cluster.cluster import Cluster
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
-
-from worker_service.cache import events
-from worker_service.cache.engine_cache import Computed, EngineCache
-from worker_service.cache.sequence import CacheSequence, SequenceState
-from worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache import events
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
 
 FINGERPRINT = "tiny"
 MAX_RUNNING = 2

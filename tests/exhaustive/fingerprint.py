@@ -15,18 +15,18 @@ from typing import Any
 
 import xxhash
 
-from cache_service.core.block_pool import BlockPool
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Grant, Stop
-from cache_service.core.prefix_tree import Node
-from cache_service.core.session import Session
+from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Grant, Stop
+from kvpool.cache_service.core.prefix_tree import Node
+from kvpool.cache_service.core.session import Session
+from kvpool.worker_service.cache.events import Granted, Refused, Stopped
+from kvpool.worker_service.cache.ledger import BlockLedger, Content
+from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.engine import TinyEngine
 from tests.exhaustive.parts import Form
 from tests.exhaustive.wire import form_of
 from tests.exhaustive.world import Peer, World
-from worker_service.cache.events import Granted, Refused, Stopped
-from worker_service.cache.ledger import BlockLedger, Content
-from worker_service.cache.sequence import CacheSequence
 
 
 class _Numbers:

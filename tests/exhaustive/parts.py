@@ -10,11 +10,10 @@ from dataclasses import astuple
 from enum import Enum
 from typing import Any, NamedTuple
 
+from kvpool.cache_service.core.messages import Limits
 from kvpool.v1 import cache_pb2, common_pb2
-
-from cache_service.core.messages import Limits
-from worker_service.cache.sequence import SequenceState
-from worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.sequence import SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
 
 
 class Form(NamedTuple):
@@ -102,28 +101,28 @@ for _message in (cache_pb2.AllocateRequest, cache_pb2.AppendRequest, cache_pb2.F
 
 _NAMES = {
     "array": "array _array_reconstructor",
-    "cache_service.core.attempts": "Attempts",
-    "cache_service.core.block_pool": "BlockPool",
-    "cache_service.core.hashing": "xxh64",
-    "cache_service.core.manager": "CacheManager",
-    "cache_service.core.messages": "DownlinkEntry Grant Limits PoolConfig Registration Root SequenceKey Stop WorkerLoad",
-    "cache_service.core.prefix_tree": "Node PrefixTree RootNode",
-    "cache_service.core.recovery": "Recovery",
-    "cache_service.core.sequence": "Sequence",
-    "cache_service.core.session": "Downlink Session",
-    "cache_service.core.session_key": "SessionKey",
+    "kvpool.cache_service.core.attempts": "Attempts",
+    "kvpool.cache_service.core.block_pool": "BlockPool",
+    "kvpool.cache_service.core.hashing": "xxh64",
+    "kvpool.cache_service.core.manager": "CacheManager",
+    "kvpool.cache_service.core.messages": "DownlinkEntry Grant Limits PoolConfig Registration Root SequenceKey Stop WorkerLoad",
+    "kvpool.cache_service.core.prefix_tree": "Node PrefixTree RootNode",
+    "kvpool.cache_service.core.recovery": "Recovery",
+    "kvpool.cache_service.core.sequence": "Sequence",
+    "kvpool.cache_service.core.session": "Downlink Session",
+    "kvpool.cache_service.core.session_key": "SessionKey",
     "collections": "Counter OrderedDict deque",
     "tests.exhaustive.engine": "Part TinyEngine",
     "tests.exhaustive.parts": "_of_kind _parse _root",
     "tests.exhaustive.world": "Peer",
-    "worker_service.cache.engine_cache": "EngineCache",
-    "worker_service.cache.ledger": "BlockLedger Content",
-    "worker_service.cache.link": "Call Link Stated",
-    "worker_service.cache.report": "Report",
-    "worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
-    "worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
-    "worker_service.cache.settings": "CacheSettings",
-    "worker_service.cache.state": "CacheState",
+    "kvpool.worker_service.cache.engine_cache": "EngineCache",
+    "kvpool.worker_service.cache.ledger": "BlockLedger Content",
+    "kvpool.worker_service.cache.link": "Call Link Stated",
+    "kvpool.worker_service.cache.report": "Report",
+    "kvpool.worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
+    "kvpool.worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
+    "kvpool.worker_service.cache.settings": "CacheSettings",
+    "kvpool.worker_service.cache.state": "CacheState",
 }
 """What copies are made of most. Pickle looks it up by number instead of by module and name: that takes a third off every copy."""
 

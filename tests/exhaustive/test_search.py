@@ -9,21 +9,21 @@ import pickle
 from collections.abc import Callable, Iterable
 
 import pytest
-from kvpool.v1 import cache_pb2
 
-from cache_service.core.attempts import Attempts
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Uplink
-from cache_service.core.sequence import Sequence
-from cache_service.core.session import Session
+from kvpool.cache_service.core.attempts import Attempts
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Uplink
+from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Session
+from kvpool.v1 import cache_pb2
+from kvpool.worker_service.cache import parking
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.link import Link
+from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
 from tests.exhaustive.share import Reached, Share, pack
 from tests.exhaustive.world import MISHAPS, Budget, Event, Wanted, World, begin
-from worker_service.cache import parking
-from worker_service.cache.engine_cache import EngineCache
-from worker_service.cache.link import Link
-from worker_service.cache.sequence import CacheSequence
 
 SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 SINGLE = (Wanted("a", (1, 2), 2, worker=0),)

@@ -6,11 +6,11 @@ import functools
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
-from kvpool.v1 import cache_pb2
 
-from cache_service import codec
-from cache_service.core.manager import CacheManager
-from cache_service.core.refusal import Refusal
+from kvpool.cache_service import codec
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.refusal import Refusal
+from kvpool.v1 import cache_pb2
 
 REQUESTS: dict[str, type[Message]] = {
     "Register": cache_pb2.RegisterRequest,

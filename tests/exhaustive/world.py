@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.sequence import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
-
-from cache_service.core.manager import CacheManager
-from cache_service.core.sequence import Sequence
+from kvpool.worker_service.cache.link import MAX_STALE_CALLS, Call
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.settings import CacheSettings
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
-from worker_service.cache.link import MAX_STALE_CALLS, Call
-from worker_service.cache.sequence import CacheSequence
-from worker_service.cache.settings import CacheSettings
 
 ASKING_AT = 1.0
 """The time at which workers ask what to say. All else happens at 0, so every pause between two tries is over."""

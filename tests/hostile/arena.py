@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.truth import Truth
 from tests.hostile.good_client import GoodClient, Question

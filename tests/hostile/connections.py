@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from kvpool.v1 import worker_pb2
-
 from tests import http2
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena

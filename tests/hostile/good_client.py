@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from client import Client, ClientConfig, GenerateOptions, KvpoolError
+from kvpool.client import Client, ClientConfig, GenerateOptions, KvpoolError
 
 ASKERS: Final = 2
 """Requests at any time: well below what the cluster can do, so that a slow answer is the attacker's doing."""

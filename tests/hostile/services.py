@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+
 from kvpool.v1 import cache_pb2, worker_pb2
 
 _EVERYWHERE: tuple[Any, ...] = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tests import http2
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
 from tests.hostile.arena import CALL_SECONDS, device_pool
 
 FINGERPRINT = "stranger"

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from kvpool.v1 import cache_pb2, common_pb2
 
-from cache_service.core.messages import (
+from kvpool.cache_service.core.messages import (
     Appended,
     BlockCounts,
     Grant,
@@ -19,6 +18,7 @@ from cache_service.core.messages import (
     TableEntry,
     Wait,
 )
+from kvpool.v1 import cache_pb2, common_pb2
 
 REQUESTS: dict[str, type[Message]] = {
     "Register": cache_pb2.RegisterRequest,

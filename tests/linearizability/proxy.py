@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import grpc
 from google.rpc import status_pb2
-from kvpool.v1 import cache_pb2
 
+from kvpool.v1 import cache_pb2
 from tests.linearizability.history import (
     NEVER,
     REQUESTS,

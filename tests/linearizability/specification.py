@@ -12,8 +12,8 @@ import hashlib
 import pickle
 from typing import Any
 
-from cache_service import codec
-from cache_service.core.messages import Limits
+from kvpool.cache_service import codec
+from kvpool.cache_service.core.messages import Limits
 from tests.cache_service.core import model
 from tests.linearizability.history import Answer, Done, Operation, Refused, Registered, Routed, Told
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpool.v1 import cache_pb2
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Appended, Granted, Uplink
-from cache_service.core.session import Session
-from cache_service.servicer import CacheServicer
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Appended, Granted, Uplink
+from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.servicer import CacheServicer
+from kvpool.v1 import cache_pb2
 from tests.linearizability.checker import Verdict, check
 from tests.linearizability.history import NEVER, Done, Operation, Refused, Routed, Told, Unknown
 from tests.linearizability.proxy import Weather

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
-from cache_service.epoch import EpochStore
-from cache_service.server import Server
-from cache_service.settings import ManagerSettings
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.linearizability.history import Operation
 from tests.linearizability.proxy import Proxy, Weather
 from tests.linearizability.specification import Specification

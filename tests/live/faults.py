@@ -10,9 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvpool.client import Client, KvpoolError
 from kvpool.v1 import cache_pb2
-
-from client import Client, KvpoolError
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.polling import eventually
 from tests.live.load import Load

@@ -9,7 +9,7 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
-from client import Client, Completion, KvpoolError
+from kvpool.client import Client, Completion, KvpoolError
 from tests.live.workload import Workload
 
 END_SECONDS = 600.0

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from client import Client
+from kvpool.client import Client
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.live.workload import Model, make_requests
 

@@ -7,8 +7,8 @@ import time
 from uuid import uuid4
 
 import grpc
-from kvpool.v1 import worker_pb2
 
+from kvpool.v1 import worker_pb2
 from tests.cluster.cluster import Cluster
 
 PAUSE_SECONDS = 0.02

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from client import Client, Completion, GenerateOptions
+from kvpool.client import Client, Completion, GenerateOptions
+from kvpool.worker_service.model.cache_dir import default_cache_dir
+from kvpool.worker_service.model.resolve import resolve_model
 from tests.cluster.models import make_endless_model
-from worker_service.model.cache_dir import default_cache_dir
-from worker_service.model.resolve import resolve_model
 
 TINY: Final = "tiny"
 SMOLLM2: Final = "smollm2"

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from worker_service.attention.backend import AttentionBackend
-from worker_service.attention.invariance import FIXED_SHAPES
-from worker_service.attention.selection import CANDIDATES, make_torch
-from worker_service.attention.torch_backend import TorchAttention
-from worker_service.attention.torch_plan import Shapes
-from worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
-from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.memory import MemorySettings
-from worker_service.model.runner import ModelRunner
-from worker_service.model.settings import ModelSettings
+from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES
+from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
+from kvpool.worker_service.attention.torch_backend import TorchAttention
+from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE = 4
 NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))

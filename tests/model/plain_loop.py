@@ -10,11 +10,11 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from client import GenerateOptions
-from client.options import GenerateSettings
+from kvpool.client import GenerateOptions
+from kvpool.client.options import GenerateSettings
+from kvpool.worker_service.engine.step import SamplingParams
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
-from worker_service.engine.step import SamplingParams
 
 NOISE: Final = 1e-4
 """Far more than float32's rounding: an oracle that such a difference changes proves nothing."""

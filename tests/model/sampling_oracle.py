@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from worker_service.engine.step import SamplingParams
-from worker_service.engine.token_counts import TokenCounts
-from worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.token_counts import TokenCounts
+from kvpool.worker_service.model.sampling.draw import Draw
 
 
 def uniform(seed: int, position: int) -> float:

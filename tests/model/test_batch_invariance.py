@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kvpool.worker_service.engine.step import SequencePart
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.settings import ModelSettings
 from tests.model.paged import BLOCK_SIZE, NEVER, NUM_THREADS, PagedModel, load, quiet
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
-from worker_service.engine.step import SequencePart
-from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.settings import ModelSettings
 
 NUM_BLOCKS = 1024
 SHARED = 268

@@ -9,21 +9,21 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from structlog.testing import capture_logs
 
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.worker_service.attention.invariance import forget_trials
+from kvpool.worker_service.codec import encode_batch_invariance
+from kvpool.worker_service.engine.step import SequencePart
+from kvpool.worker_service.model import batch_invariance, packed_linear
+from kvpool.worker_service.model.facts import BatchInvariance
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.server import tell_of_invariance
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEVER, PagedModel, load, quiet
 from tests.tiny_models import make_tiny_model
-from worker_service.attention.invariance import forget_trials
-from worker_service.codec import encode_batch_invariance
-from worker_service.engine.step import SequencePart
-from worker_service.model import batch_invariance, packed_linear
-from worker_service.model.facts import BatchInvariance
-from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.settings import ModelSettings
-from worker_service.server import tell_of_invariance
 
 NUM_TOKENS = 210
 NEEDS_PACKING = pytest.mark.skipif(

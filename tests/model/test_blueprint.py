@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from kvpool.worker_service.model.blueprint import draw_blueprint
+from kvpool.worker_service.model.errors import UnsupportedModel
+from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.memory_facts import facts_of_blueprint, kv_bytes_per_token, tensor_bytes
 from tests.model.paged import load
 from tests.tiny_models import ARCHITECTURES, build_model, make_tiny_model
-from worker_service.model.blueprint import draw_blueprint
-from worker_service.model.errors import UnsupportedModel
-from worker_service.model.memory import MemorySettings
-from worker_service.model.memory_facts import facts_of_blueprint, kv_bytes_per_token, tensor_bytes
 
 CPU = torch.device("cpu")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvpool.worker_service.dry_run import dry_run
+from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
+from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.outline import outline_model
+from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.settings import WorkerSettings
 from tests.model.hub_server import HubServer, hub_server, repo_of
 from tests.model.paged import load, quiet
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
-from worker_service.dry_run import dry_run
-from worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
-from worker_service.model.memory import MemorySettings
-from worker_service.model.outline import outline_model
-from worker_service.model.settings import ModelSettings
-from worker_service.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -121,9 +121,9 @@ def test_a_folder_without_anything_says_what_is_needed(tmp_path: Path) -> None:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "protos", "common"))
+    path = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "common"))
     return subprocess.run(
-        [sys.executable, "-m", "worker_service", "--dry-run", *arguments],
+        [sys.executable, "-m", "kvpool.worker_service", "--dry-run", *arguments],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "COLUMNS": "120"} | environment,
         cwd=REPOSITORY,
         capture_output=True,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvpool.worker_service.model.errors import UnsupportedModel
+from kvpool.worker_service.model.guard import check_config, check_layers
+from kvpool.worker_service.model.layers import AttentionLayer
+from kvpool.worker_service.model.probe import relative_difference
 from tests.model.paged import load
 from tests.tiny_models import build_model
-from worker_service.model.errors import UnsupportedModel
-from worker_service.model.guard import check_config, check_layers
-from worker_service.model.layers import AttentionLayer
-from worker_service.model.probe import relative_difference
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.worker_service.model import hub
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.hub import HubId, parse_hub_id
 from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, Oracle, make_tiny_model
-from worker_service.model import hub
-from worker_service.model.errors import ModelError
-from worker_service.model.hub import HubId, parse_hub_id
 
 REPOSITORY = Path(__file__).parents[2]
 TOKEN = "hf_thetokenthatnobodymaysee"
@@ -38,8 +38,8 @@ SHARDS = {
 
 FETCH = """
 import logging, sys
-from worker_service.model.errors import ModelError
-from worker_service.model.hub import fetch_model, parse_hub_id
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.hub import fetch_model, parse_hub_id
 if "debug" in sys.argv:
     logging.basicConfig(level=logging.DEBUG)
 try:
@@ -53,8 +53,8 @@ import json, sys
 from pathlib import Path
 from tests.model.paged import PagedModel
 from tests.tiny_models import prompts
-from worker_service.model.load import load_model
-from worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.settings import ModelSettings
 settings = ModelSettings(sys.argv[1], dtype="float32", device="cpu", cache_dir=Path(sys.argv[2]), num_threads=1)
 loaded = load_model(settings, print)
 paged = PagedModel(loaded)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvpool.worker_service import server
+from kvpool.worker_service.model import packed_linear
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
+from kvpool.worker_service.model.placement import enter_device
+from kvpool.worker_service.settings import WorkerSettings
 from tests.model.paged import load
 from tests.tiny_models import make_tiny_model
-from worker_service import server
-from worker_service.model import packed_linear
-from worker_service.model.errors import ModelError
-from worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
-from worker_service.model.placement import enter_device
-from worker_service.settings import WorkerSettings
 
 # -- the device of the model's thread
 
@@ -85,8 +85,8 @@ _LOAD = """
 import sys, threading
 from pathlib import Path
 import torch
-from worker_service.model import load
-from worker_service.model.config import read_config
+from kvpool.worker_service.model import load
+from kvpool.worker_service.model.config import read_config
 
 def own_kib():
     lines = Path("/proc/self/status").read_text().splitlines()

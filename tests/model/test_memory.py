@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_service.model.errors import KVCacheTooLarge, ModelError
-from worker_service.model.memory import (
+from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
+from kvpool.worker_service.model.memory import (
     KVCachePlan,
     MemoryFacts,
     MemorySettings,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request, load
 from tests.refused import refused
 from tests.tiny_models import ARCHITECTURES, MIN_MARGIN, WINDOW, Oracle, TinyModel, make_tiny_model
-from worker_service.model.errors import ModelError
-from worker_service.model.load import LoadedModel
 
 LOGPROB_TOLERANCE = 1e-4
 GPU_LOGPROB_TOLERANCE = 1e-3

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
+from kvpool.worker_service.model.errors import UnsupportedModel
+from kvpool.worker_service.model.guard import guarded_layers
+from kvpool.worker_service.model.probe import random_sequences
 from tests.tiny_models import build_model
-from worker_service.attention.interface import ATTENTION_NAME, register
-from worker_service.model.errors import UnsupportedModel
-from worker_service.model.guard import guarded_layers
-from worker_service.model.probe import random_sequences
 
 MAX_MODEL_LEN = 64
 WINDOW = 8

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.memory import KVCachePlan, MemorySettings
+from kvpool.worker_service.model.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
+from kvpool.worker_service.model.runner import ModelRunner
 from tests.model.paged import load
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
-from worker_service.engine.step import SequencePart, Step
-from worker_service.model.errors import ModelError
-from worker_service.model.load import LoadedModel
-from worker_service.model.memory import KVCachePlan, MemorySettings
-from worker_service.model.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
-from worker_service.model.runner import ModelRunner
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from kvpool.worker_service.model import resolve
+from kvpool.worker_service.model.cache_dir import default_cache_dir, locked
+from kvpool.worker_service.model.digest import file_digest
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.fingerprint import fingerprint
+from kvpool.worker_service.model.hub import parse_hub_id
+from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
+from kvpool.worker_service.model.progress import heartbeat
+from kvpool.worker_service.model.resolve import resolve_model
+from kvpool.worker_service.model.settings import ModelSettings
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, make_tiny_model
-from worker_service.model import resolve
-from worker_service.model.cache_dir import default_cache_dir, locked
-from worker_service.model.digest import file_digest
-from worker_service.model.errors import ModelError
-from worker_service.model.fingerprint import fingerprint
-from worker_service.model.hub import parse_hub_id
-from worker_service.model.load import load_model
-from worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
-from worker_service.model.progress import heartbeat
-from worker_service.model.resolve import resolve_model
-from worker_service.model.settings import ModelSettings
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvpool.worker_service.attention.packing import PackingError
+from kvpool.worker_service.engine.step import PartResult, PromptRows, SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.token_counts import TokenCounts
+from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.sampler import sample
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
-from worker_service.attention.packing import PackingError
-from worker_service.engine.step import PartResult, PromptRows, SamplingParams, SequencePart, Step
-from worker_service.engine.token_counts import TokenCounts
-from worker_service.model.load import LoadedModel
-from worker_service.model.sampling.draw import Draw
-from worker_service.model.sampling.sampler import sample
 
 
 @pytest.fixture(scope="module")

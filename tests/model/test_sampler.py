@@ -13,13 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpool.worker_service.engine.step import BadLogits, SampledToken, SamplingParams
+from kvpool.worker_service.model.sampling import choice
+from kvpool.worker_service.model.sampling.choice import uniforms
+from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.sampler import prompt_logprobs, sample
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row, uniform
-from worker_service.engine.step import BadLogits, SampledToken, SamplingParams
-from worker_service.model.sampling import choice
-from worker_service.model.sampling.choice import uniforms
-from worker_service.model.sampling.draw import Draw
-from worker_service.model.sampling.sampler import prompt_logprobs, sample
 
 VOCAB_SIZE = 50
 

@@ -14,11 +14,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.token_counts import TokenCounts
+from kvpool.worker_service.model.sampling.adjustment import adjust
+from kvpool.worker_service.model.sampling.draw import Draw
 from tests.model.sampling_oracle import Row
-from worker_service.engine.step import SamplingParams
-from worker_service.engine.token_counts import TokenCounts
-from worker_service.model.sampling.adjustment import adjust
-from worker_service.model.sampling.draw import Draw
 
 VOCAB_SIZE = 23
 TOKEN = st.integers(0, VOCAB_SIZE - 1)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.model.sampling.ranking import best
+from kvpool.worker_service.model.sampling.truncation import Limits, truncate, weigh
 from tests.model import sampling_oracle
-from worker_service.engine.step import SamplingParams
-from worker_service.model.sampling.ranking import best
-from worker_service.model.sampling.truncation import Limits, truncate, weigh
 
 VOCAB_SIZE = 40
 

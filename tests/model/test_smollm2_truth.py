@@ -7,12 +7,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from kvpool.worker_service.model.cache_dir import default_cache_dir
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.resolve import resolve_model
+from kvpool.worker_service.model.settings import ModelSettings
 from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, quiet
 from tests.tiny_models import Oracle
-from worker_service.model.cache_dir import default_cache_dir
-from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.resolve import resolve_model
-from worker_service.model.settings import ModelSettings
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-import worker_service.model
+import kvpool.worker_service.model
 print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
 """
 

@@ -1,7 +1,6 @@
 """Copies of the repository to run mutants in, made of hard links, and the environment in which only the copy is imported.
 
-kvpool may be installed in editable mode, and would then be imported from the checkout wherever the copy does not come first:
-`kvpool.v1` and `kvpool.process` from `protos` and `common`, the components from a folder of links with their installed names.
+kvpool may be installed in editable mode, and would then be imported from the checkout wherever the copy does not come first.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from tests.mutants.patch import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
 _NEEDED = ("cache_service", "worker_service", "client", "common", "protos", "tests")
-_COMPONENTS = ("cache_service", "worker_service", "client")
-_NAMES = ".installed"
 
 
 def _link(source: str, target: str) -> None:
@@ -32,12 +29,8 @@ def copy(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     half_written = shutil.ignore_patterns("*.pyc.*")
     for name in _NEEDED:
-        shutil.copytree(source / name, target / name, copy_function=_link, ignore=half_written)
+        shutil.copytree(source / name, target / name, symlinks=True, copy_function=_link, ignore=half_written)
     shutil.copy2(source / "pyproject.toml", target / "pyproject.toml")
-    names = target / _NAMES / "kvpool"
-    names.mkdir(parents=True)
-    for name in _COMPONENTS:
-        (names / name).symlink_to(target / name)
 
 
 def mutate(mutant: Mutant, root: Path) -> None:
@@ -52,7 +45,7 @@ def mutate(mutant: Mutant, root: Path) -> None:
 
 def environment(root: Path) -> dict[str, str]:
     """Variables for programs that run in a copy."""
-    folders = (root, root / "protos", root / "common", root / _NAMES)
+    folders = (root, root / "common")
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -62,11 +55,8 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def modules(paths: list[str]) -> list[str]:
-    """The names under which files are imported: those of a component by the tests and as installed, those of `common` only so."""
-    dotted = [path.removesuffix(".py").replace("/", ".") for path in paths]
-    shared = [name.removeprefix("common.") for name in dotted if name.startswith("common.")]
-    components = [name for name in dotted if not name.startswith("common.")]
-    return [*shared, *components, *(f"kvpool.{name}" for name in components)]
+    """The names under which files are imported."""
+    return [f"kvpool.{path.removeprefix('common/kvpool/').removesuffix('.py').replace('/', '.')}" for path in paths]
 
 
 _IMPORT = """

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvpool.process import durable_file
 from kvpool.process.durable_file import write_durably
-
 from tests.simulation import disk as simulated
 
 

@@ -11,13 +11,13 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ValidationError
+
 from kvpool.process import grpc_server, server_settings, serving_loop
 from kvpool.process.address import PortError
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.server_settings import ServerSettings
-from pydantic import ValidationError
-
 from tests import http2
 from tests.cluster.polling import eventually
 

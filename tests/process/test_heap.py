@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+
 from kvpool.process import heap
 from kvpool.process.heap import LARGE_BYTES, Heap
-
 from tests.cluster.polling import eventually
 
 KEPT = """

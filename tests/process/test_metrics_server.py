@@ -7,6 +7,8 @@ import urllib.error
 import urllib.request
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvpool.process.address import PortError
 from kvpool.process.histogram import Histogram
 from kvpool.process.metrics import (
@@ -16,7 +18,6 @@ from kvpool.process.metrics import (
     MetricsServer,
     listen_for_metrics,
 )
-from prometheus_client.parser import text_string_to_metric_families
 
 HOST = "127.0.0.1"
 

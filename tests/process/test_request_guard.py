@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
+
 from kvpool.process.rare_line import RareLine
 from kvpool.process.request_guard import SMALL, RequestGuard, RequestLimit
-
 from tests import http2
 from tests.cluster.polling import eventually
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from kvpool.process.settings import CONFIG_VARIABLE, TABLES, ProcessSettings, SettingsProblem, load_settings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from cache_service.settings import ManagerSettings
-from worker_service.settings import WorkerSettings
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.process.settings import CONFIG_VARIABLE, TABLES, ProcessSettings, SettingsProblem, load_settings
+from kvpool.worker_service.settings import WorkerSettings
 
 
 class Oven(ProcessSettings):

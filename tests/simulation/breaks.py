@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from cache_service import codec
-from cache_service.core import incarnations, updates
-from cache_service.core.block_pool import BlockPool
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import ReportPart, Root
-from cache_service.core.recovery import Recovery
-from cache_service.epoch import MAX_EPOCH
-from cache_service.foreign_epochs import ForeignEpochs
-from cache_service.servicer import CacheServicer
-from client.gate import Gate
-from worker_service.cache import calls, uplink
-from worker_service.cache.ledger import BlockLedger
-from worker_service.engine.engine import Engine
+from kvpool.cache_service import codec
+from kvpool.cache_service.core import incarnations, updates
+from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import ReportPart, Root
+from kvpool.cache_service.core.recovery import Recovery
+from kvpool.cache_service.epoch import MAX_EPOCH
+from kvpool.cache_service.foreign_epochs import ForeignEpochs
+from kvpool.cache_service.servicer import CacheServicer
+from kvpool.client.gate import Gate
+from kvpool.worker_service.cache import calls, uplink
+from kvpool.worker_service.cache.ledger import BlockLedger
+from kvpool.worker_service.engine.engine import Engine
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

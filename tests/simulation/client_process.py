@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from client.channels import Channels
-from client.config import ClientConfig
-from client.deadline import Deadline
-from client.errors import (
+from kvpool.client.channels import Channels
+from kvpool.client.config import ClientConfig
+from kvpool.client.deadline import Deadline
+from kvpool.client.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KvpoolError,
@@ -21,11 +20,12 @@ from client.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from client.manager import Manager
-from client.models import Models
-from client.options import GenerateSettings
-from client.stream import GenerateStream
-from client.template_process import TemplateProcess
+from kvpool.client.manager import Manager
+from kvpool.client.models import Models
+from kvpool.client.options import GenerateSettings
+from kvpool.client.stream import GenerateStream
+from kvpool.client.template_process import TemplateProcess
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
 from tests.simulation import manager
 from tests.simulation.process import Process
 from tests.simulation.rpc import Channel

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 from tests.simulation import tracer
-from worker_service.cache.sequence import CacheSequence
-from worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 
 if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from cache_service.core.block_pool import HELD, RESERVED
-from cache_service.core.integrity.findings import Findings
-from cache_service.core.integrity.pools import PoolLaws
-from cache_service.core.integrity.sequences import SequenceLaws
-from cache_service.core.messages import Root
-from cache_service.core.session import Session
-from cache_service.epoch import MAX_FOREIGN_EPOCH
-from cache_service.foreign_epochs import MAX_RAISE
+from kvpool.cache_service.core.block_pool import HELD, RESERVED
+from kvpool.cache_service.core.integrity.findings import Findings
+from kvpool.cache_service.core.integrity.pools import PoolLaws
+from kvpool.cache_service.core.integrity.sequences import SequenceLaws
+from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
+from kvpool.cache_service.foreign_epochs import MAX_RAISE
+from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from tests.simulation import tracer
 from tests.simulation.rpc import Failure, reason_in
-from worker_service.cache.ledger import BlockLedger, Content
 
 if TYPE_CHECKING:
     from tests.simulation.manager import ManagerProcess

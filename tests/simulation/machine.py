@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from worker_service.incarnation import Identity, next_identity
+from kvpool.worker_service.incarnation import Identity, next_identity
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel

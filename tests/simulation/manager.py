@@ -6,14 +6,13 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits
+from kvpool.cache_service.core.session_key import SessionKey
+from kvpool.cache_service.epoch import EpochStore, StateError
+from kvpool.cache_service.keys import SESSION_KEY_BYTES
+from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2_grpc
-
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Limits
-from cache_service.core.session_key import SessionKey
-from cache_service.epoch import EpochStore, StateError
-from cache_service.keys import SESSION_KEY_BYTES
-from cache_service.servicer import CacheServicer
 from tests.simulation.disk import Path, PowerLoss
 from tests.simulation.process import Process
 from tests.simulation.rpc import Methods

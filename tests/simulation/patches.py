@@ -13,24 +13,23 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import kvpool.cache_service.core.manager
+import kvpool.cache_service.epoch
+import kvpool.cache_service.servicer
+import kvpool.client.deadline
+import kvpool.client.manager
+import kvpool.client.stream
+import kvpool.worker_service.cache.report
+import kvpool.worker_service.engine.engine
+import kvpool.worker_service.manager_link
+import kvpool.worker_service.servicer
+from kvpool.cache_service import status
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.refusal import Refusal
+from kvpool.cache_service.core.session import SessionEnd
 from kvpool.process import durable_file
-
-import cache_service.core.manager
-import cache_service.epoch
-import cache_service.servicer
-import client.deadline
-import client.manager
-import client.stream
-import worker_service.cache.report
-import worker_service.engine.engine
-import worker_service.manager_link
-import worker_service.servicer
-from cache_service import status
-from cache_service.core.manager import CacheManager
-from cache_service.core.refusal import Refusal
-from cache_service.core.session import SessionEnd
-from worker_service.cache.ledger import BlockLedger
-from worker_service.cache.link import Link
+from kvpool.worker_service.cache.ledger import BlockLedger
+from kvpool.worker_service.cache.link import Link
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -108,26 +107,30 @@ def installed(world: World) -> Iterator[None]:
             world.laws.on_fenced(session)
         original(core, session, why)
 
-    deadline_init: Any = client.deadline.Deadline.__init__
+    deadline_init: Any = kvpool.client.deadline.Deadline.__init__
     with contextlib.ExitStack() as stack:
         for module in (
-            cache_service.servicer,
-            worker_service.engine.engine,
-            worker_service.manager_link,
-            worker_service.servicer,
+            kvpool.cache_service.servicer,
+            kvpool.worker_service.engine.engine,
+            kvpool.worker_service.manager_link,
+            kvpool.worker_service.servicer,
         ):
             name = module.__name__.rpartition(".")[2]
             stack.enter_context(mock.patch.object(module, "log", _Log(world, name)))
-        stack.enter_context(mock.patch.object(cache_service.epoch, "os", world.disk))
-        stack.enter_context(mock.patch.object(cache_service.epoch, "fcntl", world.disk))
+        stack.enter_context(mock.patch.object(kvpool.cache_service.epoch, "os", world.disk))
+        stack.enter_context(mock.patch.object(kvpool.cache_service.epoch, "fcntl", world.disk))
         stack.enter_context(mock.patch.object(durable_file, "os", world.disk))
         stack.enter_context(mock.patch.object(durable_file, "open", world.disk.open, create=True))
-        stack.enter_context(mock.patch.object(cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice))
-        stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
-        stack.enter_context(mock.patch.object(worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
-        stack.enter_context(mock.patch.object(client.stream, "uuid4", sequence_ids.__next__))
-        stack.enter_context(mock.patch.object(client.manager, "random", world.kernel.random("client")))
-        stack.enter_context(mock.patch.object(client.manager, "time", types.SimpleNamespace(monotonic=_loop_time)))
+        stack.enter_context(
+            mock.patch.object(kvpool.cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice)
+        )
+        stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
+        stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
+        stack.enter_context(mock.patch.object(kvpool.client.stream, "uuid4", sequence_ids.__next__))
+        stack.enter_context(mock.patch.object(kvpool.client.manager, "random", world.kernel.random("client")))
+        stack.enter_context(
+            mock.patch.object(kvpool.client.manager, "time", types.SimpleNamespace(monotonic=_loop_time))
+        )
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))

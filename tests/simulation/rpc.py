@@ -398,6 +398,6 @@ class Channel:
 
 def reason_in(failure: Failure) -> str:
     """`ErrorInfo.reason` of what a server of ours answered."""
-    from worker_service.cache.status import reason_of
+    from kvpool.worker_service.cache.status import reason_of
 
     return reason_of(status_pb2.Status.FromString(failure.trailing)) if failure.trailing else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.session import SessionEnd
-from cache_service.epoch import EpochStore
-from cache_service.server import Server
-from cache_service.servicer import CacheServicer
-from cache_service.settings import ManagerSettings
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.session import SessionEnd
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.servicer import CacheServicer
+from kvpool.cache_service.settings import ManagerSettings
 from tests.cache_service.edge.peer import registration
 from tests.simulation.rpc import Context
 

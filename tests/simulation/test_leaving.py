@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.session import SessionEnd
+from kvpool.cache_service.core.session import SessionEnd
 from tests.simulation import manager, patches
 from tests.simulation.machine import Machine
 from tests.simulation.rpc import Call

@@ -52,7 +52,7 @@ def test_a_seed_gives_the_same_run_whatever_the_hash_seed(seed: int) -> None:
     digests = {World(seed).run().digest}
     script = f"from tests.simulation.world import World; print(World({seed}).run().digest)"
     for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": ".:protos:common"}
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": ".:common"}
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
         )

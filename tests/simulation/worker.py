@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
-
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.ledger import BlockLedger
+from kvpool.worker_service.cache.sequence import SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.queue import SchedulingPolicy
+from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
+from kvpool.worker_service.servicer import WorkerServicer
 from tests.simulation import manager, tracer
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
 from tests.simulation.process import Process
 from tests.simulation.rpc import Channel, Methods
-from worker_service.cache.engine_cache import EngineCache
-from worker_service.cache.ledger import BlockLedger
-from worker_service.cache.sequence import SequenceState
-from worker_service.cache.settings import CacheSettings
-from worker_service.engine.engine import Engine, EngineSettings
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.queue import SchedulingPolicy
-from worker_service.manager_link import ManagerLink, RegistrationRefused
-from worker_service.servicer import WorkerServicer
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cache_service.core.messages import Limits
-from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from kvpool.cache_service.core.messages import Limits
+from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from kvpool.worker_service.engine.queue import SchedulingPolicy
 from tests.simulation import manager, patches, tracer
 from tests.simulation.bus import Bus
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
@@ -22,7 +23,6 @@ from tests.simulation.process import Process
 from tests.simulation.rpc import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
-from worker_service.engine.queue import SchedulingPolicy
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Free"})
 ACTIVE_SECONDS = 22.0

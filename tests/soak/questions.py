@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from client import GenerateOptions
+from kvpool.client import GenerateOptions
 from tests.model.plain_loop import PlainLoop, ProvesNothing
 
 TOKENS: Final = range(256)

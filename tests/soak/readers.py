@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from client import Client, DeadlineExceeded, GenerateOptions, KvpoolError
+from kvpool.client import Client, DeadlineExceeded, GenerateOptions, KvpoolError
 from tests.soak.questions import Question
 
 CANCELS: Final = 0.2

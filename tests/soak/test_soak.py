@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from client import Client
+from kvpool.client import Client
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.models import make_endless_model
 from tests.model.plain_loop import PlainLoop

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.v1 import cache_pb2
-
 from tests.cluster.cluster import Cluster
 
 WARM_UP: Final = 0.25

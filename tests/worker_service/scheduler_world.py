@@ -6,13 +6,12 @@ from collections import Counter
 from typing import Any, cast
 
 from kvpool.v1 import common_pb2
-
-from worker_service.cache.engine_cache import EngineCache
-from worker_service.cache.sequence import CacheSequence, SequenceState
-from worker_service.engine.queue import SchedulingPolicy
-from worker_service.engine.request import GenerationParams, Request
-from worker_service.engine.scheduler import Scheduled, Scheduler
-from worker_service.engine.step import SampledToken
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.engine.queue import SchedulingPolicy
+from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
+from kvpool.worker_service.engine.step import SampledToken
 
 
 def token_at(sequence_id: str, position: int) -> int:

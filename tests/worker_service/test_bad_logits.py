@@ -9,15 +9,15 @@ import threading
 import grpc
 import pytest
 
-from client.continuation import another_may_begin, another_may_go_on
-from client.errors import from_rpc_error
+from kvpool.client.continuation import another_may_begin, another_may_go_on
+from kvpool.client.errors import from_rpc_error
+from kvpool.worker_service.cache.sequence import SequenceState
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.request import Request
+from kvpool.worker_service.engine.step import BadLogits
+from kvpool.worker_service.status import of_error
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read, rpc_error
-from worker_service.cache.sequence import SequenceState
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.request import Request
-from worker_service.engine.step import BadLogits
-from worker_service.status import of_error
 
 NAN = BadLogits(0, math.nan)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from worker_service.codec import decode_generate
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.prompt import PromptEncoder
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.codec import decode_generate
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.prompt import PromptEncoder
 
 PROMPTS = PromptEncoder(None, 1000)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import worker_pb2
 
-from worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
-from worker_service.engine.prompt import PromptEncoder
-from worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
-from worker_service.engine.stream import Chunk, FinishReason, Usage
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
+from kvpool.worker_service.engine.prompt import PromptEncoder
+from kvpool.worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
+from kvpool.worker_service.engine.stream import Chunk, FinishReason, Usage
 
 PROMPTS = PromptEncoder(None, 1000)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import cache_pb2, common_pb2
 
-from worker_service.cache import calls
-from worker_service.cache.engine_cache import Computed, EngineCache
-from worker_service.cache.ledger import Content
-from worker_service.cache.link import Call
-from worker_service.cache.sequence import CacheSequence, SequenceState
-from worker_service.cache.settings import CacheSettings
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache import calls
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.ledger import Content
+from kvpool.worker_service.cache.link import Call
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
 
 _STEP_SECONDS = 0.001
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Limits
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
 

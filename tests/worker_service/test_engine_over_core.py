@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Limits
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits
+from kvpool.worker_service.cache.sequence import SequenceState
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.request import Request
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
-from worker_service.cache.sequence import SequenceState
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.request import Request
 
 
 def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:

@@ -8,15 +8,15 @@ import threading
 
 import pytest
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import TOKEN_BYTES
-from cache_service.core.recovery import Case
-from cache_service.core.session import SessionEnd
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import TOKEN_BYTES
+from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.session import SessionEnd
+from kvpool.worker_service.cache import report as report_module
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
-from worker_service.cache import report as report_module
-from worker_service.engine.errors import EngineError, ErrorKind
 
 
 async def until(condition: object) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import random
 
 import pytest
-from kvpool.process.histogram import Histogram
 
+from kvpool.process.histogram import Histogram
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.stats import EngineStats
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import World, read
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.stats import EngineStats
 
 
 def up_to(histogram: Histogram, bound: float) -> int:

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvpool.process.settings import load_settings
 from structlog.testing import capture_logs
 
-from worker_service import incarnation as module
-from worker_service.incarnation import MAX_INCARNATION, Identity, WorkerState, WorkerStateError
-from worker_service.settings import WorkerSettings
+from kvpool.process.settings import load_settings
+from kvpool.worker_service import incarnation as module
+from kvpool.worker_service.incarnation import MAX_INCARNATION, Identity, WorkerState, WorkerStateError
+from kvpool.worker_service.settings import WorkerSettings
 
 HOUR_NS = 3600 * 10**9
 NOW_NS = 1_800_000_000 * 10**9
@@ -51,10 +51,10 @@ def test_the_key_is_nobody_else_s_to_read(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
     """Another process holds the lock; the kernel gives it back when that one dies, however that happens."""
     script = (
-        "import sys, time; from pathlib import Path; from worker_service.incarnation import WorkerState; "
+        "import sys, time; from pathlib import Path; from kvpool.worker_service.incarnation import WorkerState; "
         "state = WorkerState.open(Path(sys.argv[1])); print(state.identity.process_key.hex(), flush=True); time.sleep(600)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos", "common"])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
     first = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -78,7 +78,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     """It ends when the process after it has said in its log that it waits."""
     script = (
         "import sys; from pathlib import Path; from kvpool.process.logs import LogFormat, LogLevel, configure_logging; "
-        "from worker_service.incarnation import WorkerState; configure_logging(LogFormat.json, LogLevel.info); "
+        "from kvpool.worker_service.incarnation import WorkerState; configure_logging(LogFormat.json, LogLevel.info); "
         "state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); print(state.identity.predecessor_key.hex())"
     )
     first = WorkerState.open(tmp_path)
@@ -87,7 +87,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "protos", "common"])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])},
     )
     try:
         assert process.stderr is not None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import common_pb2
 
-from worker_service.cache.ledger import BlockLedger, Content, DisagreementError
+from kvpool.v1 import common_pb2
+from kvpool.worker_service.cache.ledger import BlockLedger, Content, DisagreementError
 
 _ROOT = common_pb2.Root(model_fingerprint="m")
 _TOKENS = b"\0\0\0\0"

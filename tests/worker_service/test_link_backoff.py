@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker_service.cache.link import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, Link
+from kvpool.worker_service.cache.link import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, Link
 
 
 def test_the_pause_between_failed_calls_grows_up_to_a_bound() -> None:

@@ -11,13 +11,13 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from cache_service import codec
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Root
-from cache_service.keys import make_session_key
+from kvpool.cache_service import codec
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.keys import make_session_key
+from kvpool.worker_service.cache.link import MAX_STALE_CALLS
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
-from worker_service.cache.link import MAX_STALE_CALLS
 
 PROMPT = list(range(20))
 
@@ -180,7 +180,7 @@ async def test_while_a_worker_leaves_no_request_is_routed_to_it() -> None:
 
 async def test_an_unanswered_worker_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so in its log, and goes."""
-    monkeypatch.setattr("worker_service.manager_link.LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr("kvpool.worker_service.manager_link.LEAVE_SECONDS", 0.05)
     wire = Wire(CacheManager(1))
     wire.is_cut = True
     world = World(num_blocks=60, block_size=4, wire=wire)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kvpool.v1 import cache_pb2, common_pb2
 
-from worker_service.cache import parking
-from worker_service.cache.sequence import CacheSequence, SequenceState
-from worker_service.cache.settings import CacheSettings
-from worker_service.cache.state import CacheState
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache import parking
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheState
 
 _PATIENCE = 5.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from cache_service.core.messages import AppendItem, SequenceUpdate, Uplink
+from kvpool.cache_service.core.messages import AppendItem, SequenceUpdate, Uplink
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
 

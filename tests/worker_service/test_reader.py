@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from kvpool.worker_service.reader import WINDOW_BYTES, ReaderWatch
 from tests.cluster.polling import eventually
-from worker_service.reader import WINDOW_BYTES, ReaderWatch
 
 LIMIT = 0.2
 

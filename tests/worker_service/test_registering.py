@@ -9,18 +9,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from kvpool.v1 import cache_pb2
 
-from cache_service import codec
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import WorkerLoad
-from cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service import codec
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import WorkerLoad
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.v1 import cache_pb2
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.manager_link import RegistrationRefused
+from kvpool.worker_service.patience import POLL_SECONDS, Patience
 from tests.worker_service.test_engine_recovery import until
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.manager_link import RegistrationRefused
-from worker_service.patience import POLL_SECONDS, Patience
 
 LEASE_SECONDS = 0.4
 

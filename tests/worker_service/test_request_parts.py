@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpool.v1 import common_pb2
 
+from kvpool.v1 import common_pb2
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.engine.errors import EngineError
+from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
 from tests.worker_service.world import World, read
-from worker_service.cache.sequence import CacheSequence
-from worker_service.engine.errors import EngineError
-from worker_service.engine.request import GenerationParams, Request
-from worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
 
 STOPS = frozenset({7, 8})
 PENALTY = SamplingParams(presence_penalty=1.0)

@@ -6,12 +6,12 @@ Which texts are tokenised, whatever the tokenizer does to them, is in test_promp
 from __future__ import annotations
 
 import pytest
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
-from kvpool.v1 import worker_pb2
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from worker_service.engine.prompt import TextBound, text_bound
-from worker_service.request_sizes import max_prompt_bytes
+from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.engine.prompt import TextBound, text_bound
+from kvpool.worker_service.request_sizes import max_prompt_bytes
 
 MAX_MODEL_LEN = 1000
 VOCAB_SIZE = 50_000

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 from google.rpc import code_pb2, error_details_pb2
 
+from kvpool.worker_service import status
+from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.queue import Payer, SchedulingPolicy
 from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
-from worker_service import status
-from worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.queue import Payer, SchedulingPolicy
 
 
 class Queue:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from kvpool.worker_service.cache.sequence import SequenceState as State
+from kvpool.worker_service.engine.request import Request
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
-from worker_service.cache.sequence import SequenceState as State
-from worker_service.engine.request import Request
 
 PROMPT = list(range(40))
 

@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness
+from kvpool.worker_service.engine.queue import Payer, SchedulingPolicy
 from tests.worker_service.scheduler_world import SchedulerWorld
-from worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness
-from worker_service.engine.queue import Payer, SchedulingPolicy
 
 POLICIES = st.sampled_from(list(SchedulingPolicy))
 TENANTS = st.sampled_from(["", "a", "b"])

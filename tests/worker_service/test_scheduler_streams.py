@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.step import SampledToken
-from worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:

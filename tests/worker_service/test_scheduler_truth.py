@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from kvpool.worker_service.engine.queue import SchedulingPolicy
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
-from worker_service.engine.queue import SchedulingPolicy
 
 
 @pytest.mark.parametrize("policy", list(SchedulingPolicy))

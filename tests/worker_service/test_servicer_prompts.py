@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.prompt import PromptEncoder
+from kvpool.worker_service.engine.request import GenerationParams
+from kvpool.worker_service.engine.stats import EngineStats
+from kvpool.worker_service.servicer import TOKENISE_ALONE_CHARS, TOKENISE_IN_THREAD_CHARS, WorkerServicer
 from tests.client.storyteller import byte_tokenizer
-from worker_service.engine.errors import EngineError, ErrorKind
-from worker_service.engine.prompt import PromptEncoder
-from worker_service.engine.request import GenerationParams
-from worker_service.engine.stats import EngineStats
-from worker_service.servicer import TOKENISE_ALONE_CHARS, TOKENISE_IN_THREAD_CHARS, WorkerServicer
 
 BOUNDS_SECONDS = 60
 MAX_MODEL_LEN = 4 << 20

@@ -12,20 +12,20 @@ import pytest
 import pytest_asyncio
 import structlog
 from grpc_status import rpc_status
+
+from kvpool.client import Client, ResourceExhausted
 from kvpool.process import serving_loop
 from kvpool.v1 import worker_pb2
-
-from client import Client, ResourceExhausted
+from kvpool.worker_service.engine.errors import ErrorKind
+from kvpool.worker_service.engine.prompt import TextBound
+from kvpool.worker_service.request_sizes import request_limits
+from kvpool.worker_service.server import SERVICE
 from tests import http2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.truth import Truth
 from tests.tiny_models import Oracle, TinyModel
-from worker_service.engine.errors import ErrorKind
-from worker_service.engine.prompt import TextBound
-from worker_service.request_sizes import request_limits
-from worker_service.server import SERVICE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

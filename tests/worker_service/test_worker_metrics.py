@@ -7,15 +7,15 @@ import threading
 from typing import Any
 
 import pytest
-from kvpool.process.metrics import MetricsPage
 from prometheus_client import generate_latest
 
+from kvpool.process.metrics import MetricsPage
+from kvpool.worker_service import throughput
+from kvpool.worker_service.engine.errors import ErrorKind
+from kvpool.worker_service.metrics import OUTCOMES, WorkerLabels, WorkerMetrics
+from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
 from tests.worker_service.world import World
-from worker_service import throughput
-from worker_service.engine.errors import ErrorKind
-from worker_service.metrics import OUTCOMES, WorkerLabels, WorkerMetrics
-from worker_service.throughput import ThroughputLog
 
 MODEL = {"model_name": "tracer", "engine": "0"}
 LABELS = WorkerLabels(

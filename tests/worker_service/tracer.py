@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence as List
 
-from worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1

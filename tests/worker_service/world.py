@@ -10,20 +10,20 @@ from typing import Any
 
 import grpc
 from google.rpc import status_pb2
-from kvpool.v1 import cache_pb2, common_pb2
 
-from cache_service import codec, status
-from cache_service.core.manager import CacheManager
-from cache_service.core.refusal import Refusal
-from cache_service.core.session_key import SessionKey
-from cache_service.keys import make_session_key
+from kvpool.cache_service import codec, status
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.refusal import Refusal
+from kvpool.cache_service.core.session_key import SessionKey
+from kvpool.cache_service.keys import make_session_key
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.manager_link import ManagerLink
 from tests.worker_service.tracer import VOCAB_SIZE, TracerModel
-from worker_service.cache.engine_cache import EngineCache
-from worker_service.cache.settings import CacheSettings
-from worker_service.engine.engine import Engine, EngineSettings
-from worker_service.engine.request import GenerationParams, Request
-from worker_service.engine.step import SamplingParams
-from worker_service.manager_link import ManagerLink
 
 FINGERPRINT = "tracer"
 

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
-from kvpool.v1 import common_pb2
 from tokenizers import Tokenizer
+
+from kvpool.v1 import common_pb2
 
 from ..cache import events
 from ..cache.engine_cache import Computed, EngineCache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.hashing import HashFunction
-from cache_service.core.messages import (
+from kvpool.cache_service.core.hashing import HashFunction
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
@@ -22,7 +22,7 @@ from cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from cache_service.core.session import Session
+from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
 from tests.cache_service.core.model import Refused
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-from cache_service.core.block_pool import BlockPool
-from cache_service.core.hashing import HashFunction, xxh64
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.hashing import HashFunction, xxh64
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AllocateOutcome,
     Appended,
@@ -27,9 +27,9 @@ from cache_service.core.messages import (
     Wait,
     WorkerLoad,
 )
-from cache_service.core.prefix_tree import Node, RootNode
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.session import Session
+from kvpool.cache_service.core.prefix_tree import Node, RootNode
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_service.core.messages import (
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
@@ -25,7 +25,7 @@ from cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason
 
 Prefix = tuple[Root, tuple[int, ...]]
 """What a sealed block holds: the KV of the last block of these tokens, computed behind the others under this root."""

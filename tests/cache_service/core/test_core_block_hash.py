@@ -8,8 +8,8 @@ import struct
 import pytest
 import xxhash
 
-from cache_service.core.hashing import block_hash, root_bytes, xxh64
-from cache_service.core.messages import Root
+from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
+from kvpool.cache_service.core.messages import Root
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, token_bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     ContentRun,
@@ -20,8 +20,8 @@ from cache_service.core.messages import (
     Uplink,
     WorkerLoad,
 )
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.session import SessionEnd
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session import SessionEnd
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
 from tests.cache_service.core.model import Refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.messages import Root
+from kvpool.cache_service.core.messages import Root
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, HASH_FUNCTIONS, constant, path_of, token_bytes
 

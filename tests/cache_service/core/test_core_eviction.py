@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.block_pool import State
-from cache_service.core.messages import SequenceUpdate, TableEntry
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.messages import SequenceUpdate, TableEntry
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, token_bytes
 from tests.cache_service.core.model import Refused

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import AllocateItem, Limits, Uplink, WorkerLoad
-from cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import AllocateItem, Limits, Uplink, WorkerLoad
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import key, registration, snapshot, successor, token_bytes
 from tests.cache_service.core.model import Refused

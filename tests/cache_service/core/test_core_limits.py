@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_service.core.description import (
+from kvpool.cache_service.core.description import (
     MAX_BLOCKS_PER_PAGE,
     MAX_OWNERS_PER_BLOCK,
     MAX_SEQUENCES_PER_ANSWER,
     describe_sequences,
 )
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     Grant,
@@ -27,7 +27,7 @@ from cache_service.core.messages import (
     TableEntry,
     Uplink,
 )
-from cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from cache_service.core import block_pool, prefix_tree
-from cache_service.core import manager as manager_module
-from cache_service.core.block_pool import State
-from cache_service.core.hashing import xxh64
-from cache_service.core.integrity import OnlineAudit, Violation
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core import block_pool, prefix_tree
+from kvpool.cache_service.core import manager as manager_module
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.hashing import xxh64
+from kvpool.cache_service.core.integrity import OnlineAudit, Violation
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     Granted,
@@ -25,7 +25,7 @@ from cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
-from cache_service.core.prefix_tree import Fan, PrefixTree
+from kvpool.cache_service.core.prefix_tree import Fan, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
 from tests.cache_service.core.test_core_integrity import CASES, Break, Scene

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.block_pool import BlockPool, State
-from cache_service.core.budget import Account, Budget
-from cache_service.core.hashing import xxh64
-from cache_service.core.manager import SWEEP_SLICE_NODES, CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.block_pool import BlockPool, State
+from kvpool.cache_service.core.budget import Account, Budget
+from kvpool.cache_service.core.hashing import xxh64
+from kvpool.cache_service.core.manager import SWEEP_SLICE_NODES, CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     Granted,
@@ -24,8 +24,8 @@ from cache_service.core.messages import (
     TableEntry,
     Uplink,
 )
-from cache_service.core.prefix_tree import Node, PrefixTree
-from cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.messages import Granted, Wait
-from cache_service.core.refusal import Reason
+from kvpool.cache_service.core.messages import Granted, Wait
+from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import HASH_FUNCTIONS, Lockstep, key
 from tests.cache_service.core.model import Refused

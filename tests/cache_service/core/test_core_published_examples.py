@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.block_pool import State
+from kvpool.cache_service.core.block_pool import State
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import HASH_FUNCTIONS
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from cache_service.core.block_pool import State
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     ContentRun,
@@ -24,9 +24,9 @@ from cache_service.core.messages import (
     TableEntry,
     Uplink,
 )
-from cache_service.core.recovery import Case
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.session import Session
+from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.lockstep import FINGERPRINT, key, registration, token_bytes
 
 SIZE = 4

@@ -7,10 +7,10 @@ import random
 import pytest
 import xxhash
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.routing import SEQUENCE_COST_TOKENS
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.routing import SEQUENCE_COST_TOKENS
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_service.core.incarnations import MAX_FIRST_REGISTER_NO
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import Limits, ReportPart, Uplink, WorkerLoad
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.core.session import SessionEnd
-from cache_service.core.session_key import NO_KEY, SessionKey
+from kvpool.cache_service.core.incarnations import MAX_FIRST_REGISTER_NO
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits, ReportPart, Uplink, WorkerLoad
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session import SessionEnd
+from kvpool.cache_service.core.session_key import NO_KEY, SessionKey
 from tests.cache_service.core.lockstep import registration, snapshot
 
 KEY = SessionKey(range(16))

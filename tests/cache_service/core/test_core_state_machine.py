@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from cache_service.core.messages import (
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
@@ -33,7 +33,7 @@ from cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,
     HASH_FUNCTIONS,

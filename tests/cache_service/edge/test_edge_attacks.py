@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+
+from kvpool.cache_service.core.messages import Limits
+from kvpool.cache_service.request_sizes import request_limits
+from kvpool.cache_service.server import SERVICE, Server
 from kvpool.process.request_guard import SMALL
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-
-from cache_service.core.messages import Limits
-from cache_service.request_sizes import request_limits
-from cache_service.server import SERVICE, Server
 from tests import http2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
 from tests.cache_service.edge.test_edge_process import manager

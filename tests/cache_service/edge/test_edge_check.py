@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+
+from kvpool.cache_service.core.integrity import OnlineAudit
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.server import Server
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-
-from cache_service.core.integrity import OnlineAudit
-from cache_service.core.manager import CacheManager
-from cache_service.server import Server
 from tests.cache_service.edge.peer import Worker, item, prompt
 
 Stub = cache_pb2_grpc.CacheServiceStub

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.epoch import MAX_EPOCH, EpochStore, StateError
+from kvpool.cache_service.epoch import MAX_EPOCH, EpochStore, StateError
 
 
 def begin(directory: Path) -> int:

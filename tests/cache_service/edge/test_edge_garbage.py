@@ -10,11 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc
 
-from cache_service.core.manager import CacheManager
-from cache_service.core.messages import (
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     PoolConfig,
@@ -26,7 +24,9 @@ from cache_service.core.messages import (
     Uplink,
     WorkerLoad,
 )
-from cache_service.garbage import collect_young
+from kvpool.cache_service.garbage import collect_young
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import prompt, refused
 
 ROOT = Root("model-a")

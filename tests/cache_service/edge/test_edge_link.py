@@ -8,12 +8,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-
-from cache_service.epoch import EpochStore
-from cache_service.server import Server
-from cache_service.settings import ManagerSettings
 from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
 
 Stub = cache_pb2_grpc.CacheServiceStub

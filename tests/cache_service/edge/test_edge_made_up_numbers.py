@@ -8,14 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, EpochStore, encode
+from kvpool.cache_service.foreign_epochs import MAX_RAISE
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-
-from cache_service.core.manager import CacheManager
-from cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, EpochStore, encode
-from cache_service.foreign_epochs import MAX_RAISE
-from cache_service.server import Server
-from cache_service.servicer import CacheServicer
 from tests.cache_service.edge.peer import Worker, detail, item, prompt, refused, registration
 from tests.simulation.rpc import Context
 

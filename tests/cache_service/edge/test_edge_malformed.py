@@ -12,13 +12,13 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from kvpool.cache_service import status
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.server import Server
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-
-from cache_service import status
-from cache_service.core.refusal import Reason, Refusal
-from cache_service.server import Server
 from tests.cache_service.edge.peer import (
     FINGERPRINT,
     Worker,

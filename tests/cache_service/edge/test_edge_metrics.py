@@ -9,13 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+
+from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.counts import METHODS
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-
-from cache_service.core.refusal import Reason
-from cache_service.counts import METHODS
-from cache_service.server import Server
-from cache_service.settings import ManagerSettings
 from tests import http2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.edge.test_edge_attacks import until_rebuilt

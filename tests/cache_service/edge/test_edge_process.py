@@ -15,8 +15,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvpool.v1 import cache_pb2_grpc
 
+from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration
 
 Line = dict[str, object]

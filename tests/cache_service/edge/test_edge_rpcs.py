@@ -8,11 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvpool.cache_service import servicer
+from kvpool.cache_service.server import Server
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-
-from cache_service import servicer
-from cache_service.server import Server
 from tests.cache_service.edge.peer import (
     FINGERPRINT,
     Worker,

@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc, common_pb2
 from structlog.testing import capture_logs
 
-from cache_service import codec
-from cache_service.keys import SESSION_KEY_BYTES
-from cache_service.server import Server
-from cache_service.settings import ManagerSettings
+from kvpool.cache_service import codec
+from kvpool.cache_service.keys import SESSION_KEY_BYTES
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.core.lockstep import snapshot
 from tests.cache_service.edge.peer import (
     BLOCK_SIZE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.walkthrough.keys import Key, parse_keys
+from kvpool.cache_service.walkthrough.keys import Key, parse_keys
 
 
 @pytest.mark.parametrize(

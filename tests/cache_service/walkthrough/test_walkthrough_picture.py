@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from cache_service.core.block_pool import State
-from cache_service.walkthrough.cases import CASES
-from cache_service.walkthrough.changes import changed_blocks
-from cache_service.walkthrough.picture import draw_legend, draw_step
-from cache_service.walkthrough.recording import record
-from cache_service.walkthrough.snapshot import BlockView, Snapshot
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.changes import changed_blocks
+from kvpool.cache_service.walkthrough.picture import draw_legend, draw_step
+from kvpool.cache_service.walkthrough.recording import record
+from kvpool.cache_service.walkthrough.snapshot import BlockView, Snapshot
 
 RECORDED = {name: record(case) for name, case in CASES.items()}
 

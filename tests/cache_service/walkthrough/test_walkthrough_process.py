@@ -12,10 +12,10 @@ from contextlib import suppress
 
 import pytest
 
-from cache_service.walkthrough.__main__ import main
-from cache_service.walkthrough.cases import CASES
-from cache_service.walkthrough.recording import Case, Scene
-from cache_service.walkthrough.worker import Worker
+from kvpool.cache_service.walkthrough.__main__ import main
+from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.recording import Case, Scene
+from kvpool.cache_service.walkthrough.worker import Worker
 
 COMMAND = [sys.executable, "-m", "kvpool.cache_service.walkthrough"]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core.block_pool import State
-from cache_service.core.hashing import block_hash, xxh64
-from cache_service.core.integrity import Audit
-from cache_service.walkthrough import recording
-from cache_service.walkthrough.cases import CASES
-from cache_service.walkthrough.changes import changed_blocks
-from cache_service.walkthrough.recording import Step, record
-from cache_service.walkthrough.snapshot import NodeView, Snapshot, TableView
-from cache_service.walkthrough.worker import Words, Worker
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.hashing import block_hash, xxh64
+from kvpool.cache_service.core.integrity import Audit
+from kvpool.cache_service.walkthrough import recording
+from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.changes import changed_blocks
+from kvpool.cache_service.walkthrough.recording import Step, record
+from kvpool.cache_service.walkthrough.snapshot import NodeView, Snapshot, TableView
+from kvpool.cache_service.walkthrough.worker import Words, Worker
 
 
 def table(snapshot: Snapshot, sequence_id: str) -> TableView:

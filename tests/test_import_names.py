@@ -1,0 +1,66 @@
+"""Every file has one import name, which begins with kvpool: a second one would be a second module, with classes of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COMPONENTS = ("cache_service", "worker_service", "client")
+# Also in strings, which name modules for monkeypatch and programs for other processes.
+SECOND_NAME = re.compile(
+    rf"""(?<![\w.])(?:from|import)\ (?:{"|".join(COMPONENTS)})[. ]   # from client.errors import …
+    | ["'](?:{"|".join(COMPONENTS)})\.(?!log\b)[a-z_]+\.             # "client.errors.…"
+    | "-m",\ "(?:{"|".join(COMPONENTS)})["._]                        # python -m client.cli
+    """,
+    re.VERBOSE,
+)
+USERS = ("tests", "bench", "examples", "scripts")
+
+
+def test_no_file_is_imported_under_a_second_name() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in USERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != Path(__file__)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if SECOND_NAME.search(line)
+    ]
+    assert found == []
+
+
+def test_the_pattern_sees_what_it_is_for() -> None:
+    for line in (
+        "from client import Client",
+        "    from worker_service.model.load import load_model",
+        "import cache_service.epoch",
+        'monkeypatch.setattr("client.cli.keeper.PAUSE", 1)',
+        'command = [sys.executable, "-m", "worker_service"]',
+    ):
+        assert SECOND_NAME.search(line), line
+    for line in ("from kvpool.client import Client", "from tests.client import x", 'log = folder / "client.log"'):
+        assert not SECOND_NAME.search(line), line
+
+
+def test_each_component_is_a_link_to_its_folder() -> None:
+    """Tools that read paths find kvpool.client there. Relative, so that a checkout may be moved."""
+    links = {path.name: path.readlink() for path in (ROOT / "common/kvpool").iterdir() if path.is_symlink()}
+    expected = {name: Path("../..") / name for name in COMPONENTS} | {"v1": Path("../../protos/kvpool/v1")}
+    assert links == expected
+
+
+def test_the_whole_of_kvpool_is_found_by_its_path() -> None:
+    """Without an installed kvpool (-S leaves site-packages out)."""
+    program = "import kvpool.process, kvpool.cache_service.core; print(kvpool.cache_service.core.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={"PYTHONPATH": str(ROOT / "common")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(ROOT / "common")
