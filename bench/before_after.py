@@ -89,7 +89,7 @@ def unpack(commit: str, folder: Path) -> Path:
     archive = folder / "before.tar"
     subprocess.run(["git", "archive", "--output", str(archive), commit], cwd=ROOT, check=True)
     subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
-    # Commits before the links in common/kvpool have only kvpool.process there, and an installed kvpool would be imported for the rest.
+    # Earlier commits have no such links, and for the rest an installed kvpool would be imported.
     for link in (ROOT / "common" / "kvpool").iterdir():
         copied = tree / "common" / "kvpool" / link.name
         if link.is_symlink() and not copied.exists():
