@@ -24,9 +24,9 @@ from bench.report import facts, progress
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory import MemorySettings
-from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE: Final = 16

@@ -30,10 +30,10 @@ from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerLabels, WorkerMetrics
 from .model.facts import ModelFacts
+from .model.forward.kv_plan import KVCachePlan
+from .model.forward.runner import ModelRunner
 from .model.load import LoadedModel, load_model
-from .model.memory import KVCachePlan
 from .model.placement import choose_device, enter_device
-from .model.runner import ModelRunner
 from .priority import stand_back
 from .request_sizes import request_limits
 from .servicer import WorkerServicer

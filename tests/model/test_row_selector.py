@@ -11,7 +11,7 @@ import torch
 
 from kvpool.worker_service.engine.step import PromptRows, SamplingParams, SequencePart, Step
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.row_selector import RowSelector
+from kvpool.worker_service.model.forward.row_selector import RowSelector
 from tests.model.paged import PagedModel, load
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 

@@ -12,10 +12,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from .cache_dir import locked
-from .digest import file_digest
-from .progress import Progress, heartbeat
-from .quiet import quiet_transformers
+from ..progress import Progress, heartbeat, quiet_transformers
+from .cache_dir import file_digest, locked
 
 _LAYOUT = "1"
 """Part of the folder's name: a conversion that writes something else gets a new one."""

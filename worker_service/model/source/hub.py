@@ -31,8 +31,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from .errors import ModelError
-from .progress import Progress, heartbeat
+from ..errors import ModelError
+from ..progress import Progress, heartbeat
 from .weights import only_gguf, safetensors_names
 
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from .errors import ModelError
+from ..errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

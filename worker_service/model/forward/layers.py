@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.backend import AttentionBackend
-from ..attention.interface import UnsupportedAttention, bind, target_of, unbind
-from ..attention.layer import AttentionCall, KVLayer, LayerNeeds
-from .errors import UnsupportedModel
+from ...attention.backend import AttentionBackend
+from ...attention.interface import UnsupportedAttention, bind, target_of, unbind
+from ...attention.layer import AttentionCall, KVLayer, LayerNeeds
+from ..errors import UnsupportedModel
 
 _WATCHED_TOKENS = 3
 

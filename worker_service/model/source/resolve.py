@@ -6,10 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import ModelError
+from ..progress import Progress
 from .convert import convert_gguf
-from .errors import ModelError
 from .hub import fetch_config, fetch_model, parse_hub_id
-from .progress import Progress
 from .weights import only_gguf
 
 SMOLLM2 = "smollm2"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import KVCacheTooLarge, ModelError
+from ..errors import KVCacheTooLarge, ModelError
+from ..forward.kv_plan import KVCachePlan, show_bytes
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Of what is free once the weights are loaded. Small: other workers and programs share a machine's memory, and files that are
@@ -75,43 +76,6 @@ class MemoryFacts:
     def room_bytes(self) -> int:
         """What a KV cache can have at the very most: all that is free but what a step needs."""
         return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class KVCachePlan:
-    """Size of a KV cache before anything is allocated."""
-
-    num_blocks: int
-    """Including the null block."""
-    block_size: int
-    """Tokens per block."""
-    bytes_per_token: int
-    """K and V of all layers."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can hold KV."""
-        return self.num_blocks - 1
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.block_size * self.bytes_per_token
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
-
-    def concurrency(self, num_tokens: int) -> float:
-        """How many sequences of so many tokens the cache holds at once, if they share nothing."""
-        return self.capacity / -(-num_tokens // self.block_size)
-
-    def describe(self, max_model_len: int) -> str:
-        """One line for the log."""
-        tokens = self.capacity * self.block_size
-        return (
-            f"KV cache: {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
-            f"tokens; at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
-        )
 
 
 class BudgetLine(NamedTuple):
@@ -270,11 +234,3 @@ def _what_there_is(facts: MemoryFacts) -> str:
         f"{show_bytes(facts.weight_bytes)} are for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
         "for a maximum batch"
     )
-
-
-def show_bytes(count: int) -> str:
-    """For people, in binary units with two digits behind the point."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"

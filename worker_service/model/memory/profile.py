@@ -7,10 +7,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..engine.step import PromptRows, SamplingParams, SequencePart, Step
-from .errors import KVCacheTooLarge, ModelError
-from .memory import KVCachePlan, MemorySettings
-from .runner import ModelRunner
+from ...engine.step import PromptRows, SamplingParams, SequencePart, Step
+from ..errors import KVCacheTooLarge, ModelError
+from ..forward.kv_plan import KVCachePlan
+from ..forward.runner import ModelRunner
+from .plan import MemorySettings
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
 """Sampling that sorts and normalises all logits."""

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .digest import file_digest
-from .progress import Progress
-from .rope import Regime
+from ..progress import Progress
+from ..rope import Regime
+from .cache_dir import file_digest
 from .weights import safetensors_names
 
 # Fields of config.json that say how it was saved or how text is generated, not what the model computes.

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard import guarded_layers
-from kvpool.worker_service.model.probe import random_sequences
+from kvpool.worker_service.model.guard.self_check import random_sequences
+from kvpool.worker_service.model.guard.support import guarded_layers
 from tests.tiny_models import build_model
 
 MAX_MODEL_LEN = 64

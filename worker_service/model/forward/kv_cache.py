@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..attention.layer import KVLayer
-from .errors import KVCacheTooLarge
+from ...attention.layer import KVLayer
+from ..errors import KVCacheTooLarge
+from .kv_plan import KVCachePlan, show_bytes
 from .layers import AttentionLayer
-from .memory import KVCachePlan, show_bytes
 
 
 class KVCache:

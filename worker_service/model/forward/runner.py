@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from ..attention.backend import AttentionBackend
-from ..attention.packing import Packer, Packing, StepSizes
-from ..engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from ...attention.backend import AttentionBackend
+from ...attention.packing import Packer, Packing, StepSizes
+from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from ..sampling.draw import Draw
+from ..sampling.sampler import prompt_logprobs, sample
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .passes import PassPart, passes
 from .row_selector import RowSelector, Selected
-from .sampling.draw import Draw
-from .sampling.sampler import prompt_logprobs, sample
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Logits of prompt rows that may stand at a time: 64 MiB in float32."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .blueprint import Blueprint, draw_blueprint
-from .cpu_memory import read_cpu_memory
-from .errors import UnsupportedModel
-from .layers import AttentionLayer
-from .memory import MemoryFacts, MemorySettings
-from .packed_linear import PackedLinear
+from ..errors import UnsupportedModel
+from ..forward.layers import AttentionLayer
+from ..forward.packed_linear import PackedLinear
+from .cpu import read_cpu_memory
+from .meta_model import Blueprint, draw_blueprint
+from .plan import MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
 
 _ESTIMATED = "estimated without attention"

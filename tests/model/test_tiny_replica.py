@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard import check_twin, guarded_layers
+from kvpool.worker_service.model.guard.support import check_twin, guarded_layers
+from kvpool.worker_service.model.guard.tiny_replica import THRESHOLD, UNREACHED, build_twin, twin_config, twin_length
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.rope import fix_longrope
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.model.twin import THRESHOLD, UNREACHED, build_twin, twin_config, twin_length
 from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle

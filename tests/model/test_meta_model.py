@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvpool.worker_service.model.blueprint import draw_blueprint
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.memory import MemorySettings
-from kvpool.worker_service.model.memory_facts import facts_of_blueprint, kv_bytes_per_token, tensor_bytes
+from kvpool.worker_service.model.memory.facts import facts_of_blueprint, kv_bytes_per_token, tensor_bytes
+from kvpool.worker_service.model.memory.meta_model import draw_blueprint
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from tests.model.paged import load
 from tests.tiny_models import ARCHITECTURES, build_model, make_tiny_model
 

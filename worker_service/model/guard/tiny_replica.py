@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..attention.interface import ATTENTION_NAME, register
+from ...attention.interface import ATTENTION_NAME, register
 
 VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256

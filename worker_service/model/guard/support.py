@@ -10,13 +10,13 @@ import structlog
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..attention.interface import ATTENTION_NAME
-from .errors import ModelError, UnsupportedModel
-from .invariant import replacing
-from .layers import AttentionLayer, find_attention_layers
-from .probe import probe
-from .rope import original_length, rope_sets
-from .twin import THRESHOLD, build_twin, thresholds, twin_config, twin_length
+from ...attention.interface import ATTENTION_NAME
+from ..errors import ModelError, UnsupportedModel
+from ..forward.invariant import replacing
+from ..forward.layers import AttentionLayer, find_attention_layers
+from ..rope import original_length, rope_sets
+from .self_check import probe
+from .tiny_replica import THRESHOLD, build_twin, thresholds, twin_config, twin_length
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # It chooses its frequencies by the longest position in the whole packed row, so a long neighbour would change

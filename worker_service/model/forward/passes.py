@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..engine.step import PromptRows, SequencePart
+from ...engine.step import PromptRows, SequencePart
 
 
 class PassPart(NamedTuple):

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from ..attention.interface import ATTENTION_NAME, bind, register, unbind
-from ..attention.layer import AttentionCall
-from .errors import UnsupportedModel
-from .layers import AttentionLayer, find_attention_layers
-from .packed_linear import packing_works
-from .quiet import quiet_transformers
+from ...attention.interface import ATTENTION_NAME, bind, register, unbind
+from ...attention.layer import AttentionCall
+from ..errors import UnsupportedModel
+from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.packed_linear import packing_works
+from ..progress import quiet_transformers
 
 META = torch.device("meta")
 SAMPLER_BYTES_PER_LOGIT = 24

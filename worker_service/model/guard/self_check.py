@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.interface import ATTENTION_NAME
-from ..attention.packing import pack
-from ..attention.torch_backend import TorchAttention
-from ..engine.step import SequencePart
-from .errors import UnsupportedModel
-from .kv_cache import KVCache
-from .layers import AttentionLayer, bind_layers, unbind_layers
-from .memory import KVCachePlan
-from .runner import ModelRunner
+from ...attention.interface import ATTENTION_NAME
+from ...attention.packing import pack
+from ...attention.torch_backend import TorchAttention
+from ...engine.step import SequencePart
+from ..errors import UnsupportedModel
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import KVCachePlan
+from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
+from ..forward.runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""

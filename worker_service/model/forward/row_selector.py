@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import UnsupportedModel
+from ..errors import UnsupportedModel
 
 
 class Selected(NamedTuple):

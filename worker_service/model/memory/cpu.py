@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import ModelError
+from ..errors import ModelError
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ..attention.backend import AttentionBackend
-from ..attention.invariance import Finding
-from ..attention.selection import find_invariance
-from ..attention.torch_backend import TorchAttention
-from ..engine.step import SequencePart
-from .facts import BatchInvariance
-from .kv_cache import KVCache
-from .layers import AttentionLayer
-from .memory import KVCachePlan
-from .packed_linear import find_variance, packing_works
-from .placement import dtype_name
-from .probe import random_sequences
-from .runner import ModelRunner
+from ...attention.backend import AttentionBackend
+from ...attention.invariance import Finding
+from ...attention.selection import find_invariance
+from ...attention.torch_backend import TorchAttention
+from ...engine.step import SequencePart
+from ..facts import BatchInvariance
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import KVCachePlan
+from ..forward.layers import AttentionLayer
+from ..forward.packed_linear import find_variance, packing_works
+from ..forward.runner import ModelRunner
+from ..placement import dtype_name
+from .self_check import random_sequences
 
 _BLOCK_SIZE = 16
 _TEXT, _NEIGHBOUR = 0, 1
