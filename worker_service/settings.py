@@ -22,7 +22,7 @@ from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import SettingsProblem, load_settings
 
-from .engine.queue import SchedulingPolicy
+from .engine.policy import SchedulingPolicy
 from .model.memory.plan import MemorySettings
 from .model.settings import ModelSettings
 

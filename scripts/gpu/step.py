@@ -15,7 +15,8 @@ from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention import torch_backend
 from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.attention.packing import Packer, StepSizes
-from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.guard.support import check_config, check_twin
 from kvpool.worker_service.model.guard.tiny_replica import (

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpool.client import Completion, FinishReason
-from kvpool.worker_service.engine.step import SampledToken, SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
 from tests.cluster.cluster import MANAGER, Cluster

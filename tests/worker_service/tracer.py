@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Sequence as List
 
-from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1

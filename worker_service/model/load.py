@@ -17,7 +17,7 @@ from ..attention.interface import ATTENTION_NAME, register
 from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
-from ..attention.setting import Setting
+from ..attention.spec import AttentionSpec
 from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .forward.kv_cache import KVCache
@@ -57,7 +57,7 @@ class LoadedModel:
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend:
         """The backend of that name, or the best that passes its self-test here; progress is told which. Raises ModelError."""
-        setting = Setting(self.attention_needs, self.dtype, self.device, block_size)
+        setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:

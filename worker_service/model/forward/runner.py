@@ -11,7 +11,8 @@ import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packer, Packing, StepSizes
-from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from ...engine.sampling_params import TokenLogprobs
+from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
 from ..sampling.draw import Draw
 from ..sampling.sampler import prompt_logprobs, sample
 from .kv_cache import KVCache

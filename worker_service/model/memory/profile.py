@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ...engine.step import PromptRows, SamplingParams, SequencePart, Step
+from ...engine.sampling_params import SamplingParams
+from ...engine.step import PromptRows, SequencePart, Step
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import KVCachePlan
 from ..forward.runner import ModelRunner

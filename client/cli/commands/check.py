@@ -10,8 +10,8 @@ from rich.table import Table
 
 from kvpool.v1 import cache_pb2
 
-from ..client import Client
-from .terminal import ManagerOption, client_config, printed, stdout_console
+from ...client import Client
+from ..terminal import ManagerOption, client_config, printed, stdout_console
 
 
 def check(manager: ManagerOption = None) -> None:

@@ -9,12 +9,12 @@ from typing import Annotated, Final
 
 import typer
 
-from ..chat_template import Message
-from ..completion import Completion
-from ..errors import KvpoolError
-from ..options import GenerateOptions
-from ..sync_client import SyncClient
-from .answer_flags import (
+from ...chat_template import Message
+from ...completion import Completion
+from ...errors import KvpoolError
+from ...options import GenerateOptions
+from ...sync_client import SyncClient
+from ..answer_flags import (
     FrequencyPenalty,
     LogitBias,
     MaxTokens,
@@ -32,7 +32,7 @@ from .answer_flags import (
     TopP,
     parse_logit_bias,
 )
-from .terminal import ManagerOption, client_config, error_line, print_answer, printed, stderr_console
+from ..terminal import ManagerOption, client_config, error_line, print_answer, printed, stderr_console
 
 _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 

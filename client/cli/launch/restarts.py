@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from .supervisor import ChildExit, ChildSpec, Supervisor
+from .children import ChildExit, ChildSpec, Supervisor
 
 MAX_DEATHS: Final = 5
 DEATHS_WINDOW_SECONDS: Final = 60.0

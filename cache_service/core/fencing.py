@@ -18,7 +18,7 @@ def fenced(key: SequenceKey) -> Refusal:
     )
 
 
-class Attempts:
+class Fencing:
     """Live sequences by sequence_id. Nothing of the past is kept: an entry goes with its sequence."""
 
     def __init__(self) -> None:

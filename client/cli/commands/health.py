@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE
-from ..errors import Unavailable
-from ..health import DEFAULT_TIMEOUT_SECONDS, ask_health
+from ...config import DEFAULT_MANAGER, MANAGER_VARIABLE
+from ...errors import Unavailable
+from ...health import DEFAULT_TIMEOUT_SECONDS, ask_health
 
 
 def health(

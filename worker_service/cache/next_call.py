@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
-from . import calls, parking
-from .link import Call, Link
-from .sequence import CacheSequence, SequenceState
+from kvpool.v1 import cache_pb2, common_pb2
+
+from . import parking
+from .link_state import Call, LinkState, Stated
+from .reserve import ReservedBlock
+from .sequence import TOKEN_BYTES, CacheSequence, SequenceState, pack_tokens
 from .state import CacheState
 
 
-def next_call(state: CacheState, link: Link, candidates: Callable[[], List[CacheSequence]], now: float) -> Call | None:
+def next_call(
+    state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
+) -> Call | None:
     """The next call, if there is something to say. `candidates` is asked after parked sequences have been woken."""
     if link.report is not None:
-        return calls.report_call(link, link.report.part)
+        return report_call(link, link.report.part)
     parking.wake(state, now)
     target = state.spare_target()
     return (
@@ -24,7 +29,7 @@ def next_call(state: CacheState, link: Link, candidates: Callable[[], List[Cache
     )
 
 
-def next_call_at(state: CacheState, link: Link, now: float) -> float | None:
+def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None:
     """When there will be something to say if nothing happens until then; None: never."""
     if now < link.retry_at:
         return link.retry_at
@@ -51,7 +56,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
         num_entries = -(-num_tokens // state.settings.block_size) - sequence.acked_entries
-        num_bytes += calls.TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
+        num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
         if chosen and is_full:
             break
@@ -59,7 +64,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     return chosen
 
 
-def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence], target: int) -> int:
+def _wish(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> int:
     """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: `target` spare ones, and those
     bound to other sequences but not named yet."""
     skip = {id(sequence) for sequence in named}
@@ -77,17 +82,17 @@ def _wish(state: CacheState, link: Link, named: Iterable[CacheSequence], target:
     return max(target, len(state.reserve)) + unnamed
 
 
-def _free(state: CacheState, link: Link, target: int) -> Call | None:
+def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
     ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
     # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
     for sequence in ready:
         state.let_go(sequence)
-    return calls.free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
+    return free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
 
 
-def _append(state: CacheState, link: Link, target: int, now: float) -> Call | None:
+def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call | None:
     is_due = state.report_due_at is not None and now >= state.report_due_at
     if not (is_due or state.is_urgent or _wants_refill(state, target) or _has_idle_surplus(state, target)):
         return None
@@ -106,7 +111,7 @@ def _append(state: CacheState, link: Link, target: int, now: float) -> Call | No
     if len(reports) == len(unreported):
         # What is filled while the call is on its way is due in its own time. Should the call fail, the next one is urgent.
         state.report_due_at, state.is_urgent = None, False
-    return calls.append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
+    return append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
 
 
 def _wants_refill(state: CacheState, target: int) -> bool:
@@ -123,7 +128,9 @@ def _has_idle_surplus(state: CacheState, target: int) -> bool:
     return bool(state.reserve.returning) or (bool(state.reserve) and target == 0)
 
 
-def _allocate(state: CacheState, link: Link, target: int, candidates: List[CacheSequence], now: float) -> Call | None:
+def _allocate(
+    state: CacheState, link: LinkState, target: int, candidates: List[CacheSequence], now: float
+) -> Call | None:
     is_short = state.pool_is_empty and len(state.reserve) < target
     hold_back = is_short or now < state.ask_again_at
     # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
@@ -144,7 +151,7 @@ def _allocate(state: CacheState, link: Link, target: int, candidates: List[Cache
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
     wish = _wish(state, link, (), _target_with(state, target, wanted))
-    return calls.allocate_call(link, wanted, wish, state.reserve.returning)
+    return allocate_call(link, wanted, wish, state.reserve.returning)
 
 
 def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
@@ -153,3 +160,75 @@ def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) ->
     size = state.settings.block_size
     num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
     return max(target, min(state.spare_target(wanted), len(state.reserve) + num_left))
+
+
+def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
+    """What the manager does not know of a sequence yet, up to `num_tokens` tokens and `num_computed` computed ones."""
+    start = sequence.acked_tokens
+    first = sequence.acked_entries
+    update = cache_pb2.SequenceUpdate(
+        key=sequence.key,
+        start=start,
+        tokens=pack_tokens(sequence.tokens[start:num_tokens]),
+        num_computed_tokens=num_computed,
+    )
+    if first < len(sequence.table):
+        update.bound.add(
+            group=0,
+            tier=common_pb2.TIER_DEVICE,
+            start_index=first,
+            block_ids=sequence.table[first:],
+            generations=sequence.generations[first:],
+        )
+    return update, Stated(sequence, num_tokens, len(sequence.table), num_computed)
+
+
+def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
+    """Tell the next part of the report."""
+    request = cache_pb2.ReportRequest()
+    request.CopyFrom(part)
+    request.uplink.CopyFrom(link.uplink(0, ()))
+    return Call(request, (), ())
+
+
+def free_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+    """End these sequences, stating all that was computed so that it is sealed first."""
+    request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        update, what = _update(sequence, max(len(sequence.tokens), sequence.acked_tokens), sequence.num_computed_tokens)
+        request.items.add(update=update)
+        stated.append(what)
+    return Call(request, tuple(stated), tuple(returned))
+
+
+def append_call(
+    link: LinkState, sequences: List[CacheSequence], block_size: int, wish: int, returned: List[ReservedBlock]
+) -> Call:
+    """State the full computed blocks of these sequences, and the wish for the reserve."""
+    request = cache_pb2.AppendRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        num_full = sequence.num_computed_tokens // block_size * block_size
+        update, what = _update(sequence, max(num_full, sequence.acked_tokens), num_full)
+        request.items.add(update=update)
+        stated.append(what)
+    return Call(request, tuple(stated), tuple(returned))
+
+
+def allocate_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+    """Ask for the block tables of these sequences, in this order."""
+    request = cache_pb2.AllocateRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        prompt = pack_tokens(sequence.tokens)
+        request.items.add(
+            key=sequence.key,
+            root=sequence.root,
+            tokens=prompt,
+            max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
+            no_wait=sequence.no_wait,
+            max_cached_tokens=sequence.max_cached_tokens,
+        )
+        stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
+    return Call(request, tuple(stated), tuple(returned))

@@ -14,13 +14,13 @@ from typing import Final
 from kvpool.process.address import EVERY_ADDRESS, join_host_port
 from kvpool.v1 import cache_pb2
 
-from ..client import Client
-from ..config import ClientConfig
-from ..errors import KvpoolError, Unavailable
+from ...client import Client
+from ...config import ClientConfig
+from ...errors import KvpoolError, Unavailable
+from .children import ChildSpec, Supervisor
 from .gpus import VISIBLE_VARIABLE, one_gpu_each
-from .keeper import GaveUp, Keeper
+from .restarts import GaveUp, Keeper
 from .services import MANAGER_MODULE, WORKER_MODULE, WORKER_SETTINGS_MODULE, service_command
-from .supervisor import ChildSpec, Supervisor
 
 HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"

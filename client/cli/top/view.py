@@ -13,11 +13,11 @@ from rich.text import Text
 from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ..block_map import BlockMap
-from .block_map import render_block_map
+from ...block_map import BlockMap
+from ..commands.block_map import render_block_map
+from ..commands.status import device_counts
 from .rates import Rates, SequenceName
-from .status import device_counts
-from .top_requests import num_lines_wanted, render_requests
+from .requests import num_lines_wanted, render_requests
 
 _WIDE: Final = 104
 """Columns from which on everything has its place; below, the bar is shorter and the last columns are left out."""

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from kvpool.v1 import cache_pb2
 
-from ..client import Client
-from ..config import ClientConfig
-from ..errors import KvpoolError
-from ..manager import MAX_GRACE_SECONDS
-from .terminal import ManagerOption, client_config, printed, stderr_console, stdout_console
+from ...client import Client
+from ...config import ClientConfig
+from ...errors import KvpoolError
+from ...manager import MAX_GRACE_SECONDS
+from ..terminal import ManagerOption, client_config, printed, stderr_console, stdout_console
 
 _POLL_SECONDS: Final = 0.2
 _BEYOND_GRACE_SECONDS: Final = 15.0

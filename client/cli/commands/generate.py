@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ..chunk import TokenLogprobs
-from ..completion import Completion
-from ..options import GenerateOptions
-from ..sync_client import SyncClient
-from .answer_flags import (
+from ...chunk import TokenLogprobs
+from ...completion import Completion
+from ...options import GenerateOptions
+from ...sync_client import SyncClient
+from ..answer_flags import (
     FrequencyPenalty,
     LogitBias,
     MaxTokens,
@@ -32,7 +32,7 @@ from .answer_flags import (
     TopP,
     parse_logit_bias,
 )
-from .terminal import JsonOption, ManagerOption, client_config, print_answer
+from ..terminal import JsonOption, ManagerOption, client_config, print_answer
 
 Logprobs = Annotated[
     int | None,

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ..block_map import num_device_blocks
-from ..client import Client
-from .terminal import JsonOption, ManagerOption, client_config, printed, stdout_console
+from ...block_map import num_device_blocks
+from ...client import Client
+from ..terminal import JsonOption, ManagerOption, client_config, printed, stdout_console
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:

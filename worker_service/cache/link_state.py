@@ -48,8 +48,8 @@ class Call:
     returned: tuple[ReservedBlock, ...]
 
 
-class Link:
-    """State of one session's link. A new session starts with a new Link."""
+class LinkState:
+    """State of one session's link. A new session starts with a new LinkState."""
 
     def __init__(self, session: int, key: bytes = b"") -> None:
         self.session = session

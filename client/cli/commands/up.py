@@ -21,14 +21,14 @@ from kvpool.process.address import EVERY_ADDRESS
 from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
 from kvpool.v1 import cache_pb2
 
-from ..block_map import num_device_blocks
-from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
-from ..errors import InvalidRequest, KvpoolError
-from .cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
-from .gpus import visible_gpus
-from .log import PrefixedLog
-from .supervisor import Supervisor
-from .terminal import error_line, printed, stdout_console
+from ...block_map import num_device_blocks
+from ...config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
+from ...errors import InvalidRequest, KvpoolError
+from ..launch.children import Supervisor
+from ..launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
+from ..launch.gpus import visible_gpus
+from ..launch.log import PrefixedLog
+from ..terminal import error_line, printed, stdout_console
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS: Final = 3660.0

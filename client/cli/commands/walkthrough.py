@@ -7,7 +7,7 @@ from typing import Final
 
 import typer
 
-from .services import service_command
+from ..launch.services import service_command
 
 WALKTHROUGH_MODULE: Final = "kvpool.cache_service.walkthrough"
 

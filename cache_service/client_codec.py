@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .codec import GROUP, TIER, encode_counts, encode_key, encode_load
 from .core.block_pool import State
 from .core.budget import Budget
 from .core.description import BlockDescription, SequenceDescription
@@ -14,6 +13,7 @@ from .core.integrity import Audit, Violation
 from .core.messages import PoolConfig
 from .core.routing import RoutedWorker
 from .core.session import Session
+from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load
 
 MAX_VIOLATIONS = 256
 """Violations in one answer of Check; the first ones tell what happened, the rest is what followed."""

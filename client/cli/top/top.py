@@ -16,14 +16,14 @@ from rich.live import Live
 
 from kvpool.v1 import cache_pb2
 
-from ..block_map import fetch_block_map
-from ..client import Client
-from ..config import ClientConfig
-from ..errors import KvpoolError, NotFound
+from ...block_map import fetch_block_map
+from ...client import Client
+from ...config import ClientConfig
+from ...errors import KvpoolError, NotFound
+from ..terminal import ManagerOption, client_config, stdout_console
 from .keys import DOWN, UP, Keys
 from .rates import RateMeter, SequenceMeter, sequence_name
-from .terminal import ManagerOption, client_config, stdout_console
-from .top_view import Picture, render
+from .view import Picture, render
 
 _MAP_SHARE: Final = 20
 """The block map of a large pool takes the manager a while: it is asked for at most a twentieth of the time."""

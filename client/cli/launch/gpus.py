@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..errors import InvalidRequest
+from ...errors import InvalidRequest
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 

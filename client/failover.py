@@ -27,7 +27,7 @@ class _Failure(NamedTuple):
     error: KvpoolError
 
 
-class Attempts:
+class Failover:
     """The order of workers for one request: as the manager ranked them, ranked anew, then an end. No I/O.
 
     Whoever has failed comes last. Before the first token the workers are ranked twice; an answer that has begun is worth more
@@ -45,7 +45,7 @@ class Attempts:
         self._failures: list[_Failure] = []
 
     def __repr__(self) -> str:
-        return f"Attempts(made={self._num_attempts}, left={len(self._ranked)}, rankings={self._num_rankings})"
+        return f"Failover(made={self._num_attempts}, left={len(self._ranked)}, rankings={self._num_rankings})"
 
     @property
     def wants_ranking(self) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
-from .calls import TOKEN_BYTES
 from .ledger import DisagreementError
-from .link import Call, Link, Stated
-from .sequence import CacheSequence, SequenceId, SequenceState
+from .link_state import Call, LinkState, Stated
+from .sequence import TOKEN_BYTES, CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 from .status import reason_of
 
@@ -19,7 +18,7 @@ _NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_
 Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
 
 
-def take_reply(state: CacheState, link: Link, call: Call, response: Response, now: float) -> None:
+def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
     """The call was executed, and this is its answer."""
     if call.returned:
         state.reserve.returned(call.returned)
@@ -46,7 +45,7 @@ def take_reply(state: CacheState, link: Link, call: Call, response: Response, no
     state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
 
 
-def take_entries(state: CacheState, link: Link, downlink: cache_pb2.Downlink) -> None:
+def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlink) -> None:
     """Apply the entries that are new, in order."""
     for entry in link.new_entries(downlink):
         if entry.HasField("grant"):

@@ -12,24 +12,16 @@ from typing import Annotated, Final
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import report
-from ..bench.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
-from ..bench.kvpool_engine import KvpoolEngine
-from ..bench.load import DEFAULT_STALL_SECONDS, Watch
-from ..bench.plan import MAX_REPETITIONS, Case, Measured, Plan, default_sizes, measure
-from ..bench.sample import RequestSample
-from ..bench.workload import DEFAULT_CONVERSATIONS, Workload
-from ..errors import InvalidRequest, KvpoolError
-from .answer_flags import ModelName, Priority, Tenant
-from .terminal import (
-    JsonOption,
-    ManagerOption,
-    client_config,
-    error_line,
-    printed,
-    stderr_console,
-    stdout_console,
-)
+from ...bench import report
+from ...bench.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
+from ...bench.kvpool_engine import KvpoolEngine
+from ...bench.load import DEFAULT_STALL_SECONDS, Watch
+from ...bench.plan import MAX_REPETITIONS, Case, Measured, Plan, default_sizes, measure
+from ...bench.sample import RequestSample
+from ...bench.workload import DEFAULT_CONVERSATIONS, Workload
+from ...errors import InvalidRequest, KvpoolError
+from ..answer_flags import ModelName, Priority, Tenant
+from ..terminal import JsonOption, ManagerOption, client_config, error_line, printed, stderr_console, stdout_console
 
 _MAX_DEFAULT_USERS: Final = 16
 

@@ -14,7 +14,7 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class AttentionSpec:
     """A model on a device."""
 
     needs: tuple[LayerNeeds, ...]
@@ -24,7 +24,7 @@ class Setting:
     block_size: int
 
 
-def kernel_limits(setting: Setting) -> str | None:
+def kernel_limits(setting: AttentionSpec) -> str | None:
     """Which of the limits that all FlashAttention kernels have the setting is beyond."""
     if setting.device.type != "cuda":
         return f"it runs on CUDA devices, not on {setting.device}"
