@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TABLE_WIDTH: Final = 160
+_TABLE_WIDTH: Final = 170
 """In columns, where stdout is not a terminal."""
 
 
-def command_line(doc: str | None, *, runs: int, of: str = "interleaved repetitions") -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: --runs, by default `runs`, and --json."""
+def command_line(doc: str | None, *, runs: int | None, of: str = "interleaved repetitions") -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: --json, and --runs, by default `runs`, unless that is None."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=_at_least_one, default=runs, help=f"{of} (default {runs})")
+    if runs is not None:
+        parser.add_argument("--runs", type=_at_least_one, default=runs, help=f"{of} (default {runs})")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
 
@@ -64,10 +65,13 @@ class Series:
         """For --json."""
         return {"name": self.name, "median_s": self.median, "seconds": self.seconds}
 
+    @property
+    def spread(self) -> str:
+        """Median, least and most."""
+        return f"{_time(self.median)} ({_time(min(self.seconds))} to {_time(max(self.seconds))})"
+
     def __str__(self) -> str:
-        return (
-            f"{_time(self.median)} ({_time(min(self.seconds))} to {_time(max(self.seconds))}, {len(self.seconds)} runs)"
-        )
+        return f"{self.spread[:-1]}, {len(self.seconds)} runs)"
 
 
 def _time(seconds: float) -> str:
