@@ -47,6 +47,10 @@ NUM_WORKERS: Final = 64
 CHAIN_BLOCKS: Final = 32
 """Blocks of a request: 512 tokens."""
 REPORTED_BLOCKS: Final = 100_000
+LEAST_BLOCKS: Final = 20_000
+"""With fewer a worker has no room for both prompts of `route`."""
+SMALL_BLOCKS: Final = 10_000
+"""What `allocation` is compared with."""
 
 
 class Pause(NamedTuple):
@@ -311,9 +315,9 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
         found.append(Figure(name, unit, wanted, values))
 
     if "allocation" in chosen:
-        small, large = (measure("allocation", count, runs) for count in (10_000, num_blocks_large))
+        small, large = (measure("allocation", count, runs) for count in (SMALL_BLOCKS, num_blocks_large))
         costs = [[run["seconds_per_request"] * 1e6 for run in results] for results in (small, large)]
-        for count, values in zip((10_000, num_blocks_large), costs, strict=True):
+        for count, values in zip((SMALL_BLOCKS, num_blocks_large), costs, strict=True):
             add(f"Allocate and Free of 512 tokens, {count:,} cached blocks, 64 workers", "µs CPU", None, values)
         ratios = [b / a for a, b in zip(*costs, strict=True)]
         add("  ratio of the two", "x", 1.3, ratios)
@@ -380,8 +384,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
     parser.add_argument("--child", choices=list(MEASUREMENTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if min(arguments.blocks, arguments.blocks_large) < 10_000:
-        parser.error("--blocks and --blocks-large must be at least 10000")
+    if arguments.blocks < LEAST_BLOCKS or arguments.blocks_large < SMALL_BLOCKS:
+        parser.error(f"--blocks must be at least {LEAST_BLOCKS} and --blocks-large at least {SMALL_BLOCKS}")
     if arguments.child:
         gc.disable()
         print(json.dumps(MEASUREMENTS[arguments.child](arguments.blocks)))
