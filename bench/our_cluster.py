@@ -1,94 +1,102 @@
-"""Our side of the cluster benchmark: a manager, one worker and a client, each its own process or loop, over real gRPC."""
+"""A manager and its workers for a benchmark, each a process, and what they count."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import json
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, NamedTuple, Self
 
-from bench.counting_manager import PREFIX
 from bench.report import progress
-from kvpool.client import Client
+from kvpool.client.bench.load import Stalled
 from kvpool.client.cli.launch.children import ChildSpec, Supervisor
-from kvpool.client.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
+from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port, require_free_port
+from kvpool.client.errors import Unavailable
+from tests.scrape import Scrape, scrape
 
-QUIET_SECONDS = 0.5
-"""After a batch, until the last Free has been counted."""
+NOT_FOR_REQUESTS: Final = frozenset({"Register", "KeepAlive", "Deregister", "Drain", "Describe", "Check"})
+"""RPCs to the manager whose number does not grow with the load: those of a session's life, and those of observers."""
+IDLE_SECONDS: Final = 60.0
+"""For the manager to hear of the end of every request."""
+_IDLE_POLL_SECONDS: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """What one batch took and did."""
+class Counts(NamedTuple):
+    """What manager and workers count: since they started, or the increase between two moments."""
 
-    seconds: float
-    """From the first request sent to the last token received."""
-    cpu_seconds: float
-    """Of client, manager and worker together, until the last Free."""
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
+    rpcs: Counter[str]
+    """RPCs that the manager answered, by method, without those of NOT_FOR_REQUESTS."""
     num_forwarded_tokens: int
-    """Σ(prompt − cached + generated − 1): what must be computed if nothing is computed twice."""
-    first_token_seconds: float
-    """Median over requests, from the start of the batch."""
-    step_seconds: float
-    """Median time between two tokens of a request: one decode step of the whole batch."""
-    rpcs: dict[str, int]
-    """RPCs that the manager answered, by kind, heartbeats left out."""
+    """Tokens that the workers' models computed."""
+    num_decodes_that_waited: int
+    """Decodes that were left out of a step because their block had to be requested first."""
+
+    def since(self, earlier: Counts) -> Counts:
+        """The increase since an earlier moment."""
+        return Counts(
+            self.rpcs - earlier.rpcs,
+            self.num_forwarded_tokens - earlier.num_forwarded_tokens,
+            self.num_decodes_that_waited - earlier.num_decodes_that_waited,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return self._asdict()
 
 
 @dataclass(frozen=True)
-class _CountedSpec(ClusterSpec):
-    """A cluster whose manager counts RPCs and whose worker logs JSON."""
-
-    worker_environment: Mapping[str, str] = field(default_factory=dict)
+class _Spec(ClusterSpec):
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of all processes."""
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
-        manager, worker = super().children(environment)
-        command = list(manager.command)
-        command[command.index("-m") + 1] = "bench.counting_manager"
-        variables = {**worker.environment, **self.worker_environment}
-        return [replace(manager, command=command), replace(worker, environment=variables)]
+        children = super().children(environment)
+        return [replace(child, environment={**child.environment, **self.environment}) for child in children]
 
 
 class OurCluster:
-    """Use it as `async with`; afterwards `worker_totals` holds what the worker logged when it stopped."""
+    """Use it as `async with`, which starts it and waits until all processes serve. Warnings of the processes go to stderr."""
 
-    def __init__(self, worker_arguments: Sequence[str], worker_environment: Mapping[str, str]) -> None:
-        self.worker_totals: dict[str, Any] = {}
+    def __init__(
+        self,
+        worker_arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        num_workers: int = 1,
+    ) -> None:
+        """`environment` is added to that of all processes; with num_workers=0 the manager is alone."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvpool-bench-")
-        self._rpcs: Counter[str] = Counter()
-        self._spec = _CountedSpec(
-            port=free_port(),
+        first_port = _free_ports(2 + num_workers)
+        self._spec = _Spec(
+            num_workers=num_workers,
+            port=first_port,
+            metrics_port=first_port + 1,
             state_dir=Path(self._folder.name),
-            worker_arguments=(*worker_arguments, "--log-format", "json"),
-            worker_environment=worker_environment,
+            worker_arguments=tuple(worker_arguments),
+            environment={
+                "KVPOOL_MANAGER_LOG_LEVEL": "warning",
+                "KVPOOL_WORKER_LOG_LEVEL": "warning",
+                **(environment or {}),
+            },
         )
-        self._supervisor = Supervisor(self._on_line, last=MANAGER_NAME)
-        self._client = Client(self._spec.address)
+        self._supervisor = Supervisor(lambda name, line: progress(f"{name}: {line}"), last=MANAGER_NAME)
 
     @property
     def address(self) -> str:
-        """host:port of its manager."""
+        """host:port of the manager."""
         return self._spec.address
 
     async def __aenter__(self) -> Self:
         await self._supervisor.__aenter__()
         try:
             await Cluster(self._spec, self._supervisor).start(lambda line: None)
-            await self._client.model()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -97,68 +105,41 @@ class OurCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._client.close()
         await self._supervisor.__aexit__(kind, error, traceback)
         self._folder.cleanup()
 
-    def _on_line(self, name: str, line: str) -> None:
-        if line.startswith(PREFIX):
-            self._rpcs[line.removeprefix(PREFIX)] += 1
-            return
-        try:
-            logged = json.loads(line)
-        except ValueError:
-            if name != MANAGER_NAME:
-                print(f"{name}: {line}", file=sys.stderr)
-            return
-        if logged.get("event") == "stopped":
-            self.worker_totals = logged
-        elif logged.get("level") in ("warning", "error"):
-            progress(f"{name}: {line}")
-
-    async def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> BatchResult:
-        """Send all prompts at once; returns when the last has ended and its blocks are freed."""
-        self._rpcs.clear()
-        cpu_before = self._cpu_seconds()
-        began = time.perf_counter()
-        streams = await asyncio.gather(*(self._stream(prompt, max_new_tokens) for prompt in prompts))
-        seconds = time.perf_counter() - began
-        await asyncio.sleep(QUIET_SECONDS)
-        completions = [completion for completion, _ in streams]
-        num_prompt = sum(completion.num_prompt_tokens for completion in completions)
-        num_cached = sum(completion.num_cached_tokens for completion in completions)
-        num_generated = sum(len(completion.token_ids) for completion in completions)
-        gaps = [later - earlier for _, times in streams for earlier, later in itertools.pairwise(times)]
-        rpcs = {kind: count for kind, count in sorted(self._rpcs.items()) if kind != "KeepAlive"}
-        return BatchResult(
-            seconds=seconds,
-            cpu_seconds=self._cpu_seconds() - cpu_before,
-            num_prompt_tokens=num_prompt,
-            num_cached_tokens=num_cached,
-            num_generated_tokens=num_generated,
-            num_forwarded_tokens=num_prompt - num_cached + num_generated - len(completions),
-            first_token_seconds=statistics.median(times[0] for _, times in streams) - began,
-            step_seconds=statistics.median(gaps),
-            rpcs=rpcs,
+    async def counts(self) -> Counts:
+        """What has been counted so far, as soon as no sequence is live: until then, calls that end requests are to come. Raises
+        Stalled."""
+        ends_at = time.monotonic() + IDLE_SECONDS
+        while any((manager := await self._page(MANAGER_NAME)).labelled("kvpool_manager_sequences", "worker").values()):
+            if time.monotonic() > ends_at:
+                raise Stalled(f"sequences are live {IDLE_SECONDS:g} s after the last request of a run has ended")
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
+        calls: Counter[str] = Counter()
+        for (name, labels), value in manager.values.items():
+            if name == "kvpool_manager_calls_total":
+                calls[dict(labels)["method"]] += int(value)
+        workers = [await self._page(name) for name in self._spec.worker_names]
+        return Counts(
+            Counter({method: number for method, number in calls.items() if method not in NOT_FOR_REQUESTS}),
+            sum(int(page.value("kvpool_worker_step_tokens_sum")) for page in workers),
+            sum(int(page.value("kvpool_worker_decodes_that_waited_for_a_call_total")) for page in workers),
         )
 
-    def _cpu_seconds(self) -> float:
-        """CPU time of this process, which is the client, and of its services so far."""
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # ended meanwhile
-                # Behind the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[1]) == os.getpid() and _is_service((stat.parent / "cmdline").read_bytes()):
-                    ticks += int(fields[11]) + int(fields[12])
-        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+    async def manager_cpu_seconds(self) -> float:
+        """User and system time of the manager so far."""
+        return (await self._page(MANAGER_NAME)).value("process_cpu_seconds_total")
 
-    async def _stream(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[Any, list[float]]:
-        """The answer, and when each chunk of it with tokens came."""
-        async with self._client.generate(prompt, max_tokens=max_new_tokens, ignore_eos=True) as stream:
-            times = [time.perf_counter() async for chunk in stream if chunk.token_ids]
-            return await stream.collect(), times
+    async def _page(self, name: str) -> Scrape:
+        return await scrape(self._spec.metrics_urls[name])
 
 
-def _is_service(command_line: bytes) -> bool:
-    return b"bench.counting_manager" in command_line or b"kvpool.worker_service" in command_line
+def _free_ports(number: int) -> int:
+    """The first of that many ports in a row that are free at this moment."""
+    while True:
+        first = free_port()
+        with suppress(Unavailable, OverflowError):  # the latter beyond port 65535
+            for port in range(first, first + number):
+                require_free_port(HOST, port)
+            return first

@@ -16,12 +16,13 @@ import asyncio  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import AsyncGenerator, Awaitable, Callable  # noqa: E402
+from collections.abc import AsyncGenerator  # noqa: E402
 from importlib.metadata import version  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any, cast  # noqa: E402
+from typing import cast  # noqa: E402
 from uuid import uuid4  # noqa: E402
 
+from bench.local_stub import LocalStub  # noqa: E402
 from kvpool.cache_service.core.manager import CacheManager  # noqa: E402
 from kvpool.cache_service.epoch import EpochStore  # noqa: E402
 from kvpool.cache_service.servicer import CacheServicer  # noqa: E402
@@ -32,34 +33,6 @@ from kvpool.worker_service.server import Server  # noqa: E402
 from kvpool.worker_service.settings import WorkerSettings  # noqa: E402
 
 KEEP_ALIVE_SECONDS = 1.0
-
-
-class _Context:
-    """Of a call that no wire carries. Nothing here is to fail, so a status is an error."""
-
-    def set_code(self, code: Any) -> None:
-        self.code = code
-
-    def set_details(self, details: str) -> None:
-        raise RuntimeError(f"the manager answered {self.code}: {details}")
-
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        pass
-
-
-class LocalStub:
-    """The manager's servicer behind the face of a stub."""
-
-    def __init__(self, servicer: CacheServicer) -> None:
-        self._servicer = servicer
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._servicer, name)
-
-        async def call(request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
-            return await method(request, _Context())
-
-        return call
 
 
 class OurEngine:

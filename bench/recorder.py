@@ -62,7 +62,7 @@ class Recorder:
         self._trace = trace
         self._tokens = trace.all_tokens()
         self._manager = CacheManager(1)
-        session = self._manager.register(registration(trace), 0.0).session
+        session = self._manager.register(registration("bench", trace.block_size, trace.num_blocks), 0.0).session
         self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks))
         self._cache.on_registered(cache_pb2.RegisterResponse(session=session))
         self._scheduler = Scheduler(

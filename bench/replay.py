@@ -28,13 +28,12 @@ from kvpool.cache_service.core.messages import (
 )
 
 FINGERPRINT = "bench"
+"""Of the model that no worker of a benchmark has."""
 
 
-def registration(trace: Trace) -> Registration:
-    """The introduction of the trace's one worker."""
-    return Registration(
-        "bench", 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, PoolConfig(trace.block_size, trace.num_blocks)
-    )
+def registration(worker_id: str, block_size: int, num_blocks: int) -> Registration:
+    """How a worker introduces itself to the core."""
+    return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, PoolConfig(block_size, num_blocks))
 
 
 class OurReplay:
@@ -51,7 +50,9 @@ class OurReplay:
     def run(self) -> float:
         """Replay all calls on an empty manager; returns the seconds they took."""
         self.manager = manager = CacheManager(1)
-        self._session = manager.register(registration(self._trace), 0.0).session
+        self._session = manager.register(
+            registration("bench", self._trace.block_size, self._trace.num_blocks), 0.0
+        ).session
         calls = self._recording.calls
         gc.collect()
         began = time.thread_time()

@@ -1,7 +1,9 @@
-"""What all benchmarks share: series of timings, progress on stderr, and the facts that a figure is worth nothing without."""
+"""What all benchmarks share: the command line, series of timings, progress on stderr, tables, and the facts that a figure is worth
+nothing without."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -10,7 +12,36 @@ import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TABLE_WIDTH: Final = 170
+"""In columns, where stdout is not a terminal."""
+
+
+def command_line(doc: str | None, *, runs: int | None, of: str = "interleaved repetitions") -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: --json, and --runs, by default `runs`, unless that is None."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if runs is not None:
+        parser.add_argument("--runs", type=_at_least_one, default=runs, help=f"{of} (default {runs})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def print_table(table: Table) -> None:
+    """Print a table of rich on stdout, in a pipe too as wide as it needs to be."""
+    from rich.console import Console  # not at the top: this module also runs where a peer is installed, and rich is not
+
+    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
 
 
 def progress(text: str) -> None:
@@ -34,10 +65,13 @@ class Series:
         """For --json."""
         return {"name": self.name, "median_s": self.median, "seconds": self.seconds}
 
+    @property
+    def spread(self) -> str:
+        """Median, least and most."""
+        return f"{_time(self.median)} ({_time(min(self.seconds))} to {_time(max(self.seconds))})"
+
     def __str__(self) -> str:
-        return (
-            f"{_time(self.median)} ({_time(min(self.seconds))} to {_time(max(self.seconds))}, {len(self.seconds)} runs)"
-        )
+        return f"{self.spread[:-1]}, {len(self.seconds)} runs)"
 
 
 def _time(seconds: float) -> str:

