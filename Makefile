@@ -57,7 +57,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-compose: $(READY)
-	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/compose $(ARGUMENTS)
+	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED) --jobs $(JOBS)
