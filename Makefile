@@ -31,7 +31,7 @@ help:
 	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
 	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
 	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of lesser CPUs; a quarter of an hour"
-	@echo "make check        format, lint, types, import rules, protos, docker-compose.yml"
+	@echo "make check        format, lint, types, import rules, protos"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
@@ -57,7 +57,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-compose: $(READY)
-	$(BIN)/python -m scripts.compose test $(ARGUMENTS)
+	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED) --jobs $(JOBS)
@@ -93,7 +93,6 @@ check: $(READY)
 	PYTHONPATH=common $(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m scripts.compose check
 
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate

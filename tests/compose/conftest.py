@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from scripts.compose.end_to_end import VARIABLE
-from scripts.compose.project import compose_command, compose_environment
 from tests.compose.containers import SERVICES, START_SECONDS, Containers
+from tests.compose.project import ROOT, compose_command, compose_environment, docker_problem, leftovers
 
+VARIABLE = "KVPOOL_COMPOSE_TEST"
+"""Set by `make test-compose`."""
 FOLDER = Path(__file__).parent
 _num_left_out = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is in this folder, unless `make test-compose` has prepared for it."""
+    """Deselect what is in this folder, except for `make test-compose`."""
     ours = [item for item in items if item.path.is_relative_to(FOLDER)]
     if not ours or VARIABLE in os.environ:
         return
@@ -29,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out and why."""
+    """Report how many tests were left out, and what runs them."""
     count = config.stash.get(_num_left_out, 0)
     if count:
         terminalreporter.write_line(f"{count} tests of containers were left out: `make test-compose` runs them")
@@ -42,29 +44,51 @@ def pytest_runtest_makereport(
     """A test that fails shows what runs and the end of its logs."""
     report = yield
     if report.failed:
-        for title, arguments in (
-            ("containers", ["ps", "--all"]),
-            ("their logs", ["logs", "--tail", "60", "--no-color"]),
-        ):
-            done = subprocess.run(
-                compose_command(*arguments),
-                env=compose_environment(os.environ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            report.sections.append((title, done.stdout))
+        report.sections.append(("containers", _compose("ps", "--all").stdout))
+        report.sections.append(("their logs", _compose("logs", "--tail", "60", "--no-color").stdout))
     return report
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def containers() -> AsyncIterator[Containers]:
-    """The cluster, started as a user starts it; the tests follow one another on it. What is left is removed."""
-    cluster = Containers()
+@pytest.fixture(scope="session")
+def images() -> Iterator[None]:
+    """Builds the images. At the end no container, volume, network or image of the project is left."""
+    if (problem := docker_problem()) is not None:
+        pytest.exit(f"make test-compose: {problem}", returncode=1)
+    # As Ctrl-C: the fixtures remove what they made. `timeout` sends it, for example.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _remove()  # of a run that was killed
     try:
-        await cluster.compose("up", "--detach", "--wait", "--wait-timeout", f"{START_SECONDS:.0f}", "--no-build")
-        await cluster.until_serving(*SERVICES)
-        yield cluster
+        if _compose("build", "manager", "worker-0", captured=False).returncode != 0:
+            pytest.exit("make test-compose: the images could not be built; see above", returncode=1)
+        yield
     finally:
-        await cluster.compose("down", "--volumes", "--timeout", "5")
+        _remove()
+    assert leftovers("container", "volume", "network", "image") == []
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def containers(images: None) -> Containers:
+    """The cluster, started as a user starts it; the tests follow one another on it."""
+    cluster = Containers()
+    await cluster.compose("up", "--detach", "--wait", "--wait-timeout", f"{START_SECONDS:.0f}", "--no-build")
+    await cluster.until_serving(*SERVICES)
+    return cluster
+
+
+def _compose(*arguments: str, captured: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `docker compose …` to its end, whatever its status; `captured`: stdout and stderr together in `stdout`."""
+    output = subprocess.PIPE if captured else None
+    return subprocess.run(
+        compose_command(*arguments),
+        env=compose_environment(os.environ),
+        stdout=output,
+        stderr=subprocess.STDOUT if captured else None,
+        cwd=ROOT,
+        text=True,
+        check=False,
+    )
+
+
+def _remove() -> None:
+    """Remove all of the project. The engine's build cache stays, so that the next build is quick."""
+    _compose("--profile", "client", "down", "--volumes", "--remove-orphans", "--rmi", "all", "--timeout", "5")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from scripts.compose.project import NAME, TAG
 from tests.compose.containers import MANAGER, SERVICES, WORKERS, Containers, address
+from tests.compose.project import NAME, TAG
 from tests.scrape import Scrape
 
 pytestmark = [

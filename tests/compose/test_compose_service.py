@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sys
 from collections import Counter
@@ -19,10 +18,9 @@ import pytest
 from kvpool.client import Client, Completion, FinishReason, KvpoolError
 from kvpool.client.health import ask_health
 from kvpool.v1 import cache_pb2
-from scripts.compose.end_to_end import leftovers
-from scripts.compose.project import compose_environment
 from tests.cluster.polling import eventually
 from tests.compose.containers import MANAGER, NETWORK, SERVICES, WORKERS, Containers, Ended, address, container
+from tests.compose.project import leftovers
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -259,7 +257,7 @@ async def test_down_ends_everything_with_status_0_and_leaves_nothing(containers:
         assert (state["Status"], state["ExitCode"]) == ("exited", 0), service
         assert "stopped" in (await containers.log(service, 5))
     await containers.compose("--profile", "client", "down", "--volumes")
-    assert await asyncio.to_thread(leftovers, compose_environment(os.environ), with_images=False) == []
+    assert leftovers("container", "volume", "network") == []
 
 
 KILL_THE_WORKER = """
