@@ -7,7 +7,6 @@ with SyncClient() as client:
         print(chunk.text, end="", flush=True)
 """
 
-from .chat_template import Message
 from .chunk import Chunk, FinishReason, TokenLogprobs, Usage
 from .client import Client
 from .completion import Completion
@@ -28,6 +27,7 @@ from .errors import (
     Unavailable,
     Unimplemented,
 )
+from .messages import Message
 from .model import Model
 from .options import GenerateOptions
 from .stream import GenerateStream

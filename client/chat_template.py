@@ -7,10 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from .errors import InvalidRequest
+from .messages import Message, as_messages
 from .template_process import TemplateProcess
-
-Message = Mapping[str, Any]
-"""One turn of a chat: {"role": …, "content": …} and whatever else the model's template knows; JSON values."""
 
 
 class ChatTemplate:
@@ -42,17 +40,15 @@ class ChatTemplate:
         """The prompt for `messages`; special tokens stand in it as text. `arguments` are further variables that the
         template may know (tools, documents, enable_thinking, …). Blocking: milliseconds, up to seconds for a template that is
         not honest. InvalidRequest if the source is no template, or if it refuses, fails, or exceeds its bounds."""
-        if not messages:
+        checked = as_messages(messages)
+        if not checked:
             raise InvalidRequest("a chat needs at least one message", reason="BAD_FIELD")
-        for index, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"message {index} needs a role: user, assistant or system", reason="BAD_FIELD")
         variables = {
             **self._special_tokens,
             "tools": None,
             "documents": None,
             **(arguments or {}),
-            "messages": [dict(message) for message in messages],
+            "messages": list(checked),
             "add_generation_prompt": add_generation_prompt,
         }
         return self._process.render(self._source, variables, self._now().isoformat())

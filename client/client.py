@@ -11,10 +11,10 @@ from typing import Any, Final, Unpack
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .channels import Channels
-from .chat_template import Message
 from .config import ClientConfig
 from .deadline import Deadline
 from .manager import Manager
+from .messages import Message, as_messages
 from .model import Model
 from .models import Models
 from .options import GenerateOptions, GenerateSettings
@@ -75,8 +75,9 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> GenerateStream:
         """Let the assistant speak next: `messages` are {"role": …, "content": …}, put into the model's own form by its
-        chat template; `template_arguments` are further variables for it."""
-        messages = tuple(dict(message) for message in messages)
+        chat template; `template_arguments` are further variables for it. A content may be a list of text parts, as in the OpenAI
+        API. Messages and options are checked here (InvalidRequest)."""
+        messages = as_messages(messages)
         return self._stream(lambda model: model.encode_chat(messages, template_arguments), options)
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:

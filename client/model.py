@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from kvpool.v1 import worker_pb2
 
-from .chat_template import ChatTemplate, Message
+from .chat_template import ChatTemplate
 from .errors import InvalidRequest, ProtocolError
+from .messages import Message
 from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
@@ -94,6 +95,13 @@ class Model:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.name} has no tokenizer; pass the prompt as token ids", reason="NO_TOKENIZER")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the prompt is no valid text at character {error.start} ({text[error.start]!r}): its source is not UTF-8",
+                reason="BAD_FIELD",
+            ) from None
         # For a single text too: encode() holds the GIL, and a long text would stop the caller's event loop.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return list(encoding.ids)

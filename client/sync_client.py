@@ -12,12 +12,12 @@ from typing import Any, TypeVar, Unpack
 
 from kvpool.v1 import cache_pb2
 
-from .chat_template import Message
 from .chunk import Chunk
 from .client import Client
 from .completion import Completion
 from .config import ClientConfig
 from .errors import Cancelled, FailedPrecondition
+from .messages import Message
 from .model import Model
 from .options import GenerateOptions
 from .stream import GenerateStream

@@ -9,9 +9,9 @@ from typing import Annotated, Final
 
 import typer
 
-from ...chat_template import Message
 from ...completion import Completion
 from ...errors import KvpoolError
+from ...messages import Message
 from ...options import GenerateOptions
 from ...sync_client import SyncClient
 from ..answer_flags import (
