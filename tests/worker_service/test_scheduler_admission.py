@@ -11,8 +11,8 @@ from kvpool.worker_service import status
 from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.queue import Payer, SchedulingPolicy
+from tests.tracer import expected_text
 from tests.worker_service.scheduler_world import SchedulerWorld
-from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
 
 
