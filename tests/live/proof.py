@@ -84,22 +84,18 @@ class Result:
     def judge_times(self) -> None:
         """Whether new requests were served as soon as they must be."""
         grants = [recovery.first_grant for recovery in self.recoveries]
-        if grants and statistics.median(grants) >= MEDIAN_SECONDS:
-            self.violations.append(
-                f"median recovery {statistics.median(grants):.2f} s, needed under {MEDIAN_SECONDS} s"
-            )
-        if grants and max(grants) >= WORST_SECONDS:
-            self.violations.append(f"worst recovery {max(grants):.2f} s, needed under {WORST_SECONDS} s")
+        for what, of, limit in (("median", statistics.median, MEDIAN_SECONDS), ("worst", max, WORST_SECONDS)):
+            if grants and of(grants) >= limit:
+                self.violations.append(f"{what} recovery {of(grants):.2f} s, needed under {limit} s")
 
     def judge_outages(self) -> None:
         """No decode step may have waited, and every text is undisturbed."""
         for outage in self.outages:
+            where = f"manager {outage.away} {outage.seconds:.0f} s"
             if outage.num_waits:
-                self.violations.append(
-                    f"manager {outage.away} {outage.seconds:.0f} s: {outage.num_waits} decodes waited"
-                )
+                self.violations.append(f"{where}: {outage.num_waits} decodes waited")
             if outage.num_differences:
-                self.violations.append(f"manager {outage.away}: {outage.num_differences} streams differ")
+                self.violations.append(f"{where}: {outage.num_differences} streams differ")
 
 
 async def prove(settings: Settings, folder: Path, progress: Tell) -> Result:

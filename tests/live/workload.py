@@ -22,7 +22,6 @@ SMOLLM2: Final = "smollm2"
 class Model:
     """A model that workers serve in fp32, and how long the requests to it are."""
 
-    name: str
     path: Path
     tokens: range
     """Prompts are made of these."""
@@ -36,9 +35,9 @@ class Model:
         if name == TINY:
             # One token per byte: most characters are incomplete, so the text shows where a stream was joined wrongly.
             path = make_endless_model(folder / TINY, tokenizer=True).path
-            return cls(name, path, range(256), 800, 3_000, block_size=4)
+            return cls(path, range(256), 800, 3_000, block_size=4)
         path = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
-        return cls(name, path, range(1_000, 40_000), 24, 64, block_size=16)
+        return cls(path, range(1_000, 40_000), 24, 64, block_size=16)
 
 
 def make_requests(model: Model, count: int, draw: random.Random, num_new: int | None = None) -> list[Request]:

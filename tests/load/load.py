@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,7 +26,7 @@ MakeCall = Callable[[Reference, int, random.Random], Call]
 class Totals:
     """Of all streams that have ended."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     """This and the next two: of streams that were read to the end."""
@@ -38,7 +37,7 @@ class Totals:
 
     @property
     def num_streams(self) -> int:
-        return self.outcomes.total()
+        return sum(self.outcomes.values())
 
 
 class Load:
@@ -111,7 +110,8 @@ class Load:
         found = problems(call, delivered, end, may_move=self._may_move)
         self.violations += [f"{where}: {problem}; {call.options}" for problem in found]
         totals = self.totals
-        totals.outcomes[outcome(call, end)] += 1
+        how = outcome(call, end)
+        totals.outcomes[how] = totals.outcomes.get(how, 0) + 1
         totals.num_tokens += len(delivered.tokens)
         totals.num_moved += delivered.has_moved
         if isinstance(end, Completion):
