@@ -20,9 +20,9 @@ from typing import Any, Final
 from bench.our_cluster import BatchResult, OurCluster
 from bench.peer_process import PEERS, PeerBatch, TransformersPeer
 from bench.report import Ratio, Series, facts, progress
-from kvpool.worker_service.model.cache_dir import default_cache_dir
-from kvpool.worker_service.model.resolve import resolve_model
-from kvpool.worker_service.priority import SPIN_COUNT
+from kvpool.worker_service.cpu_share import SPIN_COUNT
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 
 CASES: Final = ("cold", "warm")
 NUM_REQUESTS: Final = 16

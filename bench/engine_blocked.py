@@ -31,13 +31,13 @@ from bench.counting_manager import PREFIX
 from bench.manager_core import record, replay
 from bench.report import Ratio, Series, facts, progress
 from bench.trace import VOCAB_SIZE, Trace
-from kvpool.client.cli.cluster import free_port
-from kvpool.client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.cluster import free_port
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.step import PartResult, SampledToken, Step

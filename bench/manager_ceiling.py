@@ -37,8 +37,8 @@ from bench.report import facts, progress
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.servicer import CacheServicer
-from kvpool.client.cli.cluster import free_port
-from kvpool.client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.cluster import free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 BLOCK_SIZE: Final = 16

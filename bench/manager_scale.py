@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import facts, progress
-from kvpool.cache_service.codec import decode_report, decode_uplink
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -39,6 +38,7 @@ from kvpool.cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
+from kvpool.cache_service.worker_codec import decode_report, decode_uplink
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.report import Report

@@ -21,8 +21,8 @@ from typing import Any, Self
 from bench.counting_manager import PREFIX
 from bench.report import progress
 from kvpool.client import Client
-from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-from kvpool.client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
 
 QUIET_SECONDS = 0.5
 """After a batch, until the last Free has been counted."""

@@ -24,10 +24,11 @@ from bench.report import facts, progress
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.selection import make_torch
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import load_model
-from kvpool.worker_service.model.memory import MemorySettings
-from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE: Final = 16

@@ -16,15 +16,15 @@ from google.protobuf.message import Message
 from bench.calls import RecordedCall, RecordedItem, Recording
 from bench.replay import FINGERPRINT, registration
 from bench.trace import Trace
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AppendItem, Granted, SequenceUpdate, Uplink, Wait
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.events import Granted as GrantedEvent
-from kvpool.worker_service.cache.link import Call
+from kvpool.worker_service.cache.link_state import Call
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
 from kvpool.worker_service.engine.step import SampledToken
@@ -159,11 +159,11 @@ class Recorder:
         self._cache.on_reply(call, _over_the_wire(response), now)
 
     def _allocate(self, request: cache_pb2.AllocateRequest) -> cache_pb2.AllocateResponse:
-        uplink = codec.decode_uplink(request)
-        items = codec.decode_batch(request.items, codec.decode_allocate_item).items
+        uplink = worker_codec.decode_uplink(request)
+        items = worker_codec.decode_batch(request.items, worker_codec.decode_allocate_item).items
         outcomes, reply = self._manager.allocate(uplink, items)
         response = cache_pb2.AllocateResponse(
-            downlink=codec.encode_downlink(reply), results=map(codec.encode_allocate_outcome, outcomes)
+            downlink=worker_codec.encode_downlink(reply), results=map(worker_codec.encode_allocate_outcome, outcomes)
         )
         for outcome in outcomes:
             self.recording.num_waits += isinstance(outcome, Wait)
@@ -183,20 +183,20 @@ class Recorder:
         return response
 
     def _append(self, request: cache_pb2.AppendRequest) -> cache_pb2.AppendResponse:
-        uplink = codec.decode_uplink(request)
-        items: list[AppendItem] = codec.decode_batch(request.items, codec.decode_append_item).items
+        uplink = worker_codec.decode_uplink(request)
+        items: list[AppendItem] = worker_codec.decode_batch(request.items, worker_codec.decode_append_item).items
         outcomes, reply = self._manager.append(uplink, items)
         response = cache_pb2.AppendResponse(
-            downlink=codec.encode_downlink(reply), results=map(codec.encode_append_outcome, outcomes)
+            downlink=worker_codec.encode_downlink(reply), results=map(worker_codec.encode_append_outcome, outcomes)
         )
         self._record("append", uplink, [_recorded(item.update) for item in items])
         return response
 
     def _free(self, request: cache_pb2.FreeRequest) -> cache_pb2.FreeResponse:
-        uplink = codec.decode_uplink(request)
-        updates = codec.decode_free_items(request.items)
+        uplink = worker_codec.decode_uplink(request)
+        updates = worker_codec.decode_free_items(request.items)
         reply = self._manager.free(uplink, updates)
-        response = cache_pb2.FreeResponse(downlink=codec.encode_downlink(reply))
+        response = cache_pb2.FreeResponse(downlink=worker_codec.encode_downlink(reply))
         self._record("free", uplink, [_recorded(update) for update in updates])
         return response
 

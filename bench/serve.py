@@ -31,8 +31,8 @@ from kvpool.client.bench.load import Watch, run_load
 from kvpool.client.bench.plan import Case, Plan
 from kvpool.client.bench.sample import Run
 from kvpool.client.errors import KvpoolError
-from kvpool.worker_service.model.cache_dir import default_cache_dir
-from kvpool.worker_service.model.resolve import resolve_model
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 
 WORKLOADS: Final = (*PLANS, "mixed")
 PEERS: Final = (*VLLM_CPU, "transformers", "transformers-tuned")

@@ -23,10 +23,11 @@ from rich.table import Table
 from bench.report import facts, progress
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention.backend import AttentionBackend
-from kvpool.worker_service.engine.step import SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory import MemorySettings
-from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE: Final = 16

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from . import codec, status, views
+from . import client_codec, status, worker_codec
 from .audits import Audits
 from .core.description import MAX_SEQUENCES_PER_ANSWER, describe_sequences
 from .core.manager import CacheManager
@@ -126,7 +126,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Register(
         self, request: cache_pb2.RegisterRequest, context: Context[Any, Any]
     ) -> cache_pb2.RegisterResponse:
-        registration = codec.decode_registration(request)
+        registration = worker_codec.decode_registration(request)
         # Only a worker that would be taken may raise the epoch.
         self._manager.require_acceptable(registration, self.clock())
         await self._outgrow(request.highest_epoch_seen, request.last_session, registration.worker_id)
@@ -190,7 +190,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
         num_reports = self._manager.num_reports
-        session, reply = self._manager.report(codec.decode_uplink(request), codec.decode_report(request))
+        session, reply = self._manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         if self._manager.num_reports > num_reports:
             self.counts.report_seconds.observe(self.clock() - session.registered_at)
         # What a part has made is old from here on: the collection at the next tick does not walk a whole report.
@@ -206,13 +206,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 reserved=reply.counts.reserved,
                 sequences=len(session.sequences),
             )
-        return cache_pb2.ReportResponse(downlink=codec.encode_downlink(reply))
+        return cache_pb2.ReportResponse(downlink=worker_codec.encode_downlink(reply))
 
     @answering
     async def KeepAlive(
         self, request: cache_pb2.KeepAliveRequest, context: Context[Any, Any]
     ) -> cache_pb2.KeepAliveResponse:
-        load = codec.decode_load(request.load)
+        load = worker_codec.decode_load(request.load)
         reply = self._manager.keep_alive(
             request.session,
             request.downlink_ack,
@@ -221,7 +221,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             draining=request.draining,
             key=SessionKey(request.session_key),
         )
-        return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=codec.encode_downlink(reply))
+        return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=worker_codec.encode_downlink(reply))
 
     @answering
     async def Deregister(
@@ -248,33 +248,33 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Allocate(
         self, request: cache_pb2.AllocateRequest, context: Context[Any, Any]
     ) -> cache_pb2.AllocateResponse:
-        uplink = codec.decode_uplink(request)
-        batch = codec.decode_batch(request.items, codec.decode_allocate_item)
+        uplink = worker_codec.decode_uplink(request)
+        batch = worker_codec.decode_batch(request.items, worker_codec.decode_allocate_item)
         outcomes, reply = self._manager.allocate(uplink, batch.items)
         merged = batch.merge(outcomes)
         self.counts.on_outcomes(merged)
         return cache_pb2.AllocateResponse(
-            downlink=codec.encode_downlink(reply),
-            results=map(codec.encode_allocate_outcome, merged),
+            downlink=worker_codec.encode_downlink(reply),
+            results=map(worker_codec.encode_allocate_outcome, merged),
         )
 
     @answering
     async def Append(self, request: cache_pb2.AppendRequest, context: Context[Any, Any]) -> cache_pb2.AppendResponse:
-        uplink = codec.decode_uplink(request)
-        batch = codec.decode_batch(request.items, codec.decode_append_item)
+        uplink = worker_codec.decode_uplink(request)
+        batch = worker_codec.decode_batch(request.items, worker_codec.decode_append_item)
         outcomes, reply = self._manager.append(uplink, batch.items)
         merged = batch.merge(outcomes)
         self.counts.on_outcomes(merged)
         return cache_pb2.AppendResponse(
-            downlink=codec.encode_downlink(reply),
-            results=map(codec.encode_append_outcome, merged),
+            downlink=worker_codec.encode_downlink(reply),
+            results=map(worker_codec.encode_append_outcome, merged),
         )
 
     @answering
     async def Free(self, request: cache_pb2.FreeRequest, context: Context[Any, Any]) -> cache_pb2.FreeResponse:
-        uplink = codec.decode_uplink(request)
-        reply = self._manager.free(uplink, codec.decode_free_items(request.items))
-        return cache_pb2.FreeResponse(downlink=codec.encode_downlink(reply))
+        uplink = worker_codec.decode_uplink(request)
+        reply = self._manager.free(uplink, worker_codec.decode_free_items(request.items))
+        return cache_pb2.FreeResponse(downlink=worker_codec.encode_downlink(reply))
 
     @answering
     async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
@@ -284,11 +284,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Route(self, request: cache_pb2.RouteRequest, context: Context[Any, Any]) -> cache_pb2.RouteResponse:
-        workers = self._manager.route(codec.decode_root(request.root), request.tokens, request.max_workers)
+        workers = self._manager.route(worker_codec.decode_root(request.root), request.tokens, request.max_workers)
         explanation = ""
         if not workers:
-            explanation = views.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)
-        return views.encode_route(workers, explanation)
+            explanation = client_codec.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)
+        return client_codec.encode_route(workers, explanation)
 
     @answering
     async def Describe(
@@ -309,11 +309,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
             workers=[
-                views.encode_worker(session, blocks, describe_sequences(session, max_sequences), now)
+                client_codec.encode_worker(session, blocks, describe_sequences(session, max_sequences), now)
                 for session in sessions
             ],
             num_prefix_nodes=manager.num_prefix_nodes,
-            budget=views.encode_budget(manager.budget),
+            budget=client_codec.encode_budget(manager.budget),
         )
 
     @answering
@@ -321,7 +321,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         audit = await self.audits.run()
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
-        return views.encode_audit(audit)
+        return client_codec.encode_audit(audit)
 
 
 def _unsupported(message: str) -> NoReturn:

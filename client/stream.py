@@ -11,7 +11,6 @@ from uuid import uuid4
 
 from kvpool.v1 import common_pb2
 
-from .attempts import Attempts, Target
 from .channels import MAX_MESSAGE_BYTES, Channels
 from .chunk import Chunk, FinishReason, chunk_from_proto
 from .completion import Completion, CompletionBuilder
@@ -19,6 +18,7 @@ from .config import ClientConfig
 from .continuation import Account, another_may_begin, another_may_go_on
 from .deadline import Deadline
 from .errors import Cancelled, InvalidRequest, KvpoolError, Unavailable
+from .failover import Failover, Target
 from .gate import Gate
 from .manager import Manager
 from .model import Model
@@ -59,7 +59,7 @@ class GenerateStream:
         self._channels = channels
         self._config = config
         self._sequence_id: Final = str(uuid4())
-        self._attempts = Attempts(config.max_attempts)
+        self._attempts = Failover(config.max_attempts)
         self._gate = Gate()
         self._builder = CompletionBuilder()
         self._deadline: Deadline | None = None

@@ -9,9 +9,9 @@ import grpc.aio
 
 from kvpool.v1 import worker_pb2
 
-from .attempts import Target
 from .deadline import Deadline
 from .errors import Cancelled, DeadlineExceeded, KvpoolError, ProtocolError, Unavailable, from_rpc_error
+from .failover import Target
 from .manager import Manager
 
 Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]

@@ -26,9 +26,9 @@ from rich.text import Text
 
 from kvpool.client import Client, Completion, KvpoolError
 from kvpool.client.block_map import BlockMap, fetch_block_map
-from kvpool.client.cli.block_map import render_block_map
-from kvpool.client.cli.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-from kvpool.client.cli.supervisor import Supervisor
+from kvpool.client.cli.commands.block_map import render_block_map
+from kvpool.client.cli.launch.children import Supervisor
+from kvpool.client.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
 from kvpool.client.cli.terminal import stdout_console
 
 MAX_TOKENS = 40

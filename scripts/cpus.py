@@ -36,7 +36,7 @@ TESTS = (
     "tests/model/test_invariant.py",
     "tests/model/test_model_truth.py",
     "tests/model/test_packed_linear.py",
-    "tests/model/test_probe.py",
+    "tests/model/test_self_check.py",
     "tests/model/test_row_selector.py",
     "tests/model/test_runner.py",
     "tests/model/test_sampler.py",

@@ -12,7 +12,7 @@ import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.logs import configure_logging
 from kvpool.process.printable import printable_lines
 
-from .priority import spin_between_products
+from .cpu_share import spin_between_products
 from .settings import WorkerSettings, settings_of_this_process
 
 

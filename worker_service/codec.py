@@ -10,7 +10,7 @@ from kvpool.v1 import worker_pb2
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.step import TokenLogprobs
+from .engine.sampling_params import TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
 from .model.facts import BatchInvariance
 from .sampling_codec import decode_prompt_logprobs, decode_sampling

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from kvpool.process.printable import printable
 
-from .model.memory import KVCachePlan, MemoryBudget, show_bytes
+from .model.forward.kv_plan import KVCachePlan, show_bytes
+from .model.memory.plan import MemoryBudget
 from .model.outline import Outline, outline_model
 from .model.placement import dtype_name
 from .settings import WorkerSettings

@@ -14,7 +14,7 @@ import structlog
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from .cache.link import SESSION_OVER, Call
+from .cache.link_state import SESSION_OVER, Call
 from .engine.engine import Engine
 from .patience import PASSING, Patience
 from .registration import FINAL, Registration

@@ -6,7 +6,6 @@ Labels are settings, enums and the model's name, so the number of series is fixe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from kvpool.process.metrics import MetricsPage
@@ -15,6 +14,7 @@ from .engine.engine import Engine
 from .engine.errors import ErrorKind
 from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
+from .labels import WorkerLabels
 from .manager_link import ManagerLink
 from .vllm_metrics import fill_vllm_names
 
@@ -23,21 +23,6 @@ OUTCOMES: Final = (
     CANCELLED,
     *(kind.name.lower() for kind in ErrorKind),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLabels:
-    """What does not change while a worker runs."""
-
-    version: str
-    model_name: str
-    dtype: str
-    device: str
-    block_size: int
-    num_blocks: int
-    """With the null block."""
-    bytes_per_block: int
-    prefix_caching: bool
 
 
 class WorkerMetrics:

@@ -7,7 +7,7 @@ import math
 from kvpool.v1 import worker_pb2
 
 from .engine.errors import invalid
-from .engine.step import SamplingParams
+from .engine.sampling_params import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0

@@ -23,18 +23,19 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
-from .cache.settings import CacheSettings
+from .cache.state import CacheSettings
+from .cpu_share import stand_back
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
+from .labels import WorkerLabels
 from .manager_link import ManagerLink
-from .metrics import WorkerLabels, WorkerMetrics
+from .metrics import WorkerMetrics
 from .model.facts import ModelFacts
+from .model.forward.kv_plan import KVCachePlan
+from .model.forward.runner import ModelRunner
 from .model.load import LoadedModel, load_model
-from .model.memory import KVCachePlan
 from .model.placement import choose_device, enter_device
-from .model.runner import ModelRunner
-from .priority import stand_back
 from .request_sizes import request_limits
 from .servicer import WorkerServicer
 from .settings import WorkerSettings

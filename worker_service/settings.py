@@ -22,8 +22,8 @@ from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import SettingsProblem, load_settings
 
-from .engine.queue import SchedulingPolicy
-from .model.memory import MemorySettings
+from .engine.policy import SchedulingPolicy
+from .model.memory.plan import MemorySettings
 from .model.settings import ModelSettings
 
 _MAX_FILE_NAME: Final = 200

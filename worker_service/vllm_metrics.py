@@ -15,7 +15,7 @@ from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
 
 if TYPE_CHECKING:
-    from .metrics import WorkerLabels
+    from .labels import WorkerLabels
 
 ENGINE: Final = "0"
 """vLLM numbers the engines of one process; a worker is one."""

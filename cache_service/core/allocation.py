@@ -14,8 +14,8 @@ h ≤ ⌊(n−1)/B⌋: also a full hit leaves at least one token to compute, whi
 
 from __future__ import annotations
 
-from .attempts import Attempts, fenced
 from .block_pool import BlockPool
+from .fencing import Fencing, fenced
 from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, SequenceKey, Wait
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
@@ -151,7 +151,7 @@ def _prefix_in_flight(
 
 def allocate(
     tree: PrefixTree,
-    attempts: Attempts,
+    attempts: Fencing,
     session: Session,
     item: AllocateItem,
     generation: int,

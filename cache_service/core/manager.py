@@ -12,10 +12,10 @@ from collections.abc import Sequence as List
 from typing import NoReturn
 
 from . import allocation, updates
-from .attempts import Attempts
 from .block_pool import BlockPool
 from .budget import Account, Budget
 from .description import BlockDescription, describe_blocks
+from .fencing import Fencing
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
 from .integrity import Audit, OnlineAudit, World, audit
@@ -81,7 +81,7 @@ class CacheManager:
         self._tick_seconds = tick_seconds
         self._hash_function = hash_function
         self._tree = PrefixTree(hash_function)
-        self._attempts = Attempts()
+        self._attempts = Fencing()
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
         """What the live sessions have of what they all may have."""
         self._sessions: dict[int, Session] = {}

@@ -27,7 +27,7 @@ from collections import Counter
 from enum import Enum
 from typing import NoReturn
 
-from .attempts import Attempts
+from .fencing import Fencing
 from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
@@ -80,7 +80,7 @@ class Recovery:
         self._blocks: dict[int, tuple[Node, int]] = {}
         """Node and generation of the complete blocks reported so far."""
 
-    def apply(self, tree: PrefixTree, attempts: Attempts, part: ReportPart, limits: Limits) -> None:
+    def apply(self, tree: PrefixTree, attempts: Fencing, part: ReportPart, limits: Limits) -> None:
         """Take in the next part. Raises Refusal: RECOVERING (nothing has changed that anyone sees: the same part is to be sent
         again), BAD_REPORT, TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session must be ended)."""
         num_contents = sum(len(run.blocks) for run in part.contents)
@@ -208,7 +208,7 @@ class Recovery:
 
     # -- sequences
 
-    def _take_sequence(self, tree: PrefixTree, attempts: Attempts, reported: ReportedSequence, limits: Limits) -> None:
+    def _take_sequence(self, tree: PrefixTree, attempts: Fencing, reported: ReportedSequence, limits: Limits) -> None:
         session, pool = self._session, self._pool
         key = reported.key
         size = pool.block_size
@@ -308,7 +308,7 @@ class Recovery:
         self._blocks[block] = node, generation
         self.cases[Case.HELD_SEALED] += 1
 
-    def _enter(self, attempts: Attempts, sequence: Sequence) -> Case:
+    def _enter(self, attempts: Fencing, sequence: Sequence) -> Case:
         """Into the book of attempts: against those that live on other workers, the larger one stays."""
         others = attempts.living(sequence.key.sequence_id)
         attempts.add(sequence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .attempts import Attempts, fenced
+from .fencing import Fencing, fenced
 from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
@@ -230,7 +230,7 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     )
 
 
-def free(tree: PrefixTree, attempts: Attempts, session: Session, update: SequenceUpdate, limits: Limits) -> None:
+def free(tree: PrefixTree, attempts: Fencing, session: Session, update: SequenceUpdate, limits: Limits) -> None:
     """Merge what joins on, then end the sequence unless a newer round of it lives. Idempotent; never refuses.
 
     Named blocks that are still in the reserve with that generation go back to the free list; everything else named is ignored.
@@ -251,7 +251,7 @@ def free(tree: PrefixTree, attempts: Attempts, session: Session, update: Sequenc
             session.pool.unreserve(block)
 
 
-def end(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
+def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Release every table entry, the last block first, so that a prefix outlives its continuations."""
     pool = sequence.pool
     for block in reversed(sequence.table):
@@ -259,7 +259,7 @@ def end(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
     leave(tree, attempts, sequence)
 
 
-def leave(tree: PrefixTree, attempts: Attempts, sequence: Sequence) -> None:
+def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Take a sequence out of the tree and the indexes, without touching its blocks."""
     nodes = sequence.nodes
     for node in nodes[sequence.num_sealed :]:

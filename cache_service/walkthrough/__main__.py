@@ -11,11 +11,14 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from .cases import CASES
+from . import allocation, chain, eviction, prefix
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
 from .viewer import view
 from .worker import UnexpectedAnswer
+
+CASES: Final[dict[str, Case]] = {case.name: case for case in (allocation.CASE, prefix.CASE, chain.CASE, eviction.CASE)}
+"""In the order in which they are best read."""
 
 EXIT_BROKEN: Final = 1
 EXIT_USAGE: Final = 2

@@ -13,19 +13,19 @@ from typer.core import TyperCommand
 from kvpool.process.settings import SettingsProblem
 
 from ..errors import KvpoolError
-from .bench import bench
-from .blocks import blocks
-from .chat import chat
-from .check import check
-from .drain import drain
-from .generate import generate
-from .health import health
-from .services import manager, worker
-from .status import status
+from .commands.bench import bench
+from .commands.block_map import blocks
+from .commands.chat import chat
+from .commands.check import check
+from .commands.drain import drain
+from .commands.generate import generate
+from .commands.health import health
+from .commands.status import status
+from .commands.up import up
+from .commands.walkthrough import walkthrough
+from .launch.services import manager, worker
 from .terminal import error_line
-from .top import top
-from .up import up
-from .walkthrough import walkthrough
+from .top.top import top
 
 app = typer.Typer(
     name="kvpool",

@@ -12,13 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.worker_service.engine.step import SamplingParams
-from kvpool.worker_service.model.config import choose_max_model_len
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.guard import check_config, check_twin
+from kvpool.worker_service.model.guard.support import check_config, check_twin
+from kvpool.worker_service.model.guard.tiny_replica import (
+    NUM_PLAIN_TOKENS,
+    THRESHOLD,
+    build_twin,
+    twin_config,
+    twin_length,
+)
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.placement import choose_max_model_len
 from kvpool.worker_service.model.rope import fix_longrope, longest_exact
-from kvpool.worker_service.model.twin import NUM_PLAIN_TOKENS, THRESHOLD, build_twin, twin_config, twin_length
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.worker_service.attention.block_tables import BlockTables
-from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
-from kvpool.worker_service.attention.staging import Staging
+from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, Staging, StepSizes, pack
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

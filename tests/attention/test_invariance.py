@@ -13,7 +13,7 @@ from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.selection import choose_backend
-from kvpool.worker_service.attention.setting import Setting
+from kvpool.worker_service.attention.spec import AttentionSpec
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from scripts.cpus import CHOICE
@@ -243,7 +243,7 @@ def test_a_shape_is_tried_once_in_a_process() -> None:
 def test_the_backend_takes_the_shapes_and_the_log_has_the_reason() -> None:
     said: list[str] = []
     with FakeBlas(in_halves(192)):
-        backend = choose_backend("auto", Setting((NEEDS,), torch.float32, CPU, 16), said.append)
+        backend = choose_backend("auto", AttentionSpec((NEEDS,), torch.float32, CPU, 16), said.append)
     assert isinstance(backend, TorchAttention)
     assert backend.shapes == fixed_shapes(192)
     assert said[0].startswith("attention: torch; batch-invariant by partitions of 192 keys")
@@ -252,7 +252,7 @@ def test_the_backend_takes_the_shapes_and_the_log_has_the_reason() -> None:
 
 def test_other_dtypes_keep_the_shapes_that_cost_least() -> None:
     said: list[str] = []
-    backend = choose_backend("torch", Setting((NEEDS,), torch.bfloat16, CPU, 16), said.append)
+    backend = choose_backend("torch", AttentionSpec((NEEDS,), torch.bfloat16, CPU, 16), said.append)
     assert isinstance(backend, TorchAttention)
     assert backend.shapes.partition is None
     assert said == ["attention: torch"]

@@ -21,7 +21,7 @@ from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerN
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
 from kvpool.worker_service.attention.selection import CANDIDATES, Candidate, UnsuitableBackend, choose_backend
-from kvpool.worker_service.attention.setting import Setting
+from kvpool.worker_service.attention.spec import AttentionSpec
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
 from kvpool.worker_service.attention.verification import SelfTestFailed, run_self_test
@@ -217,12 +217,12 @@ def test_a_kernel_that_lets_unwritten_slots_in_is_refused() -> None:
 # -- choosing
 
 
-SETTING = Setting((PLAIN,), torch.bfloat16, CPU, 16)
+SETTING = AttentionSpec((PLAIN,), torch.bfloat16, CPU, 16)
 
 
 def candidate(
     name: str,
-    backend: Callable[[Setting], AttentionBackend] = lambda _: flash_like(),
+    backend: Callable[[AttentionSpec], AttentionBackend] = lambda _: flash_like(),
     problem: str | None = None,
     undone: list[str] | None = None,
 ) -> Candidate:
@@ -231,7 +231,7 @@ def candidate(
 
 
 def choose(
-    name: selection.BackendName, *candidates: Candidate, setting: Setting = SETTING
+    name: selection.BackendName, *candidates: Candidate, setting: AttentionSpec = SETTING
 ) -> tuple[AttentionBackend, str]:
     lines: list[str] = []
     backend = choose_backend(name, setting, lines.append, candidates)
@@ -257,7 +257,7 @@ def test_a_wrong_backend_never_serves() -> None:
 
 
 def test_auto_says_why_the_others_do_not_serve() -> None:
-    def unbuilt(_: Setting) -> AttentionBackend:
+    def unbuilt(_: AttentionSpec) -> AttentionBackend:
         raise OSError("libcudart.so.13 is missing")
 
     setting = replace(SETTING, device=torch.device("meta"))
@@ -297,7 +297,7 @@ def test_what_is_asked_for_and_cannot_serve_is_an_error() -> None:
 def test_the_block_size_that_would_do_is_named_and_not_taken() -> None:
     """As with flash-attn from PyPI."""
 
-    def wants_256(setting: Setting) -> AttentionBackend:
+    def wants_256(setting: AttentionSpec) -> AttentionBackend:
         return flash_like() if setting.block_size % 256 == 0 else WRONG["raises"]
 
     with pytest.raises(
@@ -316,7 +316,7 @@ def test_the_block_size_that_would_do_is_named_and_not_taken() -> None:
 # -- what each can do
 
 
-ON_GPU = Setting((PLAIN,), torch.bfloat16, CUDA, 16)
+ON_GPU = AttentionSpec((PLAIN,), torch.bfloat16, CUDA, 16)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_this_torch_has_what_the_varlen_backend_calls() -> None:
         assert varlen._function() is not None
 
 
-def check_that_it_serves(candidate: Candidate, setting: Setting) -> None:
+def check_that_it_serves(candidate: Candidate, setting: AttentionSpec) -> None:
     """It passes, or the test is one of a backend that is refused."""
     try:
         backend = choose_backend(candidate.name, setting, lambda _: None, [candidate])  # type: ignore[arg-type]
@@ -398,7 +398,7 @@ def test_a_candidate_serves_on_a_gpu_or_is_refused(candidate: Candidate, dtype: 
         PLAIN._replace(k_head_dim=64, v_head_dim=64, scaling=0.125),
         WINDOWED._replace(k_head_dim=64, v_head_dim=64),
     )
-    check_that_it_serves(candidate, Setting(needs, dtype, CUDA, block_size))
+    check_that_it_serves(candidate, AttentionSpec(needs, dtype, CUDA, block_size))
 
 
 def test_a_candidate_that_is_refused_does_not_count_as_one_that_serves() -> None:

@@ -16,7 +16,8 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.codec import decode_generate, encode_chunk
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.step import SampledToken, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.step import SampledToken
 from tests.client.fakes import UNAVAILABLE, Context, FakeModel, FakeWorker
 
 EOS = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.client import Client, ClientConfig
 from kvpool.client.block_map import BlockMap, fetch_block_map
-from kvpool.client.cli.block_map import render_block_map
+from kvpool.client.cli.commands.block_map import render_block_map
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.fakes import FakeManager, FakeWorker, serving
 

@@ -11,7 +11,7 @@ import pytest
 from google.rpc import code_pb2
 
 from kvpool.client.cli import main
-from kvpool.client.cli.cluster import ClusterSpec, free_port, num_cores
+from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
 from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.fakes import (
     HANG,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.client import Client, ClientConfig, InvalidRequest, NotFound, SyncClient
-from kvpool.client.cli import drain as drain_module
+from kvpool.client.cli.commands import drain as drain_module
 from tests.client.fakes import SESSION, FakeWorker, fake_cluster
 from tests.client.test_cli_commands import kvpool
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import InvalidRequest
-from kvpool.client.cli.cluster import ClusterSpec
-from kvpool.client.cli.gpus import one_gpu_each, visible_gpus
-from kvpool.client.cli.up import UpSettings
+from kvpool.client.cli.commands.up import UpSettings
+from kvpool.client.cli.launch.cluster import ClusterSpec
+from kvpool.client.cli.launch.gpus import one_gpu_each, visible_gpus
 
 
 def devices(folder: Path, count: int) -> Path:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.launch.cluster import free_port
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"

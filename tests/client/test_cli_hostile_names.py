@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from kvpool.client.cli.app import app
-from kvpool.client.cli.cluster import ClusterSpec
-from kvpool.client.cli.log import PrefixedLog
+from kvpool.client.cli.commands.up import _print_ready
+from kvpool.client.cli.launch.cluster import ClusterSpec
+from kvpool.client.cli.launch.log import PrefixedLog
 from kvpool.client.cli.terminal import print_answer
-from kvpool.client.cli.up import _print_ready
 from kvpool.client.errors import InvalidRequest
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests.client.fakes import (

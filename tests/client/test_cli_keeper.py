@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.keeper import MAX_DEATHS, GaveUp, Keeper, _Child
-from kvpool.client.cli.supervisor import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.restarts import MAX_DEATHS, GaveUp, Keeper, _Child
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -30,7 +30,7 @@ def dies_first(name: str, folder: Path, times: int) -> ChildSpec:
 
 async def kept(monkeypatch: pytest.MonkeyPatch, *children: ChildSpec) -> list[str]:
     """Start the children, the first of which is vital, and keep them; returns what happened."""
-    monkeypatch.setattr("kvpool.client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
     told: list[str] = []
     async with Supervisor(lambda name, line: None) as supervisor:
         for spec in children:
@@ -57,8 +57,8 @@ async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is tried on, and when it ends well at last it has left like any other. The healthy one leaves after it."""
-    monkeypatch.setattr("kvpool.client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("kvpool.client.cli.keeper._LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvpool.client.cli.launch.restarts._LONGEST_PAUSE_SECONDS", 0.01)
     told: list[str] = []
     go = tmp_path / "go"
 
@@ -87,7 +87,7 @@ async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.Mo
 async def test_a_long_pause_of_one_child_is_none_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """While the next try of the one that fails is an hour away, the other one dies, is started again, and leaves. Then nothing
     useful is left."""
-    monkeypatch.setattr("kvpool.client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
     pause_seconds = _Child.pause_seconds
 
     def pause(self: _Child) -> float:
@@ -125,7 +125,7 @@ async def test_it_gives_up_when_all_but_the_vital_one_fail(monkeypatch: pytest.M
 
 async def test_deaths_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Twice as many as are borne at once, an hour apart each."""
-    monkeypatch.setattr("kvpool.client.cli.keeper._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
     deaths = 2 * MAX_DEATHS
     hours = iter(range(1000))
     told: list[str] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.supervisor import MAX_LINE_BYTES, ChildExit, ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import MAX_LINE_BYTES, ChildExit, ChildSpec, Supervisor
 from tests.client.processes import is_alive
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
@@ -146,7 +146,7 @@ async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
     """kill -9 leaves it no time to stop anybody: the kernel does."""
     script = (
         "import asyncio, sys\n"
-        "from kvpool.client.cli.supervisor import ChildSpec, Supervisor\n"
+        "from kvpool.client.cli.launch.children import ChildSpec, Supervisor\n"
         "async def run():\n"
         "    async with Supervisor(lambda name, line: print(line, flush=True)) as supervisor:\n"
         "        command = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"

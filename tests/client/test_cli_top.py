@@ -22,10 +22,10 @@ from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, ClientConfig
 from kvpool.client.block_map import BlockMap
-from kvpool.client.cli import top_view
-from kvpool.client.cli.rates import WINDOW_SECONDS, RateMeter
-from kvpool.client.cli.top import Observer
-from kvpool.client.cli.top_view import Picture, render
+from kvpool.client.cli.top import view
+from kvpool.client.cli.top.rates import WINDOW_SECONDS, RateMeter
+from kvpool.client.cli.top.top import Observer
+from kvpool.client.cli.top.view import Picture, render
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
@@ -229,7 +229,7 @@ def test_the_map_of_a_large_pool_is_not_drawn_anew_for_each_request_that_comes_o
         heights.append(height)
         return Text("the map")
 
-    monkeypatch.setattr(top_view, "render_block_map", draw)
+    monkeypatch.setattr(view, "render_block_map", draw)
     picture = picture_with(0, 100)
     block_map = picture.block_map
     for num_requests in (2, 3, 4, 5, 4, 3, 2, 5):

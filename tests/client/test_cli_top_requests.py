@@ -8,8 +8,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvpool.client.cli.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
-from kvpool.client.cli.top_requests import num_lines_wanted, render_requests
+from kvpool.client.cli.top.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
+from kvpool.client.cli.top.requests import num_lines_wanted, render_requests
 from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
 

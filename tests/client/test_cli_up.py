@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.cluster import free_port, require_free_port
+from kvpool.client.cli.launch.cluster import free_port, require_free_port
 from kvpool.client.errors import Unavailable
 from tests.client.processes import descendants, is_alive
 from tests.scrape import scrape

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client.cli.cluster import ClusterSpec
-from kvpool.client.cli.supervisor import ChildSpec
-from kvpool.client.cli.up import UpSettings
+from kvpool.client.cli.commands.up import UpSettings
+from kvpool.client.cli.launch.children import ChildSpec
+from kvpool.client.cli.launch.cluster import ClusterSpec
 from kvpool.client.errors import Unavailable
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings

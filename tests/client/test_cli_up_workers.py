@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.cluster import ClusterSpec, free_port
-from kvpool.client.cli.up import UpSettings
+from kvpool.client.cli.commands.up import UpSettings
+from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 

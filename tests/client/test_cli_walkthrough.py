@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvpool.client.cli.walkthrough import WALKTHROUGH_MODULE
+from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
 
 KVPOOL = [sys.executable, "-m", "kvpool.client.cli", "walkthrough"]
 

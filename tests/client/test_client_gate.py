@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
-from kvpool.client.attempts import Attempts, Target
+from kvpool.client.failover import Failover, Target
 from kvpool.client.gate import Gate
 from kvpool.v1 import cache_pb2
 
@@ -55,7 +55,7 @@ def ranked(*names: str) -> list[cache_pb2.RoutedWorker]:
 
 
 def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
-    attempts = Attempts(max_attempts=8)
+    attempts = Failover(max_attempts=8)
     tried: list[tuple[str, int]] = []
     for names in (("a", "b"), ("b",)):
         assert attempts.wants_ranking
@@ -72,7 +72,7 @@ def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
 
 
 def test_attempts_are_bounded_however_many_workers_there_are() -> None:
-    attempts = Attempts(max_attempts=3)
+    attempts = Failover(max_attempts=3)
     attempts.rank(ranked("a", "b", "c", "d", "e"))
     for _ in range(3):
         attempts.failed(attempts.next(), Unavailable("no"))
@@ -83,7 +83,7 @@ def test_attempts_are_bounded_however_many_workers_there_are() -> None:
 
 def test_one_worker_that_is_away_makes_full_ones_unavailable() -> None:
     """ResourceExhausted only if every worker was full: coming back later helps then, and only then for sure."""
-    attempts = Attempts(max_attempts=2)
+    attempts = Failover(max_attempts=2)
     attempts.rank(ranked("a", "b"))
     attempts.failed(attempts.next(), ResourceExhausted("full", reason="FULL", retry_after=3.0))
     attempts.failed(attempts.next(), Unavailable("gone"))
@@ -92,9 +92,9 @@ def test_one_worker_that_is_away_makes_full_ones_unavailable() -> None:
     assert caught.value.retry_after == 3.0
 
 
-def broken(max_attempts: int) -> Attempts:
+def broken(max_attempts: int) -> Failover:
     """One answer on the workers a, b and c; a broke off behind its first tokens."""
-    attempts = Attempts(max_attempts)
+    attempts = Failover(max_attempts)
     attempts.rank(ranked("a", "b", "c"))
     attempts.broke_off(attempts.next(), Unavailable("a is gone"))
     return attempts
@@ -122,7 +122,7 @@ def test_a_worker_that_came_back_elsewhere_has_not_failed() -> None:
     assert attempts.next().address == "a:2"
 
 
-def attempts_next(attempts: Attempts, name: str) -> Target:
+def attempts_next(attempts: Failover, name: str) -> Target:
     attempts.rank(ranked(name))
     return attempts.next()
 

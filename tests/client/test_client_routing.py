@@ -23,7 +23,7 @@ from kvpool.client import (
     ServiceError,
     Unavailable,
 )
-from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.launch.cluster import free_port
 from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
-from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.launch.cluster import free_port
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
 
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
-from kvpool.worker_service.model.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
 

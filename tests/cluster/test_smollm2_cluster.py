@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from kvpool.client import Completion, FinishReason
-from kvpool.worker_service.model.cache_dir import default_cache_dir
-from kvpool.worker_service.model.resolve import resolve_model
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.cluster.cluster import Cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.tiny_models import Oracle

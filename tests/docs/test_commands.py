@@ -19,9 +19,9 @@ import yaml
 
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client.cli.app import app
-from kvpool.client.cli.cluster import free_port
+from kvpool.client.cli.commands.up import UpSettings
+from kvpool.client.cli.launch.cluster import free_port
 from kvpool.client.cli.settings import ClientSettings
-from kvpool.client.cli.up import UpSettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from tests.docs.blocks import ROOT, Block, blocks, inline_code

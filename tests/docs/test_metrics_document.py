@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.audits import Audits
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.counts import EdgeCounts
@@ -51,7 +51,7 @@ def on(page: MetricsPage) -> dict[str, Told]:
 
 async def test_the_document_lists_what_there_is() -> None:
     manager, counts = CacheManager(1), EdgeCounts()
-    manager.register(codec.decode_registration(registration()), 0.0)
+    manager.register(worker_codec.decode_registration(registration()), 0.0)
     counts.on_begun()
     counts.on_call("Append", "OK", 0.001)
     managers, workers = MetricsPage(), MetricsPage()

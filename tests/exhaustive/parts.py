@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpool.cache_service.core.messages import Limits
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 
 
 class Form(NamedTuple):
@@ -101,7 +101,7 @@ for _message in (cache_pb2.AllocateRequest, cache_pb2.AppendRequest, cache_pb2.F
 
 _NAMES = {
     "array": "array _array_reconstructor",
-    "kvpool.cache_service.core.attempts": "Attempts",
+    "kvpool.cache_service.core.fencing": "Fencing",
     "kvpool.cache_service.core.block_pool": "BlockPool",
     "kvpool.cache_service.core.hashing": "xxh64",
     "kvpool.cache_service.core.manager": "CacheManager",
@@ -117,12 +117,11 @@ _NAMES = {
     "tests.exhaustive.world": "Peer",
     "kvpool.worker_service.cache.engine_cache": "EngineCache",
     "kvpool.worker_service.cache.ledger": "BlockLedger Content",
-    "kvpool.worker_service.cache.link": "Call Link Stated",
+    "kvpool.worker_service.cache.link_state": "Call LinkState Stated",
     "kvpool.worker_service.cache.report": "Report",
     "kvpool.worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
     "kvpool.worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
-    "kvpool.worker_service.cache.settings": "CacheSettings",
-    "kvpool.worker_service.cache.state": "CacheState",
+    "kvpool.worker_service.cache.state": "CacheSettings CacheState",
 }
 """What copies are made of most. Pickle looks it up by number instead of by module and name: that takes a third off every copy."""
 

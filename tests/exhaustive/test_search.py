@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from kvpool.cache_service.core.attempts import Attempts
+from kvpool.cache_service.core.fencing import Fencing
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Uplink
 from kvpool.cache_service.core.sequence import Sequence
@@ -18,7 +18,7 @@ from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache import parking
 from kvpool.worker_service.cache.engine_cache import EngineCache
-from kvpool.worker_service.cache.link import Link
+from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
@@ -209,13 +209,13 @@ def launched_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def entries_are_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker takes every entry of the downlink that it is told, also one that it has applied."""
-    honest = Link.new_entries
+    honest = LinkState.new_entries
 
-    def credulous(self: Link, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:
+    def credulous(self: LinkState, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:
         honest(self, downlink)
         return list(downlink.entries)
 
-    monkeypatch.setattr(Link, "new_entries", credulous)
+    monkeypatch.setattr(LinkState, "new_entries", credulous)
 
 
 def parked_sequences_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +231,10 @@ def state_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_smaller_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger attempt fences nothing."""
 
-    def nothing(self: Attempts, sequence: Sequence) -> None:
+    def nothing(self: Fencing, sequence: Sequence) -> None:
         return None
 
-    monkeypatch.setattr(Attempts, "fence", nothing)
+    monkeypatch.setattr(Fencing, "fence", nothing)
 
 
 @pytest.mark.parametrize(

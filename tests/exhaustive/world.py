@@ -12,9 +12,9 @@ from typing import NamedTuple
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.sequence import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
-from kvpool.worker_service.cache.link import MAX_STALE_CALLS, Call
+from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, Call
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of

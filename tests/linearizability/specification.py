@@ -12,7 +12,7 @@ import hashlib
 import pickle
 from typing import Any
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.messages import Limits
 from tests.cache_service.core import model
 from tests.linearizability.history import Answer, Done, Operation, Refused, Registered, Routed, Told
@@ -91,7 +91,7 @@ class Specification:
     def _execute(self, method: str, request: Any) -> Answer:
         modelled = self.model
         if method == "Register":
-            registration = codec.decode_registration(request)
+            registration = worker_codec.decode_registration(request)
             assert not registration.holds_state, "reports are not the model's"
             modelled.register(registration, self.last_session + 1, 0.0)
             self.last_session += 1
@@ -103,7 +103,7 @@ class Specification:
             self.last_stamp += modelled.keep_alive(request.session, request.downlink_ack, 0.0, self.last_stamp + 1)
             return self._told(request.session, ())
         if method == "Route":
-            root, tokens = codec.decode_root(request.root), model.token_ids(request.tokens)
+            root, tokens = worker_codec.decode_root(request.root), model.token_ids(request.tokens)
             return Routed(
                 tuple(
                     sorted(
@@ -112,19 +112,21 @@ class Specification:
                     )
                 )
             )
-        uplink = codec.decode_uplink(request)
+        uplink = worker_codec.decode_uplink(request)
         outcomes: list[Any] = []
         if method == "Allocate":
             outcomes = list(
-                modelled.allocate(uplink, tuple(map(codec.decode_allocate_item, request.items)), self.last_stamp + 1)
+                modelled.allocate(
+                    uplink, tuple(map(worker_codec.decode_allocate_item, request.items)), self.last_stamp + 1
+                )
             )
         elif method == "Append":
             outcomes = list(
-                modelled.append(uplink, tuple(map(codec.decode_append_item, request.items)), self.last_stamp + 1)
+                modelled.append(uplink, tuple(map(worker_codec.decode_append_item, request.items)), self.last_stamp + 1)
             )
         else:
             assert method == "Free", method
-            modelled.free(uplink, tuple(codec.decode_free_items(request.items)), self.last_stamp + 1)
+            modelled.free(uplink, tuple(worker_codec.decode_free_items(request.items)), self.last_stamp + 1)
         self.last_stamp += 1
         return self._told(uplink.session, tuple(map(_plain, outcomes)))
 

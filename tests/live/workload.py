@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.client import Client, GenerateOptions
-from kvpool.worker_service.model.cache_dir import default_cache_dir
-from kvpool.worker_service.model.resolve import resolve_model
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.cluster.models import make_endless_model
 from tests.load.workload import Call, Reference, Request, make_prompts
 

@@ -17,10 +17,11 @@ from kvpool.worker_service.attention.invariance import FIXED_SHAPES
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
-from kvpool.worker_service.engine.step import SampledToken, SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
+from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory import MemorySettings
-from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import ModelSettings
 
 BLOCK_SIZE = 4

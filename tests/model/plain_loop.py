@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import GenerateOptions
 from kvpool.client.options import GenerateSettings
-from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.sampling.draw import Draw
 

@@ -15,8 +15,9 @@ from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.attention.invariance import forget_trials
 from kvpool.worker_service.codec import encode_batch_invariance
 from kvpool.worker_service.engine.step import SequencePart
-from kvpool.worker_service.model import batch_invariance, packed_linear
 from kvpool.worker_service.model.facts import BatchInvariance
+from kvpool.worker_service.model.forward import packed_linear
+from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.server import tell_of_invariance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvpool.worker_service.model.cache_dir import write_atomically
+from kvpool.worker_service.model.source.cache_dir import write_atomically
 
 
 def test_writers_with_the_same_process_number_do_not_disturb_each_other(tmp_path: Path) -> None:

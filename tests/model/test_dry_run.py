@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvpool.worker_service.dry_run import dry_run
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
-from kvpool.worker_service.model.memory import MemorySettings
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.settings import WorkerSettings

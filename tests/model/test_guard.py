@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard import check_config, check_layers
-from kvpool.worker_service.model.layers import AttentionLayer
-from kvpool.worker_service.model.probe import relative_difference
+from kvpool.worker_service.model.forward.layers import AttentionLayer
+from kvpool.worker_service.model.guard.self_check import relative_difference
+from kvpool.worker_service.model.guard.support import check_config, check_layers
 from tests.model.paged import load
 from tests.tiny_models import build_model
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvpool.worker_service.attention.layer import AttentionCall
-from kvpool.worker_service.model.layers import PagedTarget
+from kvpool.worker_service.model.forward.layers import PagedTarget
 from scripts.models import document, trial
 from scripts.models.outcome import Outcome, Result
 from scripts.models.subjects import all_types
@@ -65,7 +65,7 @@ def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monke
 
     monkeypatch.setattr(PagedTarget, "attend", a_little_off)
     assert trial.try_type("llama", tmp_path).result is Result.REFUSED
-    monkeypatch.setattr("kvpool.worker_service.model.probe._TOLERANCE", {torch.float32: 1e9})
+    monkeypatch.setattr("kvpool.worker_service.model.guard.self_check._TOLERANCE", {torch.float32: 1e9})
     assert trial.try_type("llama", tmp_path).result is Result.WRONG
 
 

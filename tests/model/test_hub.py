@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.model import hub
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.hub import HubId, parse_hub_id
+from kvpool.worker_service.model.source import hub
+from kvpool.worker_service.model.source.hub import HubId, parse_hub_id
 from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, Oracle, make_tiny_model
@@ -39,7 +39,7 @@ SHARDS = {
 FETCH = """
 import logging, sys
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.hub import fetch_model, parse_hub_id
+from kvpool.worker_service.model.source.hub import fetch_model, parse_hub_id
 if "debug" in sys.argv:
     logging.basicConfig(level=logging.DEBUG)
 try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvpool.worker_service.model import invariant
-from kvpool.worker_service.model.invariant import replacing
+from kvpool.worker_service.model.forward import invariant
+from kvpool.worker_service.model.forward.invariant import replacing
 
 CPU = torch.device("cpu")
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from kvpool.worker_service.model.kv_cache import KVCache
-from kvpool.worker_service.model.layers import AttentionLayer
-from kvpool.worker_service.model.memory import KVCachePlan
-from kvpool.worker_service.model.memory_facts import kv_bytes_per_token
+from kvpool.worker_service.model.forward.kv_cache import KVCache
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.layers import AttentionLayer
+from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
 CPU = torch.device("cpu")
 LAYERS = [

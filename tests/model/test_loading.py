@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service import server
-from kvpool.worker_service.model import packed_linear
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
+from kvpool.worker_service.model.forward import packed_linear
+from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works
 from kvpool.worker_service.model.placement import enter_device
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.paged import load
@@ -86,7 +86,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from kvpool.worker_service.model import load
-from kvpool.worker_service.model.config import read_config
+from kvpool.worker_service.model.placement import read_config
 
 def own_kib():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
-from kvpool.worker_service.model.memory import (
-    KVCachePlan,
-    MemoryFacts,
-    MemorySettings,
-    plan_memory,
-    show_bytes,
-)
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
+from kvpool.worker_service.model.memory.plan import MemoryFacts, MemorySettings, plan_memory
 
 GIB = 1 << 30
 GPU = MemoryFacts(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from kvpool.worker_service.model.packed_linear import PackedLinear, pack_linears, packing_works
+from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

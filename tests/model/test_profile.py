@@ -10,10 +10,11 @@ import torch
 
 from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.memory import KVCachePlan, MemorySettings
-from kvpool.worker_service.model.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
-from kvpool.worker_service.model.runner import ModelRunner
+from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.memory.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
 from tests.model.paged import load
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
 

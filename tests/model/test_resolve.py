@@ -14,17 +14,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvpool.worker_service.model import resolve
-from kvpool.worker_service.model.cache_dir import default_cache_dir, locked
-from kvpool.worker_service.model.digest import file_digest
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.fingerprint import fingerprint
-from kvpool.worker_service.model.hub import parse_hub_id
 from kvpool.worker_service.model.load import load_model
 from kvpool.worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
 from kvpool.worker_service.model.progress import heartbeat
-from kvpool.worker_service.model.resolve import resolve_model
 from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source import resolve
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir, file_digest, locked
+from kvpool.worker_service.model.source.fingerprint import fingerprint
+from kvpool.worker_service.model.source.hub import parse_hub_id
+from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, make_tiny_model
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.worker_service.engine.step import PromptRows, SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import PromptRows, SequencePart, Step
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.row_selector import RowSelector
+from kvpool.worker_service.model.forward.row_selector import RowSelector
 from tests.model.paged import PagedModel, load
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool.worker_service.attention.packing import PackingError
-from kvpool.worker_service.engine.step import PartResult, PromptRows, SamplingParams, SequencePart, Step
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import PartResult, PromptRows, SequencePart, Step
 from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.sampling.draw import Draw

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpool.worker_service.engine.step import BadLogits, SampledToken, SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import BadLogits, SampledToken
 from kvpool.worker_service.model.sampling import choice
 from kvpool.worker_service.model.sampling.choice import uniforms
 from kvpool.worker_service.model.sampling.draw import Draw

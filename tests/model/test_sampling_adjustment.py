@@ -14,7 +14,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.sampling.adjustment import adjust
 from kvpool.worker_service.model.sampling.draw import Draw

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kvpool.worker_service.engine.step import SamplingParams
+from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.sampling.ranking import best
 from kvpool.worker_service.model.sampling.truncation import Limits, truncate, weigh
 from tests.model import sampling_oracle

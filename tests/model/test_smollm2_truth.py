@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from kvpool.worker_service.model.cache_dir import default_cache_dir
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.resolve import resolve_model
 from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, quiet
 from tests.tiny_models import Oracle
 

@@ -90,9 +90,9 @@ def test_a_copy_imports_its_own_code_under_every_name(tmp_path: Path) -> None:
         program = f"import {module} as gate; assert gate.IS_MUTATED, gate.__file__"
         _python(["-c", program], root)
     _python(
-        tree.import_command(root, ["cache_service/core/manager.py", "worker_service/cache/link.py", "client/gate.py"])[
-            1:
-        ],
+        tree.import_command(
+            root, ["cache_service/core/manager.py", "worker_service/cache/link_state.py", "client/gate.py"]
+        )[1:],
         root,
     )
 

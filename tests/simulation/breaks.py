@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core import incarnations, updates
 from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.manager import CacheManager
@@ -17,7 +17,7 @@ from kvpool.cache_service.epoch import MAX_EPOCH
 from kvpool.cache_service.foreign_epochs import ForeignEpochs
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.client.gate import Gate
-from kvpool.worker_service.cache import calls, uplink
+from kvpool.worker_service.cache import next_call
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.engine.engine import Engine
 
@@ -27,7 +27,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def free_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
     """A worker says that blocks are free while its running step still names them."""
 
-    original = uplink._free
+    original = next_call._free
 
     def _free(state: Any, link: Any, target: int) -> Any:
         running = [sequence for sequence in state.ending if sequence.in_step]
@@ -38,12 +38,12 @@ def free_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
             sequence.in_step = True
         return call
 
-    patch.setattr(uplink, "_free", _free)
+    patch.setattr(next_call, "_free", _free)
 
 
 def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
     """A worker reports the whole prompt as computed when its first chunk is."""
-    original = calls.append_call
+    original = next_call.append_call
 
     def append_call(link: Any, sequences: Any, block_size: int, wish: int, returned: Any) -> Any:
         call = original(link, sequences, block_size, wish, returned)
@@ -54,7 +54,7 @@ def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
             item.update.num_computed_tokens = max(item.update.num_computed_tokens, room // block_size * block_size)
         return call
 
-    patch.setattr(calls, "append_call", append_call)
+    patch.setattr(next_call, "append_call", append_call)
 
 
 def leak_on_abort(patch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def late_calls_executed(patch: pytest.MonkeyPatch) -> None:
 
 def tenants_share(patch: pytest.MonkeyPatch) -> None:
     """The tenant's salt is dropped on one code path."""
-    original = codec.decode_root
+    original = worker_codec.decode_root
 
     def decode_root(message: Any) -> Root:
         return original(message)._replace(tenant_salt="")
 
-    patch.setattr(codec, "decode_root", decode_root)
+    patch.setattr(worker_codec, "decode_root", decode_root)
 
 
 def reserve_not_reported(patch: pytest.MonkeyPatch) -> None:

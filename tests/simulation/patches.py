@@ -29,7 +29,7 @@ from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.process import durable_file
 from kvpool.worker_service.cache.ledger import BlockLedger
-from kvpool.worker_service.cache.link import Link
+from kvpool.worker_service.cache.link_state import LinkState
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -96,7 +96,7 @@ def installed(world: World) -> Iterator[None]:
         for block in blocks:
             world.laws.on_hit(ledger, block)
 
-    def new_entries(link: Link, downlink: Any, original: Any = Link.new_entries) -> Any:
+    def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
         for entry in entries:
             world.downlink[entry.WhichOneof("entry") or "none"] += 1
@@ -134,7 +134,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
-        stack.enter_context(mock.patch.object(Link, "new_entries", new_entries))
+        stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))
         stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
         before = deadline_init.__defaults__
         deadline_init.__defaults__ = (_loop_time,)

@@ -10,10 +10,10 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.queue import SchedulingPolicy
+from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from tests import tracer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
-from kvpool.worker_service.engine.queue import SchedulingPolicy
+from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
 from tests.simulation import manager, patches
 from tests.simulation.bus import Bus

@@ -8,7 +8,7 @@ from typing import Any, cast
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.engine.queue import SchedulingPolicy
+from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
 from kvpool.worker_service.engine.step import SampledToken

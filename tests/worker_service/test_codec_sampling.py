@@ -7,7 +7,8 @@ import pytest
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
 from kvpool.worker_service.engine.prompt import PromptEncoder
-from kvpool.worker_service.engine.step import SampledToken, SamplingParams, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
+from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import Chunk, FinishReason, Usage
 
 PROMPTS = PromptEncoder(None, 1000)

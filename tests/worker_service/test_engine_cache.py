@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvpool.v1 import cache_pb2, common_pb2
-from kvpool.worker_service.cache import calls
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ledger import Content
-from kvpool.worker_service.cache.link import Call
-from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.link_state import Call
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState, pack_tokens
+from kvpool.worker_service.cache.state import CacheSettings
 
 _STEP_SECONDS = 0.001
 
@@ -210,7 +209,7 @@ def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.Allocate
     for block in (1, 2, 3):
         ledger.accept_grant(block, 1)
         ledger.use(block)
-        before = Content(before, root, calls.pack_tokens([2 * block - 1, 2 * block]))
+        before = Content(before, root, pack_tokens([2 * block - 1, 2 * block]))
         ledger.complete(block, before)
         ledger.drop(block)
     sequence = CacheSequence("a", 1, root, [1, 2, 3, 4, 5, 6], max_new_tokens=1)

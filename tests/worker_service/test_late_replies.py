@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheSettings
 
 
 def _cache(session: int = 1) -> EngineCache:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvpool.worker_service.cache.link import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, Link
+from kvpool.worker_service.cache.link_state import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, LinkState
 
 
 def test_the_pause_between_failed_calls_grows_up_to_a_bound() -> None:
     """A manager that comes back after an hour is called within the bound; an answer starts over."""
-    link = Link(1)
+    link = LinkState(1)
     pauses = []
     for second in range(20):
         link.failed(float(second))

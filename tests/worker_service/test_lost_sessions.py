@@ -11,11 +11,11 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.keys import make_session_key
-from kvpool.worker_service.cache.link import MAX_STALE_CALLS
+from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS
 from tests.tracer import expected_text
 from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
 
@@ -107,7 +107,7 @@ async def test_a_worker_outgrows_a_register_no_that_is_not_its_own() -> None:
     """A stranger has registered under its name and incarnation, as far ahead as the manager takes."""
     async with one_stream(60) as world:
         introduction = world.link._registration.introduction
-        stolen = codec.decode_registration(introduction)._replace(register_no=1 << 63)
+        stolen = worker_codec.decode_registration(introduction)._replace(register_no=1 << 63)
         taken = world.manager.register(stolen, world.wire.now(), make_session_key())
         await until(lambda: world.manager.worker("w0").number > taken.session and world.is_open.is_set())
         assert world.wire.num_calls["Register"] <= 4, "it is told which number to outgrow"

@@ -7,8 +7,7 @@ import pytest
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import parking
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.cache.state import CacheState
+from kvpool.worker_service.cache.state import CacheSettings, CacheState
 
 _PATIENCE = 5.0
 

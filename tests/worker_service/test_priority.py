@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvpool.worker_service.priority import stand_back
+from kvpool.worker_service.cpu_share import stand_back
 from tests.cluster.in_process import in_process_cluster
 from tests.tiny_models import make_tiny_model
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -70,7 +70,7 @@ async def with_another_process(world: World, *, is_alive: bool, incarnation: int
     other = cache_pb2.RegisterRequest()
     other.CopyFrom(world.link._registration.introduction)
     other.incarnation, other.register_no, other.process_key = incarnation, 1, b"another"
-    session = manager.register(codec.decode_registration(other), world.wire.now()).session
+    session = manager.register(worker_codec.decode_registration(other), world.wire.now()).session
 
     async def tick() -> None:
         while True:

@@ -10,7 +10,8 @@ from google.rpc import code_pb2, error_details_pb2
 from kvpool.worker_service import status
 from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.queue import Payer, SchedulingPolicy
+from kvpool.worker_service.engine.policy import SchedulingPolicy
+from kvpool.worker_service.engine.request import Payer
 from tests.tracer import expected_text
 from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.world import World, read

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness
-from kvpool.worker_service.engine.queue import Payer, SchedulingPolicy
+from kvpool.worker_service.engine.policy import SchedulingPolicy
+from kvpool.worker_service.engine.request import Payer
 from tests.worker_service.scheduler_world import SchedulerWorld
 
 POLICIES = st.sampled_from(list(SchedulingPolicy))

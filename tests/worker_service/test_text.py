@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvpool.worker_service.engine.text import MAX_REPLAYED_TOKENS, TextDecoder
+from kvpool.worker_service.engine.detokenizer import MAX_REPLAYED_TOKENS, TextDecoder
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 

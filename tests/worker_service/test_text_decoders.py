@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from kvpool.worker_service.engine.text import MAX_WINDOW_TOKENS, TextDecoder
+from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIALS = ["<s>", "</s>", "[TOOL]"]

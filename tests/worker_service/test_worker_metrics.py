@@ -12,7 +12,8 @@ from prometheus_client import generate_latest
 from kvpool.process.metrics import MetricsPage
 from kvpool.worker_service import throughput
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.metrics import OUTCOMES, WorkerLabels, WorkerMetrics
+from kvpool.worker_service.labels import WorkerLabels
+from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
 from tests.worker_service.world import World

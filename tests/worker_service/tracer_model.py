@@ -6,7 +6,8 @@ import math
 import threading
 import time
 
-from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
 from tests import tracer
 
 

@@ -10,20 +10,20 @@ import torch
 
 from .layer import AttentionCall, KVLayer
 from .paged import PagedAttention, PagedStep
-from .setting import Setting, kernel_limits
+from .spec import AttentionSpec, kernel_limits
 
 _NAME = "flash_attn_varlen_func"
 _INSTALL = "pip install '.[flash]' in a checkout of kvpool, which compiles it"
 
 
-def flash_problem(setting: Setting) -> str | None:
+def flash_problem(setting: AttentionSpec) -> str | None:
     """Why flash-attn cannot serve this, as far as it can be told without running it."""
     if any(needs.has_sinks for needs in setting.needs):
         return "it has no attention sinks, which this model needs"
     return kernel_limits(setting) or (None if _function() else f"flash-attn is not installed ({_INSTALL})")
 
 
-def make_flash(_: Setting) -> PagedAttention:
+def make_flash(_: AttentionSpec) -> PagedAttention:
     """The backend. Raises RuntimeError where flash_problem would name one."""
     function = _function()
     if function is None:

@@ -8,10 +8,10 @@ from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .block_tables import BlockTables, IntArray
-from .staging import Staging
 
 _NUMBERS_PER_PART = 6
 """That go to the device in a step of decodes: row, start, length, shift, and a new block with its place."""
@@ -207,3 +207,33 @@ def _check_one_writer(tables: Sequence[list[int]], starts: Sequence[int], block_
     written = [block for table, start in zip(tables, starts, strict=True) for block in table[start // block_size :]]
     if len(set(written)) != len(written):
         raise PackingError("two tokens of the step write the same slot: two parts share a block that is not sealed")
+
+
+class Staging:
+    """int64 numbers, written on the host and read on the device. On a CPU both are the same memory."""
+
+    def __init__(self, device: torch.device, capacity: int = 1) -> None:
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+        self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        on_gpu = self._device.type == "cuda"
+        self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=on_gpu)
+        self._array = self._host.numpy()
+        self._there = torch.empty(capacity, dtype=torch.int64, device=self._device) if on_gpu else self._host
+
+    def send(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
+        """The arrays on the device, in their order; good until the next send."""
+        lengths = [array.size for array in arrays]
+        num_numbers = sum(lengths)
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still be reading what is overwritten now
+        if num_numbers > self._host.numel():
+            self._allocate(1 << (num_numbers - 1).bit_length())
+        np.concatenate(arrays, out=self._array[:num_numbers])
+        if self._there is not self._host:
+            self._there[:num_numbers].copy_(self._host[:num_numbers], non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self._device))
+        return list(torch.split(self._there[:num_numbers], lengths))

@@ -13,7 +13,7 @@ from .backend import AttentionBackend
 from .flash import flash_problem, flash_version, make_flash
 from .invariance import Finding, find_shapes
 from .layer import LayerNeeds
-from .setting import Setting
+from .spec import AttentionSpec
 from .torch_backend import FREE_SHAPES, MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
 from .verification import SelfTestFailed, run_self_test
@@ -33,9 +33,9 @@ class Candidate:
     """A backend that may serve."""
 
     name: str
-    problem: Callable[[Setting], str | None]
+    problem: Callable[[AttentionSpec], str | None]
     """Why it cannot, as far as that is known without running it."""
-    make: Callable[[Setting], AttentionBackend]
+    make: Callable[[AttentionSpec], AttentionBackend]
     describe: Callable[[], str]
     """What it is, for the log."""
     undo: Callable[[], None] = lambda: None
@@ -50,7 +50,7 @@ CANDIDATES = (
 
 
 def choose_backend(
-    name: BackendName, setting: Setting, say: Callable[[str], None], candidates: Sequence[Candidate] = CANDIDATES
+    name: BackendName, setting: AttentionSpec, say: Callable[[str], None], candidates: Sequence[Candidate] = CANDIDATES
 ) -> AttentionBackend:
     """The backend of that name; auto: the first candidate that passes its self-test here, else plain torch.
 
@@ -79,7 +79,7 @@ def choose_backend(
     return _torch(setting, say, [] if setting.device.type == "cpu" else reasons)
 
 
-def _torch(setting: Setting, say: Callable[[str], None], reasons: Sequence[str]) -> AttentionBackend:
+def _torch(setting: AttentionSpec, say: Callable[[str], None], reasons: Sequence[str]) -> AttentionBackend:
     finding = find_invariance(setting.dtype, setting.device, setting.needs)
     say("; ".join(["attention: torch", *([] if finding is None else [finding.describe()]), *reasons]))
     return make_torch(setting.dtype, setting.device, setting.needs)
@@ -98,7 +98,7 @@ def find_invariance(dtype: torch.dtype, device: torch.device, needs: Sequence[La
     return find_shapes(needs) if dtype == torch.float32 and device.type == "cpu" else None
 
 
-def _try(candidate: Candidate, setting: Setting) -> tuple[AttentionBackend | None, str]:
+def _try(candidate: Candidate, setting: AttentionSpec) -> tuple[AttentionBackend | None, str]:
     """The backend if it serves, else why not."""
     problem = candidate.problem(setting)
     if problem is not None:
@@ -116,7 +116,7 @@ def _try(candidate: Candidate, setting: Setting) -> tuple[AttentionBackend | Non
     return None, reason
 
 
-def _advice(candidate: Candidate, setting: Setting) -> str:
+def _advice(candidate: Candidate, setting: AttentionSpec) -> str:
     if candidate.problem(setting) is not None:
         return ""
     others = [size for size in _OTHER_BLOCK_SIZES if size != setting.block_size]

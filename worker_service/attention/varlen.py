@@ -11,14 +11,14 @@ import torch
 
 from .layer import AttentionCall, KVLayer
 from .paged import PagedAttention, PagedStep
-from .setting import Setting, kernel_limits
+from .spec import AttentionSpec, kernel_limits
 
 _PARAMETERS = frozenset({"block_table", "seqused_k", "window_size", "enable_gqa", "scale"})
 _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 """Of those that read blocks, by the major number of a GPU's compute capability. torch's own, FlashAttention 2, does not."""
 
 
-def varlen_problem(setting: Setting) -> str | None:
+def varlen_problem(setting: AttentionSpec) -> str | None:
     """Why torch's varlen attention cannot serve this, as far as it can be told without running it."""
     if any(needs.has_sinks for needs in setting.needs):
         return "it has no attention sinks, which this model needs"
@@ -31,7 +31,7 @@ def varlen_problem(setting: Setting) -> str | None:
     return None
 
 
-def make_varlen(setting: Setting) -> PagedAttention:
+def make_varlen(setting: AttentionSpec) -> PagedAttention:
     """The backend. Lets torch use FlashAttention 3 or 4 where they are installed, for this process.
 
     Raises RuntimeError where varlen_problem would name one.

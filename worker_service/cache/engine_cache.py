@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import calls, downlink, events, parking, uplink
+from . import events, next_call, parking, replies
 from .ledger import Content, DisagreementError
-from .link import MAX_STALE_CALLS, SESSION_OVER, Call, Link
-from .sequence import CacheSequence, SequenceState
-from .settings import CacheSettings
-from .state import CacheState
+from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
+from .sequence import CacheSequence, SequenceState, pack_tokens
+from .state import CacheSettings, CacheState
 
 
 class Computed(NamedTuple):
@@ -116,7 +115,7 @@ class EngineCache:
             return
         for index in range(first, last):
             parent = state.ledger.content(sequence.table[index - 1]) if index else None
-            tokens = calls.pack_tokens(sequence.tokens[index * size : (index + 1) * size])
+            tokens = pack_tokens(sequence.tokens[index * size : (index + 1) * size])
             state.ledger.complete(sequence.table[index], Content(parent, sequence.root, tokens))
         if state.report_due_at is None:
             state.report_due_at = now + self.settings.report_seconds
@@ -188,7 +187,7 @@ class EngineCache:
         if self._state.holds_anything and not response.report_wanted:
             self.give_up("the manager takes no report of what this worker holds")
             return
-        link = Link(response.session, response.session_key)
+        link = LinkState(response.session, response.session_key)
         self._state.begin_session(link, report_wanted=response.report_wanted)
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
@@ -216,7 +215,7 @@ class EngineCache:
         """A heartbeat of `session` was answered."""
         link = self._state.link
         if link is not None and link.session == session:
-            self._guarded(lambda: downlink.take_entries(self._state, link, response.downlink))
+            self._guarded(lambda: replies.take_entries(self._state, link, response.downlink))
 
     # -- for the edge: calls
 
@@ -228,7 +227,7 @@ class EngineCache:
         link = self._state.link
         if link is None or link.in_flight is not None or now < link.retry_at:
             return None
-        link.in_flight = uplink.next_call(self._state, link, candidates, now)
+        link.in_flight = next_call.next_call(self._state, link, candidates, now)
         self.num_calls += link.in_flight is not None
         return link.in_flight
 
@@ -237,14 +236,14 @@ class EngineCache:
         link = self._state.link
         if link is None or link.in_flight is not None:
             return None
-        return uplink.next_call_at(self._state, link, now)
+        return next_call.next_call_at(self._state, link, now)
 
-    def on_reply(self, call: Call, response: downlink.Response, now: float) -> None:
+    def on_reply(self, call: Call, response: replies.Response, now: float) -> None:
         """The call was executed. A reply to a call given up before is dropped whole."""
         link = self._state.link
         if link is not None and link.in_flight is call:
             link.succeeded()
-            self._guarded(lambda: downlink.take_reply(self._state, link, call, response, now))
+            self._guarded(lambda: replies.take_reply(self._state, link, call, response, now))
 
     def on_refused(self, call: Call, why: str) -> None:
         """The call was refused in a way that the same state would be refused again. A call given up before is of the past."""

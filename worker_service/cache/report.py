@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .calls import pack_tokens
 from .ledger import BlockLedger, Content
 from .reserve import ReservedBlock
-from .sequence import CacheSequence
+from .sequence import CacheSequence, pack_tokens
 
 _MAX_CONTENTS = 2048
 """Contents in one part, and entries of tables; the manager takes a part in in a few milliseconds."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from . import events
 from .ledger import BlockLedger
-from .link import Link
+from .link_state import LinkState
 from .report import Report
 from .reserve import DecodingRate, Reserve, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
-from .settings import CacheSettings
 
 
 class CacheState:
@@ -18,7 +18,7 @@ class CacheState:
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
-        self.link: Link | None = None
+        self.link: LinkState | None = None
         """None while no session is open."""
         self.ledger = BlockLedger(settings.num_blocks)
         self.reserve = Reserve()
@@ -49,7 +49,7 @@ class CacheState:
         """Whether there is something that a manager would have to know."""
         return bool(self.ledger.holds_anything or self.reserve)
 
-    def begin_session(self, link: Link, *, report_wanted: bool) -> None:
+    def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
         """A session is open. What is held here is reported in it before anything else is said, if it is wanted: even if that has
         come to nothing since Register, for the manager waits for it."""
         for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
@@ -94,7 +94,7 @@ class CacheState:
             self.is_given_up = True
             self.events.append(events.GivenUp(why, is_defect))
 
-    def open_link(self) -> Link | None:
+    def open_link(self) -> LinkState | None:
         """The link of the open session, if its report is in."""
         return None if self.link is None or self.link.report is not None else self.link
 
@@ -137,3 +137,25 @@ class CacheState:
         sequence.forget()
         if self.sequences.get(sequence.id) is sequence:
             del self.sequences[sequence.id]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Size of the pool, and how often and how much is said to the manager."""
+
+    block_size: int = 16
+    """Token slots of one block."""
+    num_blocks: int = 1024
+    """Blocks of the pool, the null block included."""
+    report_seconds: float = 0.1
+    """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
+    reserve_seconds: float = 2.0
+    """How many seconds of decoding the reserve should last without the manager."""
+    prefix_wait_seconds: float = 10.0
+    """How long a request waits for a prefix in flight that makes no progress, before it computes it itself."""
+    no_blocks_retry_seconds: float = 1.0
+    """When to ask again after NO_BLOCKS although nothing was given back; only a safeguard."""
+    max_items_per_call: int = 256
+    """Sequences in one call to the manager."""
+    max_call_bytes: int = 8 << 20
+    """Bytes of tokens and table entries, there and back, in one call; half of what gRPC is told to let through."""

@@ -6,8 +6,8 @@ from collections import Counter, deque
 
 from ..cache.sequence import SequenceState
 from .errors import EngineError, ErrorKind
-from .queue import Payer, RequestQueue
-from .request import Request
+from .queue import RequestQueue
+from .request import Payer, Request
 
 RATE_SECONDS = 10.0
 """Tokens per second are those of so many last seconds."""

@@ -22,9 +22,9 @@ from ..cache.engine_cache import Computed, EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
 from .admission import Admission
 from .errors import EngineError, ErrorKind, invalid
+from .policy import SchedulingPolicy
 from .prompt import PromptEncoder
-from .queue import Payer, SchedulingPolicy
-from .request import GenerationParams, Request
+from .request import GenerationParams, Payer, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heapreplace, nlargest
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from .queue import Payer
+from .request import Payer
 
 if TYPE_CHECKING:
     from .request import Request

@@ -5,46 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .request import GenerationParams, Request
-
-
-class SchedulingPolicy(StrEnum):
-    """What puts one request before another.
-
-    * fcfs: all requests are of one level; `GenerationParams.priority` is not looked at. No accepted request starves.
-    * priority: the level is the request's priority, smaller first. Strict between levels: while a request of a better level can be
-      asked for or computed, nothing of a worse one is, so a worse level may starve. Within a level nobody does. Who runs is not
-      displaced by a better one that waits, only by the pool running out.
-
-    Within a level, tenants share fairly (`fairness.py`), and each tenant's requests come in the order of their arrival.
-    """
-
-    fcfs = "fcfs"
-    priority = "priority"
-
-    def level(self, params: GenerationParams) -> int:
-        """Smaller is better."""
-        return params.priority if self is SchedulingPolicy.priority else 0
-
-
-class Rank(NamedTuple):
-    """A request's place in a total order that never changes, so that the first of those that run always gets to its end: whoever
-    has to give blocks back is the last."""
-
-    level: int
-    arrival: int
-    """Number of the request among all that were accepted. A preempted request keeps it."""
-
-
-class Payer(NamedTuple):
-    """Whose share of the steps a request is computed out of."""
-
-    level: int
-    tenant: str
+    from .request import Payer, Request
 
 
 class RequestQueue:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from ..cache.sequence import CacheSequence
-from .queue import Payer, Rank
-from .stats import RequestTimes
-from .step import PromptRows, SampledToken, SamplingParams, SequencePart, TokenLogprobs
+from .detokenizer import TextDecoder
+from .sampling_params import SamplingParams, TokenLogprobs
+from .step import PromptRows, SampledToken, SequencePart
 from .stream import Chunk, FinishReason, TokenStream, Usage
-from .text import TextDecoder
 from .token_counts import TokenCounts
 
 
@@ -188,3 +188,32 @@ class Request:
         chunk.finish_reason = self.finish_reason = reason
         chunk.usage = self.usage()
         self.stream.put(chunk)
+
+
+class Rank(NamedTuple):
+    """A request's place in a total order that never changes, so that the first of those that run always gets to its end: whoever
+    has to give blocks back is the last."""
+
+    level: int
+    arrival: int
+    """Number of the request among all that were accepted. A preempted request keeps it."""
+
+
+class Payer(NamedTuple):
+    """Whose share of the steps a request is computed out of."""
+
+    level: int
+    tenant: str
+
+
+class RequestTimes:
+    """When things happened to one request."""
+
+    __slots__ = ("arrived_at", "first_token_at", "granted_at", "last_token_at")
+
+    def __init__(self) -> None:
+        self.arrived_at = 0.0
+        self.granted_at: float | None = None
+        """When it first had a block table."""
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0

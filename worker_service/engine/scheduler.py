@@ -16,8 +16,9 @@ from typing import NamedTuple
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
 from .fairness import Fairness, tokens_by_payer
-from .queue import Payer, Rank, RequestQueue, SchedulingPolicy
-from .request import Request
+from .policy import SchedulingPolicy
+from .queue import RequestQueue
+from .request import Payer, Rank, Request
 from .step import SequencePart, Step
 
 

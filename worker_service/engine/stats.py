@@ -37,19 +37,6 @@ CANCELLED: Final = "cancelled"
 """Outcome of a request whose reader has gone, or whose deadline is over. The others are named like FinishReason and ErrorKind."""
 
 
-class RequestTimes:
-    """When things happened to one request."""
-
-    __slots__ = ("arrived_at", "first_token_at", "granted_at", "last_token_at")
-
-    def __init__(self) -> None:
-        self.arrived_at = 0.0
-        self.granted_at: float | None = None
-        """When it first had a block table."""
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
-
-
 class EngineStats:
     """Counted since the process began."""
 

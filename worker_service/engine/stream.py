@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Final
 
 from .errors import EngineError
-from .step import SampledToken, TokenLogprobs
+from .sampling_params import TokenLogprobs
+from .step import SampledToken
 
 MAX_CHUNK_TOKENS: Final = 256
 """Generated tokens of one chunk, which becomes one message: with 20 log-probabilities each, about what HTTP/2 sends at once."""

@@ -17,26 +17,25 @@ from ..attention.interface import ATTENTION_NAME, register
 from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
-from ..attention.setting import Setting
-from .batch_invariance import find_batch_invariance
-from .cache_dir import default_cache_dir
-from .config import choose_max_model_len, read_config
+from ..attention.spec import AttentionSpec
 from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
-from .fingerprint import fingerprint
-from .guard import check_config, check_twin, guarded_layers
-from .kv_cache import KVCache
-from .layers import AttentionLayer
-from .memory import KVCachePlan, MemoryBudget, MemorySettings, plan_memory
-from .memory_facts import facts_of_loaded
-from .packed_linear import pack_linears
-from .placement import choose_device, choose_dtype, dtype_name, own_dtype
-from .progress import Progress
-from .quiet import quiet_transformers
-from .resolve import ModelFolder, resolve_model
+from .forward.kv_cache import KVCache
+from .forward.kv_plan import KVCachePlan
+from .forward.layers import AttentionLayer
+from .forward.packed_linear import pack_linears
+from .forward.runner import ModelRunner
+from .guard.batch_invariance import find_batch_invariance
+from .guard.support import check_config, check_twin, guarded_layers
+from .memory.facts import facts_of_loaded
+from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .placement import choose_device, choose_dtype, choose_max_model_len, dtype_name, own_dtype, read_config
+from .progress import Progress, quiet_transformers
 from .rope import Regime, describe_regime, fix_longrope
-from .runner import ModelRunner
 from .settings import ModelSettings
+from .source.cache_dir import default_cache_dir
+from .source.fingerprint import fingerprint
+from .source.resolve import ModelFolder, resolve_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +57,7 @@ class LoadedModel:
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend:
         """The backend of that name, or the best that passes its self-test here; progress is told which. Raises ModelError."""
-        setting = Setting(self.attention_needs, self.dtype, self.device, block_size)
+        setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:

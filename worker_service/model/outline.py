@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .blueprint import Blueprint, draw_blueprint
-from .config import read_config
-from .convert import dtype_that_keeps
 from .load import prepare
-from .memory import MemoryBudget, MemorySettings, plan_memory
-from .memory_facts import facts_of_blueprint
-from .placement import DTYPES, choose_dtype
+from .memory.facts import facts_of_blueprint
+from .memory.meta_model import Blueprint, draw_blueprint
+from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .placement import DTYPES, choose_dtype, read_config
 from .progress import Progress
-from .resolve import find_config
 from .settings import ModelSettings
+from .source.convert import dtype_that_keeps
+from .source.resolve import find_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)

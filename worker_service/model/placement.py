@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from .errors import ModelError
+from .rope import longest_exact
 from .settings import DTypeName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,3 +78,34 @@ def own_dtype(config: Any) -> torch.dtype | None:
     """The dtype that the model's config names, if any."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def read_config(folder: Path, gguf: str | None = None) -> Any:
+    """The config in config.json, or in the head of a GGUF file of that name in the folder; no weights are read.
+
+    Raises ModelError where transformers does not know such a model, or it brings its own code.
+    """
+    more = {} if gguf is None else {"gguf_file": gguf}
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
+    except (ValueError, OSError) as error:
+        raise ModelError(
+            f"transformers cannot read {folder / (gguf or 'config.json')}: {error}. Models that bring their own code are "
+            "refused."
+        ) from error
+
+
+def choose_max_model_len(config: Any, wanted: int | None) -> int:
+    """Tokens of the longest sequence: what is wanted, else what the config allows and the model computes exactly.
+
+    Raises ModelError.
+    """
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if wanted is None:
+        if limit is None:
+            raise ModelError(f"The config of {config.model_type} names no longest sequence: give --max-model-len.")
+        return min(int(limit), longest_exact(config) or int(limit))
+    if wanted < 2 or (limit is not None and wanted > limit):
+        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, which the model's config allows.")
+    return wanted

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from transformers.utils import logging as transformers_logging
+
 Progress = Callable[[str], None]
 """Takes one line for people. May be called from another thread."""
 
@@ -27,3 +29,15 @@ def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterato
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars from transformers inside."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

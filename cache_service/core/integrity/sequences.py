@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..attempts import Attempts
+from ..fencing import Fencing
 from ..prefix_tree import Node
 from ..sequence import Sequence
 from ..session import Session
@@ -99,7 +99,7 @@ def roll_call(sessions: Iterable[Session], suspects: Iterable[Node], findings: F
     return standing
 
 
-def compare_attempts(sessions: Iterable[Session], attempts: Attempts, findings: Findings) -> None:
+def compare_attempts(sessions: Iterable[Session], attempts: Fencing, findings: Findings) -> None:
     """The index of attempts holds exactly the live sequences."""
     living = {sequence for session in sessions for sequence in session.sequences.values()}
     indexed = set(attempts)

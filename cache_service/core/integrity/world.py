@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from ..attempts import Attempts
 from ..block_pool import BlockPool
 from ..budget import Budget
+from ..fencing import Fencing
 from ..prefix_tree import PrefixTree
 from ..session import Session
 
@@ -17,7 +17,7 @@ class World(NamedTuple):
     """The manager's own objects, not copies."""
 
     tree: PrefixTree
-    attempts: Attempts
+    attempts: Fencing
     budget: Budget
     sessions: Mapping[int, Session]
     """Live ones, by number."""

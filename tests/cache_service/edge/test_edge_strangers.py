@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 from structlog.testing import capture_logs
 
-from kvpool.cache_service import codec
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
@@ -212,7 +212,7 @@ async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
         assert server.metrics is not None
         shown.append(await asyncio.to_thread(_read, server.metrics.url))
         session = server.manager.worker("w")
-        uplink = codec.decode_uplink(pb.FreeRequest(uplink=worker.uplink()))
+        uplink = worker_codec.decode_uplink(pb.FreeRequest(uplink=worker.uplink()))
         assert uplink.key == session.key == worker.session_key
         shown += [f"{thing!r} {thing}".encode() for thing in (session, vars(session), uplink, uplink.key)]
         await worker.deregister()

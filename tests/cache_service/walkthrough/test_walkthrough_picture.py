@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvpool.cache_service.core.block_pool import State
-from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.__main__ import CASES
 from kvpool.cache_service.walkthrough.changes import changed_blocks
 from kvpool.cache_service.walkthrough.picture import draw_legend, draw_step
 from kvpool.cache_service.walkthrough.recording import record

@@ -12,8 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvpool.cache_service.walkthrough.__main__ import main
-from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.__main__ import CASES, main
 from kvpool.cache_service.walkthrough.recording import Case, Scene
 from kvpool.cache_service.walkthrough.worker import Worker
 

@@ -12,7 +12,7 @@ from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.hashing import block_hash, xxh64
 from kvpool.cache_service.core.integrity import Audit
 from kvpool.cache_service.walkthrough import recording
-from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.__main__ import CASES
 from kvpool.cache_service.walkthrough.changes import changed_blocks
 from kvpool.cache_service.walkthrough.recording import Step, record
 from kvpool.cache_service.walkthrough.snapshot import NodeView, Snapshot, TableView

@@ -81,7 +81,7 @@ def test_an_exception_leaves_the_terminal_as_before() -> None:
     """And is told on the ordinary screen, where it can be read."""
     code = """
 from rich.console import Console
-from kvpool.cache_service.walkthrough.cases import CASES
+from kvpool.cache_service.walkthrough.__main__ import CASES
 from kvpool.cache_service.walkthrough.recording import record
 from kvpool.cache_service.walkthrough.viewer import view
 case = CASES["prefix"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ...engine.step import SamplingParams
+from ...engine.sampling_params import SamplingParams
 from ...engine.token_counts import TokenCounts
 
 

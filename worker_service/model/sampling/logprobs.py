@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.step import TokenLogprobs
+from ...engine.sampling_params import TokenLogprobs
 from .ranking import best
 
 

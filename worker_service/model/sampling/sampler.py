@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.step import BadLogits, SampledToken, TokenLogprobs
+from ...engine.sampling_params import TokenLogprobs
+from ...engine.step import BadLogits, SampledToken
 from .adjustment import adjust
 from .choice import draw_tokens
 from .draw import Draw

@@ -1,0 +1,169 @@
+"""What clients and people see: the answers of Route, Describe and Check, encoded. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from .core.block_pool import State
+from .core.budget import Budget
+from .core.description import BlockDescription, SequenceDescription
+from .core.integrity import Audit, Violation
+from .core.messages import PoolConfig
+from .core.routing import RoutedWorker
+from .core.session import Session
+from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load
+
+MAX_VIOLATIONS = 256
+"""Violations in one answer of Check; the first ones tell what happened, the rest is what followed."""
+
+_BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
+    State.FREE: cache_pb2.BLOCK_STATE_FREE,
+    State.CACHED: cache_pb2.BLOCK_STATE_CACHED,
+    State.HELD: cache_pb2.BLOCK_STATE_HELD,
+    State.RESERVED: cache_pb2.BLOCK_STATE_RESERVED,
+}
+assert _BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
+
+
+def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2.RouteResponse:
+    """The ranked workers; `explanation` says why there are none."""
+    return cache_pb2.RouteResponse(
+        workers=[
+            cache_pb2.RoutedWorker(
+                worker_id=worker.session.worker_id,
+                address=worker.session.registration.address,
+                model_fingerprint=worker.session.registration.model_fingerprint,
+                num_cached_tokens=worker.num_cached_tokens,
+                num_in_flight_tokens=worker.num_in_flight_tokens,
+                load=encode_load(worker.load),
+            )
+            for worker in workers
+        ],
+        explanation=explanation,
+    )
+
+
+def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
+    """Why Route found nobody, in words."""
+    sessions = tuple(sessions)
+    reporting = sorted(
+        s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.recovery is not None
+    )
+    if reporting:
+        return f"the workers that serve this model are just telling what they hold: {', '.join(reporting)}; ask again in a moment"
+    leaving = sorted(s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.draining)
+    if leaving:
+        return f"every worker that serves this model is about to leave: {', '.join(leaving)}; start another one"
+    models = sorted({f"{s.registration.model_name!r} ({s.registration.model_fingerprint})" for s in sessions})
+    if not models:
+        return "no worker is registered: start one, or look into its log if it runs"
+    shown = ", ".join(models[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
+    return f"no live worker serves the model with fingerprint {fingerprint[:128]!r}; served are {shown}"
+
+
+def encode_config(pool: PoolConfig) -> common_pb2.KVCacheConfig:
+    """The layout that a worker has registered."""
+    return common_pb2.KVCacheConfig(
+        block_size=pool.block_size,
+        groups=[
+            common_pb2.KVCacheGroup(
+                group=GROUP, full_attention=common_pb2.FullAttentionSpec(), bytes_per_block=pool.bytes_per_block
+            )
+        ],
+        pools=[common_pb2.KVCachePool(group=GROUP, tier=TIER, num_blocks=pool.num_blocks)],
+    )
+
+
+def encode_worker(
+    session: Session, blocks: Iterable[BlockDescription], sequences: Iterable[SequenceDescription], now: float
+) -> cache_pb2.WorkerDescription:
+    """A worker and, if asked for, a page of its block map and its sequences. `now` is the manager's monotonic time in seconds."""
+    registration = session.registration
+    return cache_pb2.WorkerDescription(
+        worker_id=registration.worker_id,
+        address=registration.address,
+        session=session.number,
+        incarnation=registration.incarnation,
+        model_name=registration.model_name,
+        model_fingerprint=registration.model_fingerprint,
+        kv_cache_config=encode_config(registration.pool),
+        max_model_len=registration.max_model_len,
+        counts=[encode_counts(session.pool.counts())],
+        load=encode_load(session.load),
+        num_sequences=len(session.sequences),
+        lease_remaining_ms=max(0, round((session.lease_end - now) * 1000)),
+        blocks=map(_encode_block, blocks),
+        totals=cache_pb2.WorkerTotals(
+            num_prompt_tokens=session.num_prompt_tokens,
+            num_cached_tokens=session.num_cached_tokens,
+            num_evicted_blocks=session.pool.num_evicted,
+            num_calls=session.num_calls,
+            num_generated_tokens=session.num_generated_tokens,
+        ),
+        draining=session.draining,
+        recovering=session.recovery is not None,
+        sequences=map(_encode_sequence, sequences),
+    )
+
+
+def encode_budget(budget: Budget) -> cache_pb2.Budget:
+    """What all workers together have, and may have."""
+    return cache_pb2.Budget(
+        num_blocks=budget.num_blocks,
+        max_blocks=budget.max_blocks,
+        num_slots=budget.num_slots,
+        num_sequence_tokens=budget.num_sequence_tokens,
+        max_tokens=budget.max_tokens,
+    )
+
+
+def _encode_sequence(sequence: SequenceDescription) -> cache_pb2.SequenceDescription:
+    return cache_pb2.SequenceDescription(
+        key=encode_key(sequence.key),
+        num_tokens=sequence.num_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_blocks=sequence.num_blocks,
+        fenced=sequence.fenced,
+    )
+
+
+def _encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
+    return cache_pb2.BlockDescription(
+        group=GROUP,
+        tier=TIER,
+        block_id=block.block,
+        state=_BLOCK_STATES[block.state],
+        ref_count=block.ref_count,
+        generation=block.generation,
+        token_count=block.token_count,
+        sealed=block.sealed,
+        block_hash=block.block_hash,
+        table_index=block.table_index,
+        owners=map(encode_key, block.owners),
+        free_list_position=block.free_list_position,
+    )
+
+
+def encode_audit(audit: Audit) -> cache_pb2.CheckResponse:
+    """What was looked at, and the laws that do not hold."""
+    return cache_pb2.CheckResponse(
+        violations=map(_encode_violation, audit.violations[:MAX_VIOLATIONS]),
+        num_blocks_checked=audit.num_blocks,
+        num_sequences_checked=audit.num_sequences,
+        num_nodes_checked=audit.num_nodes,
+        num_sessions_checked=audit.num_sessions,
+    )
+
+
+def _encode_violation(violation: Violation) -> cache_pb2.Violation:
+    return cache_pb2.Violation(
+        law=violation.law,
+        message=violation.message,
+        worker_id=violation.worker_id,
+        session=violation.session,
+        block_id=violation.block,
+        sequence=None if violation.sequence is None else encode_key(violation.sequence),
+    )

@@ -1,0 +1,139 @@
+"""`kvpool chat`: talk to the model, with its chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import typer
+
+from ...chat_template import Message
+from ...completion import Completion
+from ...errors import KvpoolError
+from ...options import GenerateOptions
+from ...sync_client import SyncClient
+from ..answer_flags import (
+    FrequencyPenalty,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    ModelName,
+    PresencePenalty,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    Tenant,
+    Timeout,
+    TopK,
+    TopP,
+    parse_logit_bias,
+)
+from ..terminal import ManagerOption, client_config, error_line, print_answer, printed, stderr_console
+
+_HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+
+
+def chat(
+    message: Annotated[str | None, typer.Argument(help="One message. Without it: a conversation.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is to be.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    priority: Priority = 0,
+    tenant: Tenant = "",
+    model: ModelName = None,
+    timeout: Timeout = None,
+    manager: ManagerOption = None,
+) -> None:
+    """Talk to the model; its answers stream to stdout."""
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": parse_logit_bias(logit_bias or ()),
+        "seed": seed,
+        "stop": stop or (),
+        "priority": priority,
+        "tenant": tenant,
+        "model": model,
+        "timeout": timeout,
+    }
+    start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    with SyncClient(config=client_config(manager)) as client:
+        if message is not None:
+            _answer(client, [*start, {"role": "user", "content": message}], options)
+        else:
+            # Before the first question, so that a missing manager is told at once.
+            served = client.model(model)
+            _converse(client, served.name, start, options)
+
+
+def _converse(client: SyncClient, model_name: str, start: list[Message], options: GenerateOptions) -> None:
+    remarks = stderr_console()
+    remarks.print(printed(f"{model_name}: {_HELP}"), style="dim")
+    history = list(start)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/clear":
+            history = list(start)
+            continue
+        if line.startswith("/"):
+            remarks.print(_HELP, style="dim", markup=False)
+            continue
+        question: Message = {"role": "user", "content": line}
+        try:
+            completion = _answer(client, [*history, question], options)
+        except KeyboardInterrupt:
+            # Leaving the stream has cancelled the call; the question and half an answer are not remembered.
+            print()
+            continue
+        except KvpoolError as error:
+            # Most often a conversation that has outgrown the model: /clear helps, leaving does not.
+            print(error_line(error), file=sys.stderr)
+            continue
+        history += [question, {"role": "assistant", "content": completion.text}]
+        remark = (
+            f"[{completion.worker_id}: {completion.num_cached_tokens} of {completion.num_prompt_tokens} prompt tokens "
+            f"from the cache, first token after {completion.time_to_first_token_ms:.0f} ms]"
+        )
+        remarks.print(printed(remark), style="dim")
+
+
+def _answer(client: SyncClient, messages: list[Message], options: GenerateOptions) -> Completion:
+    with client.chat(messages, **options) as stream:
+        for chunk in stream:
+            print_answer(chunk.text)
+        print()
+        return stream.collect()
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, empty lines left out; ends with Ctrl-D, or with Ctrl-C at the prompt."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 — importing it gives input() editing and a history
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line:
+            yield line

@@ -1,0 +1,79 @@
+"""`kvpool drain`: let a worker finish and leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from kvpool.v1 import cache_pb2
+
+from ...client import Client
+from ...config import ClientConfig
+from ...errors import KvpoolError
+from ...manager import MAX_GRACE_SECONDS
+from ..terminal import ManagerOption, client_config, printed, stderr_console, stdout_console
+
+_POLL_SECONDS: Final = 0.2
+_BEYOND_GRACE_SECONDS: Final = 15.0
+"""A worker needs some seconds beside its grace: to hear of the order, to free, to say good-bye."""
+_UNKNOWN_GRACE_SECONDS: Final = 60.0
+"""Of a worker that goes by its own setting, which we do not know."""
+
+
+def drain(
+    worker_id: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Name of the worker, as `kvpool status` shows it.")
+    ],
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            "--grace",
+            min=0,
+            max=MAX_GRACE_SECONDS,
+            help="Seconds that running requests may take to end. Default: the worker's --grace-seconds.",
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the worker has left.")] = True,
+    manager: ManagerOption = None,
+) -> None:
+    """Let a worker end its requests and leave: no new ones go to it, its blocks are freed, its process ends."""
+    asyncio.run(_drain(client_config(manager), worker_id, grace, wait))
+
+
+async def _drain(config: ClientConfig, worker_id: str, grace: float | None, wait: bool) -> None:
+    async with Client(config=config) as client:
+        await client.drain(worker_id, grace=grace)
+        if wait:
+            await _until_left(client, worker_id, grace, stderr_console())
+    stdout_console().print(printed(f"{worker_id} has left" if wait else f"{worker_id} is leaving"))
+
+
+async def _until_left(client: Client, worker_id: str, grace: float | None, console: Console) -> None:
+    """Until this process of the worker is gone. A manager that has restarted meanwhile is told again: it may not know of it."""
+    patience = _BEYOND_GRACE_SECONDS + (_UNKNOWN_GRACE_SECONDS if grace is None else grace)
+    try:
+        with console.status(printed(f"{worker_id} is leaving")) as progress:
+            async with asyncio.timeout(patience):
+                incarnation: int | None = None
+                while (worker := _find(await client.describe(), worker_id)) is not None:
+                    incarnation = incarnation or worker.incarnation
+                    if worker.incarnation != incarnation:
+                        return  # its successor
+                    if not worker.draining:
+                        await client.drain(worker_id, grace=grace)
+                    load = worker.load
+                    progress.update(printed(f"{worker_id} is leaving: {load.num_running} requests running"))
+                    await asyncio.sleep(_POLL_SECONDS)
+    except TimeoutError:
+        raise KvpoolError(
+            f"{worker_id} is still there after {patience:g} s, although no new requests go to it: its log says why; "
+            "to end it at once, end its process",
+            reason="STILL_THERE",
+        ) from None
+
+
+def _find(response: cache_pb2.DescribeResponse, worker_id: str) -> cache_pb2.WorkerDescription | None:
+    return next((worker for worker in response.workers if worker.worker_id == worker_id), None)

@@ -1,0 +1,88 @@
+"""`kvpool status`: who is there, and how full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from ...block_map import num_device_blocks
+from ...client import Client
+from ..terminal import JsonOption, ManagerOption, client_config, printed, stdout_console
+
+
+def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
+    """Live workers and their blocks."""
+    config = client_config(manager)
+
+    async def describe() -> cache_pb2.DescribeResponse:
+        async with Client(config=config) as client:
+            return await client.describe()
+
+    response = asyncio.run(describe())
+    workers = sorted(response.workers, key=lambda worker: worker.worker_id)
+    if as_json:
+        print(json.dumps({"workers": [worker_object(worker) for worker in workers]}))
+        return
+    console = stdout_console()
+    if not workers:
+        console.print(f"manager {config.manager}: no live worker; start one with `kvpool worker`", markup=False)
+        return
+    console.print(_table(workers))
+    console.print(
+        f"manager {config.manager}, epoch {response.epoch}, {response.num_prefix_nodes:,} prefix nodes", markup=False
+    )
+
+
+def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
+    """One entry of `status --json`; the names are part of the interface. Counts are of the device tier."""
+    counts = device_counts(worker)
+    return {
+        "worker_id": worker.worker_id,
+        "address": worker.address,
+        "draining": worker.draining,
+        "model": worker.model_name,
+        "block_size": worker.kv_cache_config.block_size,
+        "num_blocks": num_device_blocks(worker),
+        "free": counts.free,
+        "cached": counts.cached,
+        "held": counts.held,
+        "reserved": counts.reserved,
+    }
+
+
+def device_counts(worker: cache_pb2.WorkerDescription) -> common_pb2.BlockCounts:
+    """Block counts of the device tier, summed over its groups."""
+    total = common_pb2.BlockCounts(tier=common_pb2.TIER_DEVICE)
+    for counts in worker.counts:
+        if counts.tier == common_pb2.TIER_DEVICE:
+            for name in ("capacity", "free", "cached", "held", "reserved", "copying", "shared"):
+                setattr(total, name, getattr(total, name) + getattr(counts, name))
+    return total
+
+
+def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "address", "model"):
+        table.add_column(column, overflow="fold")
+    for column in ("blocks", "free", "cached", "held", "shared", "reserved", "running", "waiting", "hit rate"):
+        table.add_column(column, justify="right")
+    for worker in workers:
+        counts = device_counts(worker)
+        totals = worker.totals
+        hit_rate = totals.num_cached_tokens / totals.num_prompt_tokens if totals.num_prompt_tokens else 0.0
+        table.add_row(
+            printed(f"{worker.worker_id} (leaving)" if worker.draining else worker.worker_id),
+            printed(worker.address),
+            printed(worker.model_name),
+            f"{num_device_blocks(worker):,} × {worker.kv_cache_config.block_size}",
+            *(f"{n:,}" for n in (counts.free, counts.cached, counts.held, counts.shared, counts.reserved)),
+            str(worker.load.num_running),
+            str(worker.load.num_waiting),
+            f"{hit_rate:.0%}",
+        )
+    return table

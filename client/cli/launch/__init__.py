@@ -1,0 +1,1 @@
+"""Child processes of `kvpool up`: a manager and workers, their restarts, GPUs and logs."""

@@ -1,0 +1,1 @@
+"""`kvpool top`: the live view."""

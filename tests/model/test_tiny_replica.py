@@ -1,0 +1,284 @@
+"""The guard by behaviour: a tiny model with the rules of a large one is compared before any weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
+from kvpool.worker_service.model.errors import UnsupportedModel
+from kvpool.worker_service.model.guard.support import check_twin, guarded_layers
+from kvpool.worker_service.model.guard.tiny_replica import THRESHOLD, UNREACHED, build_twin, twin_config, twin_length
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.rope import fix_longrope
+from kvpool.worker_service.model.settings import ModelSettings
+from scripts.models.subjects import default_config
+from tests.model.paged import NEVER, PagedModel, load
+from tests.tiny_models import Oracle
+
+# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+CPU = torch.device("cpu")
+ORIGINAL = 32
+"""Tokens up to which the RoPE of these tests is as it was at first."""
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+# What published models of these types say, as far as it shapes the computation.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3.1 8B": (
+        "llama",
+        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+           | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+    ),
+    "Mistral 7B v0.1": (
+        "mistral",
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+        | {"sliding_window": 4096},
+    ),
+    "Qwen2.5 0.5B": (
+        "qwen2",
+        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+        | {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768}
+        | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "tie_word_embeddings": True},
+    ),
+    "Qwen3 30B A3B": (
+        "qwen3_moe",
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 40960, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": []},
+    ),
+    "Gemma 2 9B": (
+        "gemma2",
+        {"vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "max_position_embeddings": 8192}
+        | {"sliding_window": 4096, "query_pre_attn_scalar": 256},
+    ),
+    "Phi-3 mini 128k": (
+        "phi3",
+        {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072}
+        | {"sliding_window": 262144, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
+        | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 48 for i in range(48)]}
+           | {"long_factor": [1.0 + i for i in range(48)], "original_max_position_embeddings": 4096}},
+    ),
+    "gpt-oss 20B": (
+        "gpt_oss",
+        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+        | {"rope_parameters": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False}},
+    ),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+        | {"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840}
+        | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+        | {"moe_intermediate_size": 2048, "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+}  # fmt: skip
+
+
+def config(kind: str, **fields: Any) -> Any:
+    return AutoConfig.for_model(kind, **fields)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_a_twin_that_runs(name: str) -> None:
+    """Each kind of layer is in it, everything that begins at some length does, and it is small."""
+    kind, fields = PUBLISHED[name]
+    large = config(kind, **fields)
+    length = large.max_position_embeddings
+    fix_longrope(large, length)
+    check_twin(large, length)
+    small = twin_config(large, length)
+    assert sum(parameter.numel() for parameter in build_twin(small).parameters()) < 1_000_000
+    assert set(small.layer_types or ()) == set(large.layer_types or ()) if hasattr(large, "layer_types") else True
+    if large.to_dict().get("sliding_window") is not None and large.sliding_window < length:
+        assert small.sliding_window == THRESHOLD < twin_length(large, length)
+
+
+def test_a_rule_beyond_the_longest_text_begins_within_the_twin_s_row() -> None:
+    """A window of 4,096 tokens plays no part in texts of 2,048; but several of them make a longer row."""
+    windowed = config("mistral", sliding_window=4096)
+    assert twin_config(windowed, 2048).sliding_window == UNREACHED == twin_length(windowed, 2048)
+    assert twin_config(windowed, 8192).sliding_window == THRESHOLD
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("bloom", {}),
+        ("qwen3_next", {}),
+        ("falcon_mamba", {}),
+        ("doge", {}),
+        ("llama4_text", {}),
+        ("deepseek_v32", {}),
+        ("bart", {"is_encoder_decoder": False, "is_decoder": True}),
+        ("bert", {"is_decoder": False}),
+    ],
+)
+def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) -> None:
+    """Own attention code, recurrent layers, masks of their own, chunks, an indexer, positions that cannot be given, no causality:
+    whatever check_config would say."""
+    large = config(kind, **fields)
+    with pytest.raises(UnsupportedModel):
+        check_twin(large, getattr(large, "max_position_embeddings", 4096))
+
+
+def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:
+    """llama4 scales queries beyond position 8,191, and counts in the packed row: shorter texts are not safe either."""
+    chunked = config("llama4_text", attention_chunk_size=8192, floor_scale=8192)
+    with pytest.raises(UnsupportedModel, match="computes something else over paged KV") as refused:
+        check_twin(chunked, 4096)
+    assert "--max-model-len" not in str(refused.value)
+
+
+def test_a_length_is_named_if_it_makes_the_model_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that the model keeps to itself is no window for texts that fit into it."""
+    from transformers.models.mistral import modeling_mistral
+
+    own = modeling_mistral.MistralAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        window, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = window
+
+    large = config("mistral", sliding_window=4096)
+    check_twin(large, 8192)
+    monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="--max-model-len 4096 or less"):
+        check_twin(large, 8192)
+    check_twin(large, 4096)
+
+
+def rope_model(kind: str, rope_type: str, length: int, head_dim: int = 16) -> Any:
+    """A tiny config whose RoPE changes behind ORIGINAL tokens, with max_position_embeddings = length."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {
+            "short_factor": [1.0] * (head_dim // 2),
+            "long_factor": [1.0 + pair for pair in range(head_dim // 2)],
+        }
+        rope |= {"original_max_position_embeddings": ORIGINAL}
+    return config(
+        kind, vocab_size=264, hidden_size=4 * head_dim, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=length, pad_token_id=0, eos_token_id=None, rope_parameters=rope,
+        **({"original_max_position_embeddings": ORIGINAL} if kind == "phi3" else {}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "rope_type"), [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")])
+def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kind: str, rope_type: str) -> None:
+    """By behaviour alone, on the model itself, and without any text that long."""
+    length = ORIGINAL if rope_type == "dynamic" else 2 * ORIGINAL
+    changing = rope_model(kind, rope_type, length)
+    register()
+    model = build_twin(changing)
+    guarded_layers(model, changing, torch.float32, CPU, ORIGINAL)
+    with pytest.raises(UnsupportedModel, match=r"beside a neighbour at position 63.*smaller --max-model-len"):
+        guarded_layers(model, changing, torch.float32, CPU, 2 * ORIGINAL)
+
+
+@pytest.fixture
+def longrope(tmp_path: Path) -> Path:
+    """A tiny phi3 on disk."""
+    build_twin(rope_model("phi3", "longrope", 4 * ORIGINAL)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def greedy(loaded: LoadedModel, *prompts: list[int]) -> list[list[int]]:
+    paged = PagedModel(loaded)
+    requests = [paged.request(prompt, 8) for prompt in prompts]
+    paged.run(requests, chunk=7 if len(prompts) > 1 else NEVER)
+    return [request.token_ids for request in requests]
+
+
+def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
+    """Long texts equal generate, beside a short one and alone; where no text can be long, short ones do."""
+    oracle = Oracle.of(longrope)
+    short_text, long_text = list(range(20, 32)), list(range(40, 40 + ORIGINAL + 8))
+    short_truth, long_truth = (oracle.logits(tuple(text), 8)[0] for text in (short_text, long_text))
+    endless = load(longrope, max_model_len=4 * ORIGINAL)
+    assert greedy(endless, short_text, long_text)[1] == greedy(endless, long_text)[0] == long_truth
+    assert greedy(endless, short_text, long_text)[0] == greedy(endless, short_text)[0]
+    for brief in (load(longrope, max_model_len=ORIGINAL), load(longrope)):
+        assert brief.facts.max_model_len == ORIGINAL, "by default only texts that are exact"
+        assert greedy(brief, short_text, short_text[:5])[0] == short_truth
+    assert greedy(endless, short_text)[0] != short_truth
+
+
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (None, f"at most {ORIGINAL} tokens, computed as transformers computes them"),
+        (2 * ORIGINAL, f"differ from what transformers generates; --max-model-len {ORIGINAL}"),
+    ],
+)
+def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, words: str) -> None:
+    """And whether short texts equal those of transformers."""
+    lines: list[str] = []
+    load_model(ModelSettings(str(longrope), "float32", "cpu", length, longrope / "cache"), lines.append)
+    assert any(words in line for line in lines), lines
+
+
+def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_twin() -> None:
+    """Phi-3.5-MoE scales its rotations by the length of the row: refused before weights are read, with the length that works."""
+    moe = default_config("phimoe+longrope")
+    fix_longrope(moe, 8192)
+    with pytest.raises(UnsupportedModel, match=r"computes something else[^G]*Give --max-model-len 4096 or less"):
+        check_twin(moe, 8192)
+    check_twin(moe, 4096)
+
+
+def test_lists_of_factors_for_small_heads_are_long_enough_for_the_twin() -> None:
+    """Heads of 12 have 6 factors, heads of the twin more."""
+    for kind in ("llama", "phi3"):
+        check_twin(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
+
+
+def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
+    """The choice is part of the fingerprint, hence of every root; the length itself is not."""
+    names = {length: load(longrope, max_model_len=length).facts.fingerprint for length in (16, ORIGINAL, 64, 128)}
+    assert names[16] == names[ORIGINAL] != names[64] == names[128]
+
+
+def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
+    """diffllama does; each call has KV of its own, also behind a step that broke off in the middle."""
+    build_twin(twin_config(config("diffllama"), 4096)).save_pretrained(tmp_path)
+    loaded = load(tmp_path, max_model_len=64)
+    prompt = list(range(30, 50))
+    truth, _ = Oracle.of(tmp_path).logits(tuple(prompt), 8)
+    paged = PagedModel(loaded)
+    attention = loaded.layers[0].module
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle of a step")
+
+    hook = attention.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="middle of a step"):
+        paged.run([paged.request(prompt, 8)])
+    hook.remove()
+    request = paged.request(prompt, 8)
+    paged.run([request], chunk=7)
+    assert request.token_ids == truth
+
+
+def test_the_model_is_as_it_was_after_the_check() -> None:
+    """Bound to nothing, and back on our attention."""
+    model = AutoModelForCausalLM.from_config(twin_config(config("llama"), 2048), attn_implementation=ATTENTION_NAME)
+    guarded_layers(model.eval(), model.config, torch.float32, CPU, 64)
+    assert model.config._attn_implementation == ATTENTION_NAME
+    with pytest.raises(Exception, match="was not bound at load"):
+        model(torch.tensor([[1, 2]]), use_cache=False)

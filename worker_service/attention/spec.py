@@ -1,0 +1,43 @@
+"""What a backend is chosen for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .layer import LayerNeeds
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_MULTIPLE = 8
+_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A model on a device."""
+
+    needs: tuple[LayerNeeds, ...]
+    """Of its layers, each once."""
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+
+
+def kernel_limits(setting: AttentionSpec) -> str | None:
+    """Which of the limits that all FlashAttention kernels have the setting is beyond."""
+    if setting.device.type != "cuda":
+        return f"it runs on CUDA devices, not on {setting.device}"
+    if setting.dtype not in _DTYPES:
+        return f"it computes in float16 and bfloat16, not in {str(setting.dtype).removeprefix('torch.')}"
+    for needs in setting.needs:
+        if needs.k_head_dim != needs.v_head_dim:
+            return (
+                f"its heads of K and V have the same size, this model's have {needs.k_head_dim} and {needs.v_head_dim}"
+            )
+        if needs.k_head_dim > _MAX_HEAD_DIM or needs.k_head_dim % _HEAD_DIM_MULTIPLE:
+            return (
+                f"its head sizes are multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, this model's is "
+                f"{needs.k_head_dim}"
+            )
+    return None

@@ -1,0 +1,110 @@
+"""The worker's end of the link: session, call numbers, the one mutating call in flight, and the downlink read so far.
+
+No I/O: EngineCache decides what to send, the edge sends it and brings back what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from .reserve import ReservedBlock
+from .sequence import CacheSequence
+
+if TYPE_CHECKING:
+    from .report import Report
+
+SESSION_OVER = {
+    "STALE_SESSION": "the manager no longer knows this session",
+    "WRONG_KEY": "the manager knows this session under another key",
+}
+"""Reasons after which the worker registers again, and what they say of the session."""
+MAX_STALE_CALLS = 3
+"""STALE_CALLs in a row after which the session is given up: call numbers are used up that this worker has not used."""
+BACKOFF_FIRST_SECONDS = 0.05
+BACKOFF_MOST_SECONDS = 0.25
+
+
+class Stated(NamedTuple):
+    """What a call told the manager of one sequence, to be marked as acknowledged when the call has been executed."""
+
+    sequence: CacheSequence
+    num_tokens: int
+    num_entries: int
+    num_computed_tokens: int
+    prompt: bytes = b""
+    """Of an Allocate: the tokens, as in the message."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """One mutating call, to be sent now. Hand the reply to `EngineCache.on_reply`, any failure to `on_failure`."""
+
+    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest
+    stated: tuple[Stated, ...]
+    returned: tuple[ReservedBlock, ...]
+
+
+class LinkState:
+    """State of one session's link. A new session starts with a new LinkState."""
+
+    def __init__(self, session: int, key: bytes = b"") -> None:
+        self.session = session
+        self.key = key
+        """The session's secret, which every call carries."""
+        self.in_flight: Call | None = None
+        self.report: Report | None = None
+        """What is to be told before anything else; None once it is told."""
+        self.retry_at = 0.0
+        """No call before this time, in monotonic seconds."""
+        self.applied_number = 0
+        """Number of the last downlink entry applied."""
+        self.num_calls = 0
+        """Mutating calls sent in this session."""
+        self.num_stale_calls = 0
+        """Calls answered STALE_CALL since the last one that was executed."""
+        self._backoff = BACKOFF_FIRST_SECONDS
+
+    def uplink(self, reserve_wish: int, returned: Iterable[ReservedBlock]) -> cache_pb2.Uplink:
+        """The head of the next mutating call, under the next number."""
+        self.num_calls += 1
+        uplink = cache_pb2.Uplink(
+            session=self.session, session_key=self.key, call_no=self.num_calls, downlink_ack=self.applied_number
+        )
+        uplink.reserve_wishes.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=reserve_wish)
+        blocks = list(returned)
+        if blocks:
+            uplink.returned.add(
+                group=0,
+                tier=common_pb2.TIER_DEVICE,
+                block_ids=[block.block for block in blocks],
+                generations=[block.generation for block in blocks],
+            )
+        return uplink
+
+    def new_entries(self, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:
+        """Entries not applied yet, in order; they count as applied from here on."""
+        entries = [entry for entry in downlink.entries if entry.number > self.applied_number]
+        if entries:
+            self.applied_number = entries[-1].number
+        return entries
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last call got no answer: the manager may be away."""
+        return self._backoff > BACKOFF_FIRST_SECONDS
+
+    def succeeded(self) -> None:
+        """The call in flight was executed and answered."""
+        self.in_flight = None
+        self.num_stale_calls = 0
+        self._backoff = BACKOFF_FIRST_SECONDS
+
+    def failed(self, now: float) -> None:
+        """The call in flight is given up: wait a little longer each time."""
+        self.in_flight = None
+        self.retry_at = now + self._backoff
+        self._backoff = min(self._backoff * 2, BACKOFF_MOST_SECONDS)

@@ -1,0 +1,234 @@
+"""What to say to the manager next: Free before Append before Allocate, because each makes room for the one behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+from . import parking
+from .link_state import Call, LinkState, Stated
+from .reserve import ReservedBlock
+from .sequence import TOKEN_BYTES, CacheSequence, SequenceState, pack_tokens
+from .state import CacheState
+
+
+def next_call(
+    state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
+) -> Call | None:
+    """The next call, if there is something to say. `candidates` is asked after parked sequences have been woken."""
+    if link.report is not None:
+        return report_call(link, link.report.part)
+    parking.wake(state, now)
+    target = state.spare_target()
+    return (
+        _free(state, link, target)
+        or _append(state, link, target, now)
+        or _allocate(state, link, target, candidates(), now)
+    )
+
+
+def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None:
+    """When there will be something to say if nothing happens until then; None: never."""
+    if now < link.retry_at:
+        return link.retry_at
+    if link.report is not None:
+        return now
+    times = []
+    if state.report_due_at is not None:
+        times.append(state.report_due_at)
+    if state.parked:
+        times.append(now + state.settings.prefix_wait_seconds / 4)
+    if now < state.ask_again_at:
+        times.append(state.ask_again_at)
+    return min(times, default=None)
+
+
+_ENTRY_BYTES = 12
+"""Of a table entry in a message: block id and generation as varints."""
+
+
+def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
+    """As many of the first sequences as fit into one call, at least one if there is one. The others go with the next call."""
+    chosen: list[CacheSequence] = []
+    num_bytes = 0
+    for sequence in sequences:
+        num_tokens = len(sequence.tokens)
+        num_entries = -(-num_tokens // state.settings.block_size) - sequence.acked_entries
+        num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
+        is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
+        if chosen and is_full:
+            break
+        chosen.append(sequence)
+    return chosen
+
+
+def _wish(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> int:
+    """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: `target` spare ones, and those
+    bound to other sequences but not named yet."""
+    skip = {id(sequence) for sequence in named}
+    unnamed = sum(
+        len(sequence.table) - sequence.acked_entries
+        for sequence in state.sequences.values()
+        if id(sequence) not in skip
+    )
+    surplus = len(state.reserve) - target
+    # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks. And only
+    # to a manager that answers: while it is away nothing comes back, and decoding may speed up again.
+    is_too_much = surplus > 0 and (target == 0 or surplus > target)
+    if is_too_much and not link.is_unanswered:
+        state.reserve.give_up(surplus)
+    return max(target, len(state.reserve)) + unnamed
+
+
+def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
+    ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
+    if not ready:
+        return None
+    # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
+    for sequence in ready:
+        state.let_go(sequence)
+    return free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
+
+
+def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call | None:
+    is_due = state.report_due_at is not None and now >= state.report_due_at
+    if not (is_due or state.is_urgent or _wants_refill(state, target) or _has_idle_surplus(state, target)):
+        return None
+    size = state.settings.block_size
+    unreported = [
+        sequence
+        for sequence in state.sequences.values()
+        if sequence.state is SequenceState.LIVE
+        and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
+    ]
+    reports = _one_call(state, unreported)
+    if not reports:
+        state.report_due_at, state.is_urgent = None, False
+        if not (_wants_refill(state, target) or _has_idle_surplus(state, target)):
+            return None
+    if len(reports) == len(unreported):
+        # What is filled while the call is on its way is due in its own time. Should the call fail, the next one is urgent.
+        state.report_due_at, state.is_urgent = None, False
+    return append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
+
+
+def _wants_refill(state: CacheState, target: int) -> bool:
+    """Whether the reserve has shrunk so far that it should not wait for the next report: by half, or below what the next step may
+    need."""
+    num_spare = len(state.reserve)
+    if state.pool_is_empty:
+        return False
+    # No more blocks can be due than there are sequences.
+    return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
+
+
+def _has_idle_surplus(state: CacheState, target: int) -> bool:
+    return bool(state.reserve.returning) or (bool(state.reserve) and target == 0)
+
+
+def _allocate(
+    state: CacheState, link: LinkState, target: int, candidates: List[CacheSequence], now: float
+) -> Call | None:
+    is_short = state.pool_is_empty and len(state.reserve) < target
+    hold_back = is_short or now < state.ask_again_at
+    # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
+    wanted = _one_call(
+        state,
+        (
+            sequence
+            for sequence in candidates
+            if sequence.state is SequenceState.WAITING
+            and (sequence.maybe_granted or not hold_back)
+            and state.sequences.get(sequence.id, sequence) is sequence
+        ),
+    )
+    if not wanted:
+        return None
+    for sequence in wanted:
+        sequence.state = SequenceState.ALLOCATING
+        sequence.maybe_granted = True
+        state.sequences[sequence.id] = sequence
+    wish = _wish(state, link, (), _target_with(state, target, wanted))
+    return allocate_call(link, wanted, wish, state.reserve.returning)
+
+
+def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
+    """What the reserve should hold when these sequences have their tables, so that not even their first decode waits for a call;
+    less where that could take blocks that they need or would be hits for them, since the manager fills the reserve first."""
+    size = state.settings.block_size
+    num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
+    return max(target, min(state.spare_target(wanted), len(state.reserve) + num_left))
+
+
+def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
+    """What the manager does not know of a sequence yet, up to `num_tokens` tokens and `num_computed` computed ones."""
+    start = sequence.acked_tokens
+    first = sequence.acked_entries
+    update = cache_pb2.SequenceUpdate(
+        key=sequence.key,
+        start=start,
+        tokens=pack_tokens(sequence.tokens[start:num_tokens]),
+        num_computed_tokens=num_computed,
+    )
+    if first < len(sequence.table):
+        update.bound.add(
+            group=0,
+            tier=common_pb2.TIER_DEVICE,
+            start_index=first,
+            block_ids=sequence.table[first:],
+            generations=sequence.generations[first:],
+        )
+    return update, Stated(sequence, num_tokens, len(sequence.table), num_computed)
+
+
+def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
+    """Tell the next part of the report."""
+    request = cache_pb2.ReportRequest()
+    request.CopyFrom(part)
+    request.uplink.CopyFrom(link.uplink(0, ()))
+    return Call(request, (), ())
+
+
+def free_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+    """End these sequences, stating all that was computed so that it is sealed first."""
+    request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        update, what = _update(sequence, max(len(sequence.tokens), sequence.acked_tokens), sequence.num_computed_tokens)
+        request.items.add(update=update)
+        stated.append(what)
+    return Call(request, tuple(stated), tuple(returned))
+
+
+def append_call(
+    link: LinkState, sequences: List[CacheSequence], block_size: int, wish: int, returned: List[ReservedBlock]
+) -> Call:
+    """State the full computed blocks of these sequences, and the wish for the reserve."""
+    request = cache_pb2.AppendRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        num_full = sequence.num_computed_tokens // block_size * block_size
+        update, what = _update(sequence, max(num_full, sequence.acked_tokens), num_full)
+        request.items.add(update=update)
+        stated.append(what)
+    return Call(request, tuple(stated), tuple(returned))
+
+
+def allocate_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+    """Ask for the block tables of these sequences, in this order."""
+    request = cache_pb2.AllocateRequest(uplink=link.uplink(wish, returned))
+    stated = []
+    for sequence in sequences:
+        prompt = pack_tokens(sequence.tokens)
+        request.items.add(
+            key=sequence.key,
+            root=sequence.root,
+            tokens=prompt,
+            max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
+            no_wait=sequence.no_wait,
+            max_cached_tokens=sequence.max_cached_tokens,
+        )
+        stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
+    return Call(request, tuple(stated), tuple(returned))

@@ -1,0 +1,146 @@
+"""Taking in what the manager says: entries of the downlink, and the answers to calls. Raises DisagreementError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.v1 import cache_pb2
+
+from . import events, parking
+from .ledger import DisagreementError
+from .link_state import Call, LinkState, Stated
+from .sequence import TOKEN_BYTES, CacheSequence, SequenceId, SequenceState
+from .state import CacheState
+from .status import reason_of
+
+_NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})
+
+Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
+
+
+def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
+    """The call was executed, and this is its answer."""
+    if call.returned:
+        state.reserve.returned(call.returned)
+        state.ask_again_at = now
+    # The downlink first: it holds what was granted to the reserve before the tables of this answer.
+    take_entries(state, link, response.downlink)
+    if isinstance(response, cache_pb2.ReportResponse):
+        if link.report is not None and link.report.told():
+            link.report = None
+        return
+    if isinstance(response, cache_pb2.AllocateResponse):
+        for stated, allocated in zip(call.stated, response.results, strict=True):
+            _on_allocated(state, stated, allocated, now)
+    elif isinstance(response, cache_pb2.AppendResponse):
+        for stated, appended in zip(call.stated, response.results, strict=True):
+            _on_appended(state, stated, appended, now)
+    else:
+        for stated in call.stated:
+            state.ending.remove(stated.sequence)
+            state.end(stated.sequence)
+        state.ask_again_at = now
+    state.num_free = sum(counts.free for counts in response.downlink.counts)
+    num_available = state.num_free + sum(counts.cached for counts in response.downlink.counts)
+    state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
+
+
+def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlink) -> None:
+    """Apply the entries that are new, in order."""
+    for entry in link.new_entries(downlink):
+        if entry.HasField("grant"):
+            for block, generation in zip(*_pairs(entry.grant.block_ids, entry.grant.generations), strict=True):
+                state.ledger.accept_grant(block, generation)
+                state.reserve.add(block, generation)
+        elif entry.HasField("stop"):
+            sequence = state.sequences.get(SequenceId(entry.stop.sequence_id, entry.stop.attempt))
+            if sequence is not None and sequence.state is not SequenceState.ENDING:
+                state.events.append(events.Stopped(sequence))
+        elif entry.HasField("drain"):
+            grace = entry.drain.grace_ms / 1000 if entry.drain.HasField("grace_ms") else None
+            state.events.append(events.DrainAsked(grace))
+
+
+def _pairs(blocks: Sequence[int], generations: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Both, which have the same length."""
+    if len(blocks) != len(generations):
+        raise DisagreementError(f"{len(blocks)} blocks were granted with {len(generations)} generations")
+    return blocks, generations
+
+
+def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateResult, now: float) -> None:
+    sequence = stated.sequence
+    is_withdrawn = sequence.state is SequenceState.ENDING
+    if result.status.code == 0 and result.HasField("granted"):
+        _take_table(state, sequence, stated.prompt, result.granted)
+        if not is_withdrawn:
+            sequence.state = SequenceState.LIVE
+            state.events.append(events.Granted(sequence))
+        return
+    reason = reason_of(result.status)
+    if result.status.code and reason not in _NO_ROOM:
+        # An earlier Allocate of this round may have been executed and its answer lost: only Free makes sure that nothing is held.
+        if not is_withdrawn:
+            sequence.state = SequenceState.ENDING
+            state.ending.append(sequence)
+            state.events.append(events.Refused(sequence, result.status))
+        return
+    # Told to wait, or no room: it does not live at the manager, else it would have been told its table.
+    sequence.maybe_granted = False
+    state.sequences.pop(sequence.id, None)
+    if is_withdrawn:
+        state.ending.remove(sequence)
+        state.end(sequence)
+    elif result.status.code == 0:
+        parking.park(state, sequence, result.wait, now)
+    else:
+        sequence.state = SequenceState.WAITING
+        state.ask_again_at = now + state.settings.no_blocks_retry_seconds
+
+
+def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:
+    """Enter the table granted for a prompt: its leading blocks as hits, the others as grants."""
+    if len(granted.tables) != 1 or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
+        raise DisagreementError(
+            f"{sequence!r} was granted {len(granted.tables)} tables with {granted.num_cached_tokens} of its "
+            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table, and a token to compute, were expected"
+        )
+    blocks, generations = _pairs(granted.tables[0].block_ids[:], granted.tables[0].generations[:])
+    num_hits = granted.num_cached_tokens // state.settings.block_size
+    hits, hit_generations = blocks[:num_hits], generations[:num_hits]
+    ledger = state.ledger
+    ledger.accept_hits(hits, hit_generations, prompt[: granted.num_cached_tokens * TOKEN_BYTES], sequence.root)
+    sequence.uses_blocks = True
+    ledger.use(*hits)
+    sequence.table += hits
+    sequence.generations += hit_generations
+    for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
+        ledger.accept_grant(block, generation)
+        ledger.use(block)
+        sequence.table.append(block)
+        sequence.generations.append(generation)
+    sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
+    sequence.acked_tokens = len(sequence.tokens)
+    sequence.acked_entries = len(sequence.table)
+    sequence.acked_computed_tokens = granted.num_cached_tokens
+
+
+def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
+    sequence = stated.sequence
+    if result.status.code:
+        reason = reason_of(result.status)
+        if sequence.state is not SequenceState.LIVE:
+            return  # the engine is done with it; Free takes whatever is there
+        if reason == "TOO_MANY_TOKENS":
+            # Nothing was taken in. What is computed here stays, and is stated again.
+            state.report_due_at = now + state.settings.no_blocks_retry_seconds
+            return
+        if reason != "STALE_ATTEMPT":
+            raise DisagreementError(f"an Append of {sequence!r} was refused with {reason}: {result.status.message}")
+        state.events.append(events.Stopped(sequence))
+        return
+    if stated.num_computed_tokens > sequence.acked_computed_tokens:
+        sequence.progress_at = now
+    sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
+    sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
+    sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)

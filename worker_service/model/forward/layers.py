@@ -1,0 +1,159 @@
+"""The attention layers of a model, found by watching one forward pass, and what they are bound to in service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...attention.backend import AttentionBackend
+from ...attention.interface import UnsupportedAttention, bind, target_of, unbind
+from ...attention.layer import AttentionCall, KVLayer, LayerNeeds
+from ..errors import UnsupportedModel
+
+_WATCHED_TOKENS = 3
+
+
+class AttentionLayer(NamedTuple):
+    """One attention of the model, in the order of the forward pass. A module that attends several times in it is several."""
+
+    name: str
+    module: torch.nn.Module
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window: int | None
+    """Sliding window in tokens; None: full attention."""
+    num_heads: int = 1
+    """Of the queries."""
+    call: AttentionCall = AttentionCall(scaling=1.0)
+    """What it asked for when it was watched."""
+
+    @property
+    def needs(self) -> LayerNeeds:
+        """What it asks of attention."""
+        return LayerNeeds(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            k_head_dim=self.k_head_dim,
+            v_head_dim=self.v_head_dim,
+            scaling=self.call.scaling,
+            window=self.window,
+            softcap=self.call.softcap,
+            has_sinks=self.call.sinks is not None,
+        )
+
+
+def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
+    """All modules that reach our attention function in a forward pass, in the order of their calls; else UnsupportedModel."""
+    names = {module: name for name, module in model.named_modules()}
+    recorder = _Recorder(names)
+    for module in names:
+        bind(module, recorder)
+    try:
+        tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
+        with torch.inference_mode():
+            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except UnsupportedAttention as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
+    finally:
+        for module in names:
+            unbind(module)
+    if len({layer.module for layer in recorder.found}) < len(recorder.found):
+        model.register_forward_pre_hook(_first_turns)
+    return recorder.found
+
+
+def _first_turns(model: torch.nn.Module, _: Any) -> None:
+    """Before every forward pass, also behind one that broke off."""
+    for module in model.modules():
+        target = target_of(module)
+        if isinstance(target, _Turns):
+            target.restart()
+
+
+class _Recorder:
+    """Stands in for attention: notes who calls, and answers with something of the right shape."""
+
+    def __init__(self, names: dict[torch.nn.Module, str]) -> None:
+        self._names = names
+        self.found: list[AttentionLayer] = []
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        name = self._names[module]
+        if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
+            raise UnsupportedAttention(f"its module {name} does not attend from each token to each token of the row")
+        k_head_dim, v_head_dim = key.shape[3], value.shape[3]
+        self.found.append(
+            AttentionLayer(name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call)
+        )
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedTarget:
+    """What an attention module is bound to in service."""
+
+    layer: KVLayer
+    backend: AttentionBackend
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        if call.window != self.layer.window:
+            raise UnsupportedAttention(f"window {call.window} differs from {self.layer.window} seen while loading")
+        return self.backend.attend(self.layer, query, key, value, call)
+
+
+class _Turns:
+    """The targets of a module that attends several times in each forward pass, one for each of its calls."""
+
+    def __init__(self, targets: Sequence[PagedTarget]) -> None:
+        self._targets = targets
+        self._turn = 0
+
+    def restart(self) -> None:
+        self._turn = 0
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        if self._turn == len(self._targets):
+            raise UnsupportedAttention(f"attends more often than the {self._turn} times seen while loading")
+        target = self._targets[self._turn]
+        self._turn += 1
+        return target.attend(module, query, key, value, call)
+
+
+def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], backend: AttentionBackend) -> None:
+    """Let every attention module read and write its KV through the backend; replaces earlier bindings."""
+    targets: dict[torch.nn.Module, list[PagedTarget]] = {}
+    for layer, kv_layer in zip(layers, kv_layers, strict=True):
+        targets.setdefault(layer.module, []).append(PagedTarget(kv_layer, backend))
+    for module, own in targets.items():
+        bind(module, own[0] if len(own) == 1 else _Turns(own))
+
+
+def unbind_layers(layers: Sequence[AttentionLayer]) -> None:
+    """Let go of the KV tensors; the model cannot run until it is bound again."""
+    for layer in layers:
+        unbind(layer.module)

@@ -1,0 +1,157 @@
+"""Runs the steps of the engine: forward passes of a transformers model over the paged KV, and sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...attention.backend import AttentionBackend
+from ...attention.packing import Packer, Packing, StepSizes
+from ...engine.sampling_params import TokenLogprobs
+from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
+from ..sampling.draw import Draw
+from ..sampling.sampler import prompt_logprobs, sample
+from .kv_cache import KVCache
+from .layers import AttentionLayer, bind_layers, unbind_layers
+from .passes import PassPart, passes
+from .row_selector import RowSelector, Selected
+
+MAX_PROMPT_LOGITS = 1 << 24
+"""Logits of prompt rows that may stand at a time: 64 MiB in float32."""
+
+
+class ModelRunner:
+    """Implements StepRunner over a loaded model and its KV cache. Blocking; one step at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[AttentionLayer],
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        device: torch.device,
+        max_prompt_rows: int | None = None,
+        sizes: StepSizes | None = None,
+    ) -> None:
+        """`max_prompt_rows`: prompt rows whose logits may stand at a time; None: as MAX_PROMPT_LOGITS says.
+
+        `sizes`: what the input buffers are made for; they grow if need be.
+        """
+        self._model = model
+        self._layers = layers
+        self._backend = backend
+        self._device = device
+        self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
+        self._selector = RowSelector(model)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
+        self.kv_cache = kv_cache
+        bind_layers(layers, kv_cache.layers, backend)
+
+    def execute(self, step: Step) -> list[PartResult]:
+        """Run the step and sample; see StepRunner. Raises PackingError, before anything is written, for a bad part.
+
+        Logits are computed for the rows that are sampled and for those that tell of a prompt, and of these in slices.
+        """
+        outcomes = [_Outcome() for _ in step.parts]
+        all_passes = list(passes(step.parts, self._max_prompt_rows))
+        if len(all_passes) > 1:
+            self._packer.pack(step.parts)  # so that a bad part is refused before the first pass
+        for one_pass in all_passes:
+            self._run_pass(one_pass, outcomes)
+        return [outcome.result() for outcome in outcomes]
+
+    def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
+        """Run one forward pass and put what it gives at its parts' indices."""
+        packing = self._packer.pack([part for _, part in parts])
+        placed = list(zip(parts, packing.offsets, strict=True))
+        sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
+        telling = [
+            (index, part.start, part.prompt_rows, offset)
+            for (index, part), offset in placed
+            if part.prompt_rows is not None
+        ]
+        rows = [offset + len(part.token_ids) - 1 for _, part, offset in sampling]
+        for _, _, wanted, offset in telling:
+            rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
+        with torch.inference_mode():
+            logits, is_finite = self._forward(packing, rows)
+            first = len(sampling)
+            for index, start, wanted, _ in telling:
+                end = first + len(wanted.targets)
+                told = prompt_logprobs(
+                    logits[first:end], wanted.targets, wanted.num_top, position=start + wanted.first + 1
+                )
+                outcomes[index].add_prompt(told)
+                first = end
+            if sampling:
+                sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
+                for (index, _, _), token in zip(sampling, sampled, strict=True):
+                    outcomes[index].add_token(token)
+            # Rows that nobody asked about count as well: their KV would be shared.
+            bad_rows = (~is_finite).nonzero()[:, 0].tolist()
+        if bad_rows:
+            for (index, part), offset in placed:
+                outcomes[index].add_bad_rows(part, [row - offset for row in bad_rows])
+
+    def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
+        """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
+        packing = self._packer.pack(parts)
+        with torch.inference_mode():
+            return self._forward(packing, list(range(packing.num_tokens))).logits
+
+    def close(self) -> None:
+        """Let go of the KV tensors and of the model; the runner must not be used again."""
+        self._selector.close()
+        unbind_layers(self._layers)
+
+    def _forward(self, packing: Packing, rows: list[int]) -> Selected:
+        """Run the model for the logits of the given packed rows."""
+        self._backend.begin(packing)
+        return self._selector.run(
+            torch.tensor(rows, dtype=torch.int64, device=self._device),
+            input_ids=packing.input_ids,
+            position_ids=packing.position_ids,
+            use_cache=False,
+        )
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What has come of a part so far. The first logits that are bad are told of, and nothing else."""
+
+    token: SampledToken | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    bad_logits: BadLogits | None = None
+
+    def add_prompt(self, told: list[TokenLogprobs] | BadLogits) -> None:
+        if isinstance(told, BadLogits):
+            self.bad_logits = self.bad_logits or told
+        else:
+            self.prompt_logprobs += told
+
+    def add_token(self, token: SampledToken | BadLogits) -> None:
+        if isinstance(token, BadLogits):
+            self.bad_logits = self.bad_logits or token
+        else:
+            self.token = token
+
+    def add_bad_rows(self, part: SequencePart, rows: Sequence[int]) -> None:
+        """Packed rows that are no finite numbers, counted from the part's first; they may lie outside of it."""
+        first = next((row for row in rows if 0 <= row < len(part.token_ids)), None)
+        if first is not None and self.bad_logits is None:
+            self.bad_logits = BadLogits(part.start + first + 1, math.nan)
+
+    def result(self) -> PartResult:
+        if self.bad_logits is not None:
+            return PartResult(bad_logits=self.bad_logits)
+        return PartResult(self.token, self.prompt_logprobs)
+
+
+def _draw(part: SequencePart) -> Draw:
+    assert part.sampling is not None
+    return Draw(part.sampling, part.start + len(part.token_ids), part.banned_ids, part.counts)

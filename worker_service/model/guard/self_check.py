@@ -1,0 +1,199 @@
+"""The last check before a model is served: paged attention must compute what eager attention does."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...attention.interface import ATTENTION_NAME
+from ...attention.packing import pack
+from ...attention.torch_backend import TorchAttention
+from ...engine.step import SequencePart
+from ..errors import UnsupportedModel
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import KVCachePlan
+from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
+from ..forward.runner import ModelRunner
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+"""Largest relative difference of the logits (root mean square, of what varies between tokens)."""
+_BLOCK_SIZE = 4
+_LENGTHS = (24, 14, 9, 5)
+"""Of the texts; the last is shorter than whatever begins at some length in a twin."""
+_FEW_TOKENS = (12, 9, 5)
+"""Lengths for a large model, for which every forward pass costs; its twin has been through all."""
+# Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
+# prefill beside decode, and alone.
+_STEPS = (
+    ((1, 0, 5), (0, 0, 9)),
+    ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
+    ((1, 13, 14), (0, 16, 23), (3, 3, 5)),
+    ((0, 23, 24),),
+)
+_FAR = 2
+"""The sequence that others share a row with while it is at the last positions of the longest text."""
+_NEAR, _BRIEF = 0, 3
+"""Those others, at the first positions: the longest text, and one that is short of every threshold of a twin, so that a rule that
+goes by the longest position of the row is seen whatever its length."""
+
+
+class _Trial(NamedTuple):
+    """A model to be probed, and what it runs on."""
+
+    model: Any
+    layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+
+def probe(
+    model: Any,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    is_thorough: bool = True,
+) -> None:
+    """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
+
+    Then one of them again beside a neighbour at the last positions below max_model_len. Raises UnsupportedModel if
+    anything differs by more than rounding. The model is bound to nothing afterwards. is_thorough: with more tokens and steps.
+    """
+    trial = _Trial(model, layers, dtype, device, max_model_len)
+    lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
+    sequences = random_sequences(model.config, lengths)
+    alone = [_eager_logits(trial, tokens) for tokens in sequences]
+    for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
+        _compare(
+            trial,
+            ours,
+            reference,
+            "packed and in chunks",
+            "ignores position_ids or masks in a way of its own, or keeps a state",
+        )
+    far_start = max_model_len - lengths[_FAR]
+    far = _eager_logits(trial, sequences[_FAR], far_start)
+    rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
+    for near, far_first in rows:
+        near_logits, far_logits = _beside_far(trial, sequences, near, far_start, far_first)
+        _compare(
+            trial, near_logits, alone[near], f"beside a neighbour at position {max_model_len - 1}",
+            "chooses its positions' frequencies by the longest text of the row: give a smaller --max-model-len",
+        )  # fmt: skip
+        _compare(
+            trial, far_logits, far, f"at positions {far_start} … {max_model_len - 1}",
+            "takes positions from elsewhere than position_ids",
+        )  # fmt: skip
+
+
+def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root mean square of the difference over that of what varies in the reference, both [T, vocab_size]."""
+    ours, reference = ours.double(), reference.double()
+    varies = reference - reference.mean(dim=-1, keepdim=True)
+    return float((ours - reference).norm() / varies.norm())
+
+
+def random_sequences(config: Any, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Token ids that the config gives no special meaning, such as padding or the place of an image."""
+    special: set[int] = set()
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")):
+                special.update(value if isinstance(value, list) else [value])
+    numbers = random.Random(seed)
+    ids = range(config.get_text_config(decoder=True).vocab_size)
+    plain = [token for token in ids if token not in special] if len(ids) < 1000 else ids
+    return [_draw(numbers, plain, special, length) for length in lengths]
+
+
+def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length: int) -> list[int]:
+    drawn: list[int] = []
+    while len(drawn) < length:
+        token = numbers.choice(ids)
+        if token not in special:
+            drawn.append(token)
+    return drawn
+
+
+def _compare(trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str) -> None:
+    difference, tolerance = relative_difference(ours, reference), _TOLERANCE[trial.dtype]
+    if not difference <= tolerance:
+        raise UnsupportedModel(
+            f"{type(trial.model).__name__} computes something else over paged KV, {where}, than alone in eager attention: "
+            f"its logits differ by {difference:.1%}, rounding in {trial.dtype} explains {tolerance:.1%}. It probably {why}."
+        )
+
+
+def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
+    """A cache full of NaN, and for each sequence a table of blocks that are not in order."""
+    per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
+    count = len(_LENGTHS)
+    plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
+    cache.fill(float("nan"))
+    tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
+    return cache, [tables[0][::-1], *tables[1:]]
+
+
+def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Per sequence [T, vocab_size], through the runner."""
+    cache, tables = _new_cache(trial)
+    runner = ModelRunner(trial.model, trial.layers, cache, TorchAttention(trial.dtype), trial.device)
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    try:
+        for step in _STEPS:
+            present = [part for part in step if part[0] < len(sequences)]
+            chunks = [(index, first, sequences[index][first:end]) for index, first, end in present]
+            chunks = [chunk for chunk in chunks if chunk[2]]
+            if not chunks:
+                continue
+            parts = [SequencePart(tokens, first, tables[index], None) for index, first, tokens in chunks]
+            rows = torch.split(runner.logits(parts), [len(tokens) for _, _, tokens in chunks])
+            for (index, _, _), part_rows in zip(chunks, rows, strict=True):
+                logits[index].append(part_rows)
+    finally:
+        runner.close()
+    return [torch.cat(parts) for parts in logits]
+
+
+def _beside_far(
+    trial: _Trial, sequences: list[list[int]], near: int, far_start: int, far_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of `near` and _FAR in one row, _FAR with positions from far_start on but no KV before them."""
+    cache, tables = _new_cache(trial)
+    order = (_FAR, near) if far_first else (near, _FAR)
+    parts = [SequencePart(sequences[index], 0, tables[index], None) for index in order]
+    packing = pack(parts, _BLOCK_SIZE, cache.plan.num_blocks, trial.device)
+    shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
+    packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(trial.device))
+    backend = TorchAttention(trial.dtype)
+    bind_layers(trial.layers, cache.layers, backend)
+    try:
+        with torch.inference_mode():
+            backend.begin(packing)
+            output = trial.model(input_ids=packing.input_ids, position_ids=packing.position_ids, use_cache=False)
+    finally:
+        unbind_layers(trial.layers)
+    first, second = torch.split(output.logits[0], [len(sequences[index]) for index in order])
+    return (second, first) if far_first else (first, second)
+
+
+def _eager_logits(trial: _Trial, tokens: list[int], start: int = 0) -> torch.Tensor:
+    """[T, vocab_size] of one sequence; positions are told as `generate` tells them, that is to models that ask for them."""
+    positions: dict[str, torch.Tensor] = {}
+    if start or "position_ids" in inspect.signature(trial.model.forward).parameters:
+        positions["position_ids"] = torch.arange(start, start + len(tokens), device=trial.device)[None]
+    trial.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([tokens], device=trial.device)
+            logits: torch.Tensor = trial.model(input_ids=ids, use_cache=False, **positions).logits[0]
+    finally:
+        trial.model.set_attn_implementation(ATTENTION_NAME)
+    return logits

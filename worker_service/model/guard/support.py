@@ -1,0 +1,167 @@
+"""What must hold of a model before it may be served over the paged KV: by its config, its layers and its behaviour."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ...attention.interface import ATTENTION_NAME
+from ..errors import ModelError, UnsupportedModel
+from ..forward.invariant import replacing
+from ..forward.layers import AttentionLayer, find_attention_layers
+from ..rope import original_length, rope_sets
+from .self_check import probe
+from .tiny_replica import THRESHOLD, build_twin, thresholds, twin_config, twin_length
+
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# It chooses its frequencies by the longest position in the whole packed row, so a long neighbour would change
+# everybody's K, unless no position can be that long.
+_ROPE_BY_LONGEST = "dynamic"
+
+_log = structlog.get_logger("kvpool.model")
+
+
+def check_config(config: Any, max_model_len: int) -> None:
+    """Refuse by what the config says, before any weights are read. Raises UnsupportedModel."""
+    kind = config.model_type
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder-decoder model; only decoder-only language models are served.")
+    # "vision": between the parts of an image only.
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModel(f"{kind} is configured for bidirectional attention; only causal models are served.")
+    # Not even texts shorter than a chunk are safe: llama4 counts positions from the beginning of the packed row.
+    if getattr(text, "attention_chunk_size", None):
+        raise UnsupportedModel(
+            f"{kind} attends in chunks of {text.attention_chunk_size} tokens, a rule that is in its mask only; "
+            "full and sliding-window attention are served."
+        )
+    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if others:
+        raise UnsupportedModel(
+            f"{kind} has layers of type {', '.join(sorted(others))}, whose state is not KV per token; "
+            "only models of full_attention and sliding_attention layers are served."
+        )
+    _check_dispatch(config)
+    _check_rope(kind, text, max_model_len)
+
+
+def _check_dispatch(config: Any) -> None:
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if cls is None:
+        raise UnsupportedModel(f"transformers has no causal language model for {config.model_type!r}.")
+    # The model class of something made of several models need not attend itself; its layers are looked at later.
+    if config.get_text_config(decoder=True) is config and not cls._can_set_attn_implementation():
+        raise UnsupportedModel(
+            f"{cls.__name__} computes attention in its own code and not through transformers' AttentionInterface, "
+            "so its KV cannot be paged."
+        )
+
+
+def _check_rope(kind: str, text: Any, max_model_len: int) -> None:
+    for rope in rope_sets(text):
+        if rope.get("rope_type") != _ROPE_BY_LONGEST:
+            continue
+        original = original_length(text, rope)
+        if max_model_len > original:
+            raise UnsupportedModel(
+                f"{kind} uses {_ROPE_BY_LONGEST} RoPE, which changes all positions once one sequence is longer than "
+                f"{original} tokens; give --max-model-len {original} or less (it is {max_model_len})."
+            )
+
+
+def check_twin(config: Any, max_model_len: int) -> None:
+    """Refuse by the behaviour of a tiny model with the same rules, before any weights are read. Takes tenths of a second.
+
+    It is probed in float32, and its windows and whatever else begins at some length begin within the probe. Raises
+    UnsupportedModel.
+    """
+    started = time.monotonic()
+    try:
+        _check_twin(config, max_model_len)
+    except UnsupportedModel as error:
+        length = _length_that_works(config, max_model_len)
+        advice = f" Give --max-model-len {length} or less (it is {max_model_len})." if length else ""
+        raise UnsupportedModel(
+            f"{config.model_type} cannot be served, as a tiny model of its kind shows: {error}{advice}"
+        ) from error
+    _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
+
+
+def _check_twin(config: Any, max_model_len: int) -> None:
+    cpu = torch.device("cpu")
+    try:
+        small = twin_config(config, max_model_len)
+        twin = build_twin(small)
+    except Exception as error:  # a config class says in its own ways what it does not like
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedModel("it chooses its attention from a table of its own.") from error
+        raise UnsupportedModel(f"it cannot even be built: {type(error).__name__}: {error}") from error
+    guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len), is_thorough=True)
+
+
+def _length_that_works(config: Any, max_model_len: int) -> int | None:
+    """The longest text for which a rule that begins at some length is never met, if that makes the model right."""
+    for length in sorted((value for value in thresholds(config) if THRESHOLD < value < max_model_len), reverse=True):
+        try:
+            check_config(config, length)
+            _check_twin(config, length)
+        except UnsupportedModel:
+            continue
+        return length
+    return None
+
+
+def guarded_layers(
+    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
+) -> list[AttentionLayer]:
+    """The attention layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
+    started = time.monotonic()
+    try:
+        with replacing(model, dtype, device):
+            layers = find_attention_layers(model, device)
+        check_layers(config, layers, max_model_len)
+        probe(model, layers, dtype, device, max_model_len, is_thorough)
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models fail in all ways on an input that they were not written for
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
+        ) from error
+    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
+    return layers
+
+
+def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: int) -> None:
+    """Refuse unless every layer of the config was seen, with the window that the config gives it."""
+    text = config.get_text_config(decoder=True)
+    kind = config.model_type
+    # Layers that attend to an image only, and are skipped without one.
+    absent = set(getattr(text, "cross_attention_layers", None) or ())
+    expected = [index for index in range(text.num_hidden_layers) if index not in absent]
+    modules = list(dict.fromkeys(layer.module for layer in layers))
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    # Of layers that are run several times over, a config counts the modules or the runs.
+    is_each_seen = len(expected) in (len(modules), len(layers)) or (types is None and len(modules) > len(expected))
+    if not is_each_seen:
+        raise UnsupportedModel(
+            f"{kind} has {len(expected)} layers, but {len(modules)} modules reach attention through transformers' "
+            "AttentionInterface; every layer must, in every forward pass."
+        )
+    for index, layer in enumerate(layers):
+        if types is None:
+            wanted = window if window is not None and window < max_model_len else layer.window
+        else:
+            position = index if len(layers) == len(expected) else modules.index(layer.module)
+            wanted = window if types[expected[position]] == "sliding_attention" else None
+        if layer.window != wanted:
+            raise UnsupportedModel(
+                f"{kind}: {layer.name} should have the window {wanted} by the config, but gives attention the window "
+                f"{layer.window}; the window would be in the mask only."
+            )

@@ -1,0 +1,296 @@
+"""A tiny model with the rules of a large one: the same class, every kind of layer, all sizes and thresholds made small."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ...attention.interface import ATTENTION_NAME, register
+
+VOCAB_SIZE = 264
+NUM_PLAIN_TOKENS = 256
+"""Tokens below mean nothing special, except what the config names itself."""
+THRESHOLD = 8
+"""Sliding windows, chunks and whatever else begins to matter at some length, in tokens, if texts can be that long."""
+UNREACHED = 24
+"""The same where no text can be that long: as long as the twin's longest texts, but shorter than a packed row of them."""
+MAX_POSITIONS = 128
+
+_HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
+_SMALL = 16
+"""Sizes up to this stay as they are."""
+_LARGE = 128
+"""What is larger is a size or a length."""
+_SOFTCAP = 2.0
+"""Low enough to bend the scores of random weights."""
+_GAIN = 1.5
+"""Standard deviation of a weight times the root of its inputs; enough for attention to prefer some tokens."""
+
+_LAYER_COUNTS = re.compile(
+    r"num_hidden_layers|num_layers_per_stack|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers"
+)
+_HIDDEN_SIZES = re.compile(r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model")
+_LENGTHS = re.compile(
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|context_length"
+    r"|max_(source|target)_positions"
+)
+# What plays no part until a text is that long. A number that is large and means nothing known may be the same.
+_THRESHOLDS = re.compile(
+    r"(?!max_window_layers)\w*window\w*|\w*chunk\w*|local_attention|index_topk|index_block_size|block_size|\w*floor\w*|rel_extent"
+    r"|\w*max_distance|original_max_position_embeddings"
+)
+_TOKEN_IDS = re.compile(r"\w*_token_ids?|\w+_token_index")
+_NOT_OF_THE_MODEL = frozenset(
+    {"architectures", "id2label", "label2id", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}
+    | {"quantization_config", "_attn_implementation", "attn_implementation"}
+)
+
+
+def twin_config(config: Any, max_model_len: int) -> Any:
+    """The config with small sizes. What begins within texts of max_model_len tokens begins at THRESHOLD, the rest at UNREACHED.
+
+    Raises whatever the config class says where the small sizes do not fit together.
+    """
+    return type(config).from_dict(_shrunk(config, max_model_len))
+
+
+def twin_length(config: Any, max_model_len: int) -> int:
+    """Tokens of the twin's longest texts; UNREACHED if something begins only behind the model's longest."""
+    is_all_reached = all(value < max_model_len for value in thresholds(config) if value > THRESHOLD)
+    return min(max_model_len, MAX_POSITIONS if is_all_reached else UNREACHED)
+
+
+def build_twin(config: Any, seed: int = 0) -> Any:
+    """The model of a config as it is, in float32 on the CPU, with random weights that let every part be seen."""
+    register()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:  # norms and the like stay around what they were, so that they let something through
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise * (_GAIN * parameter.shape[-1] ** -0.5))
+    return model.eval()
+
+
+def thresholds(config: Any) -> set[int]:
+    """All lengths in tokens that the config names, or may name, as the beginning of something, RoPE's included."""
+    fields = config.get_text_config(decoder=True).to_dict()
+    sizes = _Sizes(fields, 0, 0)
+    found: set[int] = set()
+    parts: list[dict[str, Any]] = [{name: value for name, value in fields.items() if name not in _NOT_OF_THE_MODEL}]
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, dict) and "rope" in name:
+                parts += [value, *(entry for entry in value.values() if isinstance(entry, dict))]
+            elif isinstance(value, int) and not isinstance(value, bool) and sizes.is_threshold(name, value):
+                found.add(value)
+    return found
+
+
+def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
+    kept = _kept_layers(fields)
+    sizes = _Sizes(fields, len(kept), max_model_len)
+    for name, value in list(fields.items()):
+        if name in nested:
+            fields[name] = _shrunk(getattr(config, name), max_model_len)
+        elif name == "per_layer_config" and isinstance(value, dict):
+            fields[name] = _shrunk_per_layer(value, fields, kept, sizes)
+        elif isinstance(value, dict):
+            fields[name] = _shrunk_rope(value, fields, sizes) if "rope" in name else value
+        elif isinstance(value, list):
+            fields[name] = _shrunk_list(name, value, kept, _num_layers(fields), sizes)
+    num_shared = fields.get("num_kv_shared_layers") or 0
+    if num_shared:
+        fields["num_kv_shared_layers"] = sum(index >= _num_layers(fields) - num_shared for index in kept)
+    for name, value in list(fields.items()):
+        if isinstance(value, int) and not isinstance(value, bool):
+            fields[name] = sizes.of(name, value)
+        elif isinstance(value, float) and "softcap" in name:
+            fields[name] = min(value, _SOFTCAP)
+    return fields
+
+
+def _num_layers(fields: dict[str, Any]) -> int:
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"):
+        if isinstance(fields.get(name), int):
+            return int(fields[name])
+    return 0
+
+
+def _kept_layers(fields: dict[str, Any]) -> list[int]:
+    """The first layer of each kind; a kind is what all lists with one entry per layer say. At least two layers."""
+    count = _num_layers(fields)
+    per_layer = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
+    ascending = [value for value in fields.values() if isinstance(value, list) and _is_indices(value, count)]
+    first_shared = count - (fields.get("num_kv_shared_layers") or 0)
+    overrides = fields.get("per_layer_config") or {}
+    by_layer = {int(index): str(override) for index, override in overrides.items()}
+    first_of: dict[str, int] = {}
+    for index in range(count):
+        kind = [str(value[index]) for value in per_layer if not _is_indices(value, count)]
+        kind += [str(index in value) for value in ascending] + [by_layer.get(index, "")]
+        first_of.setdefault(str((kind, index >= first_shared)), index)
+    kept = sorted(first_of.values())
+    return kept if len(kept) > 1 or count < 2 else [*kept, count - 1]
+
+
+def _is_indices(value: Sequence[Any], count: int) -> bool:
+    """Whether a list names layers, instead of saying something of each."""
+    return (
+        bool(value)
+        and all(isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < count for entry in value)
+        and all(before < after for before, after in pairwise(value))
+    )
+
+
+def _shrunk_list(name: str, value: list[Any], kept: list[int], count: int, sizes: _Sizes) -> Any:
+    if _is_indices(value, count):
+        return [new for new, old in enumerate(kept) if old in value]
+    if count and len(value) == count:
+        value = [value[index] for index in kept]
+    return [
+        sizes.of(name, entry) if isinstance(entry, int) and not isinstance(entry, bool) else entry for entry in value
+    ]
+
+
+def _shrunk_per_layer(
+    overrides: dict[Any, dict[str, Any]], fields: dict[str, Any], kept: list[int], sizes: _Sizes
+) -> dict[str, dict[str, Any]]:
+    """Fields that are different in some layers; those that are larger there stay larger."""
+    shrunk: dict[str, dict[str, Any]] = {}
+    for index, override in overrides.items():
+        if int(index) in kept:
+            shrunk[str(kept.index(int(index)))] = {
+                name: sizes.of(name, value) * (2 if name == "head_dim" and value > (fields.get(name) or value) else 1)
+                if isinstance(value, int) and not isinstance(value, bool)
+                else value
+                for name, value in override.items()
+            }
+    return shrunk
+
+
+def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
+    """RoPE parameters, of one kind or one set per layer type; lists have an entry per pair of rotated dimensions."""
+    shrunk: dict[str, Any] = {}
+    pairs = sizes.rotary_pairs(rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")))
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            shrunk[name] = _shrunk_rope(value, fields, sizes)
+        elif isinstance(value, list) and all(isinstance(entry, float | int) for entry in value):
+            # Lists of heads that are smaller than the twin's are too short for it: their last entry goes on.
+            longer = value + value[-1:] * (pairs - len(value))
+            shrunk[name] = _sections(value, pairs) if "section" in name else longer[:pairs]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            shrunk[name] = sizes.of(name, value)
+        else:
+            shrunk[name] = value
+    return shrunk
+
+
+def _sections(value: list[Any], pairs: int) -> list[int]:
+    """Sections of the rotated pairs in about the same proportions, all used up."""
+    shares = [max(1, pairs * int(entry) // sum(value)) for entry in value]
+    shares[-1] += pairs - sum(shares)
+    return shares
+
+
+class _Sizes:
+    """What a number in a config becomes, by the name of its field."""
+
+    def __init__(self, fields: dict[str, Any], num_layers: int, max_model_len: int) -> None:
+        self._fields = dict(fields)  # as they were: the shrunk ones are written over them one by one
+        self._num_layers = num_layers
+        self._max_model_len = max_model_len
+        self._hidden = next((fields[n] for n in fields if _HIDDEN_SIZES.fullmatch(n) and isinstance(fields[n], int)), 0)
+        heads = next((fields[n] for n in fields if _RULES[0][0].fullmatch(n) and isinstance(fields[n], int)), 0)
+        self._heads = heads
+        # Where heads are not a plain share of the hidden size, they are not in the twin either.
+        plain = fields.get("head_dim") in (None, self._hidden // heads if heads else None)
+        self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
+
+    def rotary_pairs(self, share: Any) -> int:
+        if "qk_rope_head_dim" in self._fields:
+            return _ROPE_HEAD_DIM // 2
+        return int(self.head_dim * (share if isinstance(share, float) else 1.0)) // 2
+
+    def of(self, name: str, value: int) -> int:
+        known = self._known(name, value)
+        return min(value, THRESHOLD if value < self._max_model_len else UNREACHED) if known is None else known
+
+    def is_threshold(self, name: str, value: int) -> bool:
+        """Whether something may begin at that many tokens."""
+        return self._known(name, value) is None
+
+    def _known(self, name: str, value: int) -> int | None:
+        """What a size becomes; None for what is, or may be, a threshold."""
+        if _TOKEN_IDS.fullmatch(name):
+            return value if value < NUM_PLAIN_TOKENS else NUM_PLAIN_TOKENS + value % (VOCAB_SIZE - NUM_PLAIN_TOKENS)
+        if _LAYER_COUNTS.fullmatch(name):
+            return self._num_layers or min(value, 2)
+        if _HIDDEN_SIZES.fullmatch(name):
+            return _HIDDEN
+        if _LENGTHS.fullmatch(name):
+            return min(value, MAX_POSITIONS)
+        if _THRESHOLDS.fullmatch(name):
+            return None
+        for names, rule in _RULES:
+            if names.fullmatch(name):
+                return rule(self, value)
+        if value == self._hidden and value > _SMALL:
+            return _HIDDEN
+        if re.search(r"(dim|size|width|rank)$", name):
+            return min(value, _SMALL)
+        return None if value > _LARGE and name != "rope_theta" else value
+
+    def dims(self, value: int) -> int:
+        # Models with latent attention call the rotated part of a head its size.
+        return _ROPE_HEAD_DIM if value == self._fields.get("qk_rope_head_dim") else self.head_dim
+
+    def kv_heads(self, value: int) -> int:
+        return {1: 1, self._heads: _HEADS}.get(value, _HEADS // 2)
+
+
+_ROPE_HEAD_DIM = 8
+_RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
+    (
+        re.compile(
+            r"num_attention_heads\w*|n_heads?|num_heads|attention_heads|\w+coder_attention_heads|swa_num_attention_heads"
+        ),
+        lambda sizes, value: _HEADS,
+    ),
+    (re.compile(r"\w*num_(key_value|kv)_heads\w*|kv_n_heads"), lambda sizes, value: sizes.kv_heads(value)),
+    (
+        re.compile(r"head_dim|\w*_head_dim_\w*|global_head_dim|swa_head_dim|kv_channels"),
+        lambda sizes, value: sizes.dims(value),
+    ),
+    (re.compile(r"query_pre_attn_scalar"), lambda sizes, value: sizes.head_dim),
+    (re.compile(r"qk_rope_head_dim|qk_nope_head_dim"), lambda sizes, value: _ROPE_HEAD_DIM),
+    (re.compile(r"qk_head_dim"), lambda sizes, value: 2 * _ROPE_HEAD_DIM),
+    (re.compile(r"\w*v_head_dim"), lambda sizes, value: 12),
+    (re.compile(r"rotary_dim"), lambda sizes, value: sizes.head_dim // 2),
+    (re.compile(r"\w*vocab(_size\w*)?"), lambda sizes, value: min(value, VOCAB_SIZE)),
+    (re.compile(r"\w*(intermediate|ffn|feed_forward|dff|dim_ff|d_inner)\w*"), lambda sizes, value: min(value, 96)),
+    (re.compile(r"\w*experts_per_tok\w*|moe_topk|moe_k|\w*top_?k_experts"), lambda sizes, value: min(value, 2)),
+    (
+        re.compile(r"num_\w*experts|n_routed_experts|moe_num_experts|zero_expert_num"),
+        lambda sizes, value: min(value, 8),
+    ),
+    (re.compile(r"n_group|num_expert_group"), lambda sizes, value: min(value, 2)),
+    (re.compile(r"topk_group"), lambda sizes, value: 1),
+    (
+        re.compile(r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_\w+_index"),
+        lambda sizes, value: min(value, 1),
+    ),
+)

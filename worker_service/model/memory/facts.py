@@ -1,0 +1,100 @@
+"""Finds out the facts that the KV cache is planned by: of a model that is loaded, and of one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModel
+from ..forward.layers import AttentionLayer
+from ..forward.packed_linear import PackedLinear
+from .cpu import read_cpu_memory
+from .meta_model import Blueprint, draw_blueprint
+from .plan import MemoryFacts, MemorySettings
+from .profile import CUDAMeter, MakeRunner, measure_batch
+
+_ESTIMATED = "estimated without attention"
+
+
+def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+    """K and V of all layers."""
+    return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers) * dtype.itemsize
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Of the parameters, buffers and packed weights of a model, each tensor once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [module.weight for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def facts_of_loaded(
+    model: Any,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    settings: MemorySettings,
+    make_runner: MakeRunner,
+) -> MemoryFacts:
+    """With the weights in place. On a GPU a maximum batch is run, on a CPU its needs are estimated.
+
+    Raises ModelError if the batch does not fit, or where the memory cannot be told.
+    """
+    bytes_per_token = kv_bytes_per_token(layers, dtype)
+    if device.type != "cuda":
+        num_bytes = tensor_bytes(model)
+        activations, origin = _estimated(model.config, dtype, settings)
+        total, available = read_cpu_memory()
+        return MemoryFacts(
+            device=str(device),
+            total_bytes=total,
+            other_bytes=max(0, total - available - num_bytes),
+            weight_bytes=num_bytes,
+            activation_bytes=activations,
+            bytes_per_token=bytes_per_token,
+            activations_from=origin,
+        )
+    weights = torch.cuda.memory_allocated(device)
+    needs = measure_batch(make_runner, CUDAMeter(device), settings, max_model_len, bytes_per_token)
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryFacts(
+        device=str(device),
+        total_bytes=total,
+        # After the batch: by then the driver and the libraries have taken what they keep.
+        other_bytes=max(0, total - free - torch.cuda.memory_reserved(device)),
+        weight_bytes=weights,
+        activation_bytes=needs.activations,
+        bytes_per_token=bytes_per_token,
+        workspace_bytes_per_token=needs.workspace_per_token,
+    )
+
+
+def facts_of_blueprint(
+    blueprint: Blueprint, dtype: torch.dtype, device: torch.device, settings: MemorySettings
+) -> MemoryFacts:
+    """As if the weights were in place; nothing is allocated. Raises ModelError where they cannot be told."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        total, free = read_cpu_memory()
+    return MemoryFacts(
+        device=str(device),
+        total_bytes=total,
+        other_bytes=total - free,
+        weight_bytes=blueprint.weight_bytes(dtype, device),
+        activation_bytes=blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
+        bytes_per_token=kv_bytes_per_token(blueprint.layers, dtype),
+        activations_from=_ESTIMATED,
+    )
+
+
+def _estimated(config: Any, dtype: torch.dtype, settings: MemorySettings) -> tuple[int, str]:
+    try:
+        blueprint = draw_blueprint(config)
+        estimate = blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
+    except UnsupportedModel:
+        return 0, "not known: the model does not run without values"
+    return estimate, _ESTIMATED

@@ -1,0 +1,147 @@
+"""What a model needs, told by its config alone: built on torch's meta device, where tensors have shapes and no bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from ...attention.interface import ATTENTION_NAME, bind, register, unbind
+from ...attention.layer import AttentionCall
+from ..errors import UnsupportedModel
+from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.packed_linear import packing_works
+from ..progress import quiet_transformers
+
+META = torch.device("meta")
+SAMPLER_BYTES_PER_LOGIT = 24
+"""Beside the model's own logit: the float32 copy, its sorted copy with int64 ranks, and probabilities twice."""
+
+
+_DRAWN_IN = torch.bfloat16
+"""Some operators run on the meta device in this dtype only; the shapes are the same in all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blueprint:
+    """A model without its weights."""
+
+    model: Any
+    """On the meta device; it can be run there."""
+    layers: list[AttentionLayer]
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied ones counted once."""
+        return sum(int(parameter.numel()) for parameter in self.model.parameters())
+
+    def weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Of parameters in the dtype, and of buffers, as they lie on the device; see load_model."""
+        total = self.num_parameters * dtype.itemsize
+        for buffer in self.model.buffers():
+            follows = buffer.dtype == _DRAWN_IN  # others have a dtype of their own, whatever the weights'
+            total += int(buffer.numel()) * (dtype if follows else buffer.dtype).itemsize
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if device.type == "cpu" and type(head) is torch.nn.Linear and packing_works(dtype):
+            # Packing takes a tied head away from the embeddings it shares its weight with.
+            total += int(head.weight.numel()) * dtype.itemsize if head.weight is embeddings.weight else 0
+        return total
+
+    def activation_bytes(self, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
+        """Largest sum of the intermediate results of a step, sampling included; what attention needs inside is left out.
+
+        Raises UnsupportedModel where that cannot be told.
+        """
+        meter = _LiveBytes(self.model)
+        for layer in self.layers:
+            bind(layer.module, _Passing())
+        selected: list[torch.utils.hooks.RemovableHandle] = []
+        try:
+            tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=META)
+            rows = torch.zeros(min(num_sequences, num_tokens), dtype=torch.int64, device=META)
+            selected.append(self.model.get_output_embeddings().register_forward_pre_hook(_select(rows)))
+            with torch.inference_mode(), meter:
+                logits = self.model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+        except Exception as error:
+            raise _unknown(self.model.config, error) from error
+        finally:
+            for hook in selected:
+                hook.remove()
+            for layer in self.layers:
+                unbind(layer.module)
+        results = meter.peak_bytes * dtype.itemsize // _DRAWN_IN.itemsize
+        return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
+
+
+def draw_blueprint(config: Any) -> Blueprint:
+    """Build the model on the meta device. Takes tenths of a second and hardly any memory, whatever the model's size.
+
+    Raises UnsupportedModel where its code cannot run there.
+    """
+    register()
+    try:
+        with quiet_transformers(), META:
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME
+            ).eval()
+        return Blueprint(model, find_attention_layers(model, META))
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # each model has code of its own, not all of it written for tensors without values
+        raise _unknown(config, error) from error
+
+
+def _unknown(config: Any, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"What {config.model_type} needs cannot be told without its weights: {type(error).__name__}: {error}"
+    )
+
+
+def _select(rows: torch.Tensor) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    return lambda _, inputs: (inputs[0][:, rows], *inputs[1:])
+
+
+class _Passing:
+    """Stands in for attention: an answer of the right shape."""
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that are alive between operations; those of the model itself are not counted."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live_bytes = 0
+        self.peak_bytes = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._remove, key, storage.nbytes())
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._live_bytes -= num_bytes

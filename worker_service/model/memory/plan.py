@@ -1,0 +1,236 @@
+"""What a device's memory is spent on, and how large a KV cache fits: pure arithmetic over measured facts, all in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import KVCacheTooLarge, ModelError
+from ..forward.kv_plan import KVCachePlan, show_bytes
+
+SHARE_OF_FREE_CPU_MEMORY = 0.2
+"""Of what is free once the weights are loaded. Small: other workers and programs share a machine's memory, and files that are
+read often are kept in it too."""
+_MIN_BLOCKS = 2
+"""The null block and one that can be used."""
+_UTILIZATION_STEPS = 1000
+"""Shares of a GPU are named in steps of a thousandth."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What the user says about memory."""
+
+    block_size: int
+    """Tokens per block: a power of two."""
+    num_blocks: int | None = None
+    """Blocks of the KV cache, the null block included. Goes before every share."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV cache. Goes before every share; not together with num_blocks."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's whole memory that all its users together may take, this worker included."""
+    max_num_seqs: int = 64
+    """Sequences of a maximum batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of a maximum batch."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """The size of the KV cache is given, and not a share of the memory."""
+        return self.num_blocks is not None or self.kv_cache_memory is not None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What was found out about a device and a model before a KV cache is allocated."""
+
+    device: str
+    """cpu or cuda:N."""
+    total_bytes: int
+    """Of the device; on a CPU what the machine, or the container, has."""
+    other_bytes: int
+    """In use by everything but this model's tensors: other processes, and on a GPU the driver's own."""
+    weight_bytes: int
+    activation_bytes: int
+    """Largest sum of intermediate results in a maximum batch."""
+    bytes_per_token: int
+    """K and V of all layers."""
+    workspace_bytes_per_token: int = 0
+    """What attention needs beside the KV for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
+    graph_bytes: int = 0
+    activations_from: str = "measured"
+    """How activation_bytes came about: measured, or estimated and from what."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def free_bytes(self) -> int:
+        """Left once the weights are loaded."""
+        return max(0, self.total_bytes - self.other_bytes - self.weight_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What a KV cache can have at the very most: all that is free but what a step needs."""
+        return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
+
+
+class BudgetLine(NamedTuple):
+    """One line of the budget."""
+
+    what: str
+    num_bytes: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {show_bytes(self.num_bytes)}" + (f" ({self.why})" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """How the memory of a device is spent."""
+
+    facts: MemoryFacts
+    settings: MemorySettings
+    kv_cache: KVCachePlan
+
+    def lines(self) -> Iterator[BudgetLine]:
+        """From the whole device down to what stays free, in the order of the sum."""
+        facts, settings, kv_cache = self.facts, self.settings, self.kv_cache
+        yield BudgetLine(f"memory of {facts.device}", facts.total_bytes)
+        if not facts.is_cpu and not settings.is_explicit:
+            usable = _usable_bytes(facts, settings.gpu_memory_utilization)
+            yield BudgetLine("may be used", usable, f"--gpu-memory-utilization {settings.gpu_memory_utilization:g}")
+        others = "other processes, page cache left out" if facts.is_cpu else "other processes and the driver"
+        yield BudgetLine("in use already", facts.other_bytes, others)
+        yield BudgetLine("weights", facts.weight_bytes)
+        if facts.is_cpu:
+            yield BudgetLine("free with the weights loaded", facts.free_bytes)
+        batch = f"{settings.max_num_batched_tokens:,} tokens of {settings.max_num_seqs:,} sequences"
+        yield BudgetLine("activations of a maximum batch", facts.activation_bytes, f"{batch}, {facts.activations_from}")
+        yield BudgetLine("graphs", facts.graph_bytes, "" if facts.graph_bytes else "none are captured")
+        if workspace := kv_cache.num_blocks * kv_cache.block_size * facts.workspace_bytes_per_token:
+            per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
+            yield BudgetLine("attention's workspace", workspace, per_token)
+        blocks = f"{kv_cache.num_blocks:,} blocks of {show_bytes(kv_cache.bytes_per_block)}, {self._size_from()}"
+        yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
+        yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
+
+    def _size_from(self) -> str:
+        if self.settings.num_blocks is not None:
+            return "--num-blocks"
+        if self.settings.kv_cache_memory is not None:
+            return "--kv-cache-memory"
+        if self.facts.is_cpu:
+            return f"{SHARE_OF_FREE_CPU_MEMORY:.0%} of what is free: other programs share it"
+        return "all that may be used and is not needed above"
+
+
+def plan_memory(facts: MemoryFacts, settings: MemorySettings) -> MemoryBudget:
+    """The KV cache asked for by number of blocks or by bytes (at most one of them), else as large as the share allows.
+
+    Raises ModelError for settings that make no sense, and KVCacheTooLarge that names the largest cache that fits.
+    """
+    block_size = settings.block_size
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ModelError(f"The block size must be a power of two, not {block_size}.")
+    if settings.num_blocks is not None and settings.kv_cache_memory is not None:
+        raise ModelError("Give the size of the KV cache as a number of blocks or in bytes, not both.")
+    bytes_per_block = block_size * facts.bytes_per_token
+    if settings.num_blocks is not None:
+        num_blocks = settings.num_blocks
+    elif settings.kv_cache_memory is not None:
+        num_blocks = settings.kv_cache_memory // bytes_per_block
+    else:
+        num_blocks = _budget_bytes(facts, settings) // _block_cost(facts, block_size)
+    if num_blocks < _MIN_BLOCKS:
+        raise _too_small(facts, settings, num_blocks)
+    fitting = facts.room_bytes // _block_cost(facts, block_size)
+    if num_blocks > fitting:
+        raise _too_large(facts, settings, num_blocks, fitting)
+    return MemoryBudget(facts, settings, KVCachePlan(num_blocks, block_size, facts.bytes_per_token))
+
+
+def _block_cost(facts: MemoryFacts, block_size: int) -> int:
+    return block_size * (facts.bytes_per_token + facts.workspace_bytes_per_token)
+
+
+def _usable_bytes(facts: MemoryFacts, utilization: float) -> int:
+    return min(facts.total_bytes, math.floor(facts.total_bytes * utilization))
+
+
+def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
+    """What the KV cache and attention's workspace may take together; below 0 if the rest is too much already."""
+    if facts.is_cpu:
+        return min(facts.room_bytes, math.floor(facts.free_bytes * SHARE_OF_FREE_CPU_MEMORY))
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    return _usable_bytes(facts, settings.gpu_memory_utilization) - needed
+
+
+def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int) -> ModelError:
+    smallest = _MIN_BLOCKS * settings.block_size * facts.bytes_per_token
+    needs = (
+        f"at least {_MIN_BLOCKS} are needed (block 0 stays empty), {show_bytes(smallest)} at "
+        f"{show_bytes(smallest // _MIN_BLOCKS)} per block of {settings.block_size} tokens"
+    )
+    if settings.is_explicit:
+        return ModelError(
+            f"A KV cache of {num_blocks} blocks is too small: {needs}. Give a larger --kv-cache-memory or --num-blocks, or "
+            "a smaller --block-size."
+        )
+    found = _what_there_is(facts)
+    utilization = None if facts.is_cpu else _least_utilization(facts, settings)
+    if utilization is not None:
+        return KVCacheTooLarge(
+            f"With --gpu-memory-utilization {settings.gpu_memory_utilization:g} no KV cache fits on {facts.device}: {needs}, but "
+            f"{found}. Give --gpu-memory-utilization {utilization:g} or more."
+        )
+    if facts.room_bytes >= _MIN_BLOCKS * _block_cost(facts, settings.block_size):
+        return KVCacheTooLarge(
+            f"A fifth of the free memory of {facts.device} holds no KV cache: {needs}, and {found}. Give --kv-cache-memory or "
+            "--num-blocks, or free memory."
+        )
+    return KVCacheTooLarge(
+        f"No KV cache fits on {facts.device}: {needs}, but {found}. Give a smaller --max-num-batched-tokens or --max-num-seqs, "
+        "end other processes, or take a smaller model or a device with more memory."
+    )
+
+
+def _least_utilization(facts: MemoryFacts, settings: MemorySettings) -> float | None:
+    """The smallest share, in thousandths, with which the smallest KV cache fits; None if not even the whole device does."""
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    needed += _MIN_BLOCKS * _block_cost(facts, settings.block_size)
+    steps = -(-needed * _UTILIZATION_STEPS // facts.total_bytes)
+    while steps <= _UTILIZATION_STEPS:
+        # Rounding may take a byte away.
+        if _usable_bytes(facts, steps / _UTILIZATION_STEPS) >= needed:
+            return steps / _UTILIZATION_STEPS
+        steps += 1
+    return None
+
+
+def _too_large(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, fitting: int) -> KVCacheTooLarge:
+    bytes_per_block = settings.block_size * facts.bytes_per_token
+    asked = f"A KV cache of {num_blocks} blocks needs {show_bytes(num_blocks * bytes_per_block)}"
+    if workspace := num_blocks * settings.block_size * facts.workspace_bytes_per_token:
+        asked += f" and {show_bytes(workspace)} for attention over it"
+    if fitting < _MIN_BLOCKS:
+        return KVCacheTooLarge(
+            f"{asked}, but none fits on {facts.device}: {_what_there_is(facts)}. Give a smaller --max-num-batched-tokens or "
+            "--max-num-seqs, end other processes, or take a smaller model or a device with more memory."
+        )
+    return KVCacheTooLarge(
+        f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most {fitting} "
+        f"blocks fit (--num-blocks {fitting}, or --kv-cache-memory {fitting * bytes_per_block})."
+    )
+
+
+def _what_there_is(facts: MemoryFacts) -> str:
+    return (
+        f"of {show_bytes(facts.total_bytes)}, {show_bytes(facts.other_bytes)} are in use already, "
+        f"{show_bytes(facts.weight_bytes)} are for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
+        "for a maximum batch"
+    )

@@ -1,0 +1,205 @@
+"""A maximum batch, run once before the KV cache is allocated, so that what it needs can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ...engine.sampling_params import SamplingParams
+from ...engine.step import PromptRows, SequencePart, Step
+from ..errors import KVCacheTooLarge, ModelError
+from ..forward.kv_plan import KVCachePlan
+from ..forward.runner import ModelRunner
+from .plan import MemorySettings
+
+_GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
+"""Sampling that sorts and normalises all logits."""
+_CONTEXT_TOKENS = 65_536
+"""That the decodes of the measured batch read in all; what attention needs grows in proportion."""
+_SEARCH_STEP = 64
+"""Tokens; a budget that is too large is answered with one that fits, to within so many."""
+
+
+class PeakMeter(Protocol):
+    """Measures what is allocated on a device."""
+
+    def reset(self) -> None:
+        """Begin anew; what is allocated now does not count."""
+        ...
+
+    def reserved_bytes(self) -> int:
+        """Largest amount taken from the device since reset, beyond what was allocated then."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """Largest amount in use by tensors since reset, beyond what was allocated then."""
+        ...
+
+    def release(self) -> None:
+        """Give back to the device what no tensor uses."""
+        ...
+
+
+class BatchNeeds(NamedTuple):
+    """What a maximum batch needs beside weights and KV, in bytes."""
+
+    activations: int
+    workspace_per_token: int
+    """More for each token that the batch's decodes read."""
+
+
+MakeRunner = Callable[[KVCachePlan], ModelRunner]
+
+
+def measure_batch(
+    make_runner: MakeRunner, meter: PeakMeter, settings: MemorySettings, max_model_len: int, bytes_per_token: int
+) -> BatchNeeds:
+    """Run the largest batches that the engine may make. Blocking, some seconds on a GPU.
+
+    The KV they need lies in a small cache that is gone afterwards. Raises ModelError that names a smaller
+    --max-num-batched-tokens which fits, if any does.
+    """
+
+    def run(num_tokens: int) -> BatchNeeds | None:
+        try:
+            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token)
+        except (torch.OutOfMemoryError, KVCacheTooLarge):
+            return None
+
+    wanted = settings.max_num_batched_tokens
+    if (needs := run(wanted)) is not None:
+        return needs
+    meter.release()
+    fitting = largest_that_fits(lambda num_tokens: run(num_tokens) is not None, settings.max_num_seqs, wanted)
+    advice = (
+        f"--max-num-batched-tokens {fitting} fits"
+        if fitting
+        else "give a smaller --max-num-seqs, or take a smaller model or a device with more memory"
+    )
+    raise ModelError(
+        f"A maximum batch of {wanted} tokens and {settings.max_num_seqs} sequences does not fit into the memory beside the "
+        f"weights: {advice}."
+    )
+
+
+def largest_that_fits(fits: Callable[[int], bool], least: int, too_many: int) -> int | None:
+    """A number in least … too_many − 1 that fits, while one that is _SEARCH_STEP larger does not; None if least does not."""
+    if least >= too_many or not fits(least):
+        return None
+    while too_many - least > _SEARCH_STEP:
+        middle = (least + too_many) // 2
+        if fits(middle):
+            least = middle
+        else:
+            too_many = middle
+    return least
+
+
+def _run(
+    make_runner: MakeRunner,
+    meter: PeakMeter,
+    num_tokens: int,
+    settings: MemorySettings,
+    max_model_len: int,
+    bytes_per_token: int,
+) -> BatchNeeds:
+    block_size, num_seqs = settings.block_size, min(settings.max_num_seqs, num_tokens)
+    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
+    meter.release()
+    runner = make_runner(KVCachePlan(batches.num_blocks, block_size, bytes_per_token))
+    try:
+        activations = 0
+        for step in (batches.prompts(), batches.late_chunk(), batches.told_prompt()):
+            meter.reset()
+            runner.execute(step)
+            activations = max(activations, meter.reserved_bytes())
+        peaks: list[int] = []
+        for context in (0, batches.decode_context):
+            meter.reset()
+            runner.execute(batches.decodes(context))
+            peaks.append(meter.allocated_bytes())
+        num_read = batches.decode_context * num_seqs
+        per_token = -(-max(0, peaks[1] - peaks[0]) // num_read) if num_read else 0
+        return BatchNeeds(activations, per_token)
+    finally:
+        runner.close()
+        del runner
+        meter.release()
+
+
+class MaximumBatches:
+    """The steps that need the most memory. Their sequences read one block over and over, so that a small cache is enough."""
+
+    def __init__(self, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_seqs = num_seqs
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self.num_blocks = 3 + num_tokens // block_size + num_seqs
+        """Of the cache they run in: the null block, the one that is read, and those that are written."""
+        each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
+        self.decode_context = each // block_size * block_size
+        """Tokens that each of the measured decodes reads."""
+
+    def prompts(self) -> Step:
+        """As many tokens and as many rows of logits as there can be."""
+        each, more = divmod(self._num_tokens, self._num_seqs)
+        lengths = [min(self._max_model_len, each + (index < more)) for index in range(self._num_seqs)]
+        return self._step([(0, length) for length in lengths])
+
+    def late_chunk(self) -> Step:
+        """One chunk at the end of the longest sequence."""
+        length = min(self._num_tokens, self._max_model_len)
+        return self._step([(self._max_model_len - length, length)])
+
+    def told_prompt(self) -> Step:
+        """One prompt whose log-probabilities are asked for."""
+        length = min(self._num_tokens, self._max_model_len)
+        (part,) = self._step([(0, length)]).parts
+        rows = PromptRows(0, [0] * (length - 1), num_top=1)
+        return Step([part._replace(prompt_rows=rows if length > 1 else None)])
+
+    def decodes(self, context: int) -> Step:
+        """One token of every sequence behind so many others each."""
+        return self._step([(context, 1)] * self._num_seqs)
+
+    def _step(self, chunks: list[tuple[int, int]]) -> Step:
+        """Of (first position, tokens)."""
+        parts: list[SequencePart] = []
+        next_block = 2
+        for start, length in chunks:
+            num_read = start // self._block_size
+            num_own = -(-(start + length) // self._block_size) - num_read
+            table = [1] * num_read + list(range(next_block, next_block + num_own))
+            next_block += num_own
+            parts.append(SequencePart([0] * length, start, table, _GREEDY_OF_MEMORY))
+        return Step(parts)
+
+
+class CUDAMeter:
+    """PeakMeter of torch's own allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocated = 0
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._allocated = torch.cuda.memory_allocated(self._device)
+
+    def reserved_bytes(self) -> int:
+        return self._peak("reserved_bytes.all.peak")
+
+    def allocated_bytes(self) -> int:
+        return self._peak("allocated_bytes.all.peak")
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def _peak(self, name: str) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.memory_stats(self._device)[name]) - self._allocated

@@ -1,0 +1,53 @@
+"""The name of everything that shapes the KV of a model, so that KV of different models never mixes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ..progress import Progress
+from ..rope import Regime
+from .cache_dir import file_digest
+from .weights import safetensors_names
+
+# Fields of config.json that say how it was saved or how text is generated, not what the model computes.
+_NO_PART_IN_KV = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation"}
+)
+
+
+def fingerprint(
+    folder: Path, dtype: str, cache_dir: Path, progress: Progress, rope_regime: Regime | None = None
+) -> str:
+    """Hex SHA-256 over the weights files, the config fields that shape the computation, the dtype, and what was fixed
+    about RoPE at load."""
+    config = json.loads((folder / "config.json").read_bytes())
+    files = weights_files(folder)
+    size = sum(file.stat().st_size for file in files)
+    if size > 1 << 30:
+        progress(f"reading {size / 1e9:.1f} GB of weights for the model's fingerprint; remembered for next time")
+    content: dict[str, Any] = {
+        "config": _shaping(config),
+        "dtype": dtype,
+        "weights": {file.name: file_digest(file, cache_dir) for file in files},
+    }
+    if rope_regime is not None:
+        content["rope_regime"] = rope_regime
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads, in the order of their names."""
+    names = {file.name for file in folder.iterdir()}
+    return [folder / name for name in safetensors_names(str(folder), folder, names)]
+
+
+def _shaping(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _shaping(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NO_PART_IN_KV
+    }
