@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kvpool.process.address import join_host_port
+from kvpool.process.address import DEFAULT_PORT, join_host_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 
@@ -29,7 +29,7 @@ class ManagerSettings(ServerSettings):
         description="Address to listen on. There is neither encryption nor authentication: "
         "anything but loopback needs a network you trust.",
     )
-    port: int = Field(default=50051, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
     state_dir: Path | None = Field(
         default=None,
         description="Folder for what must outlive the process (the epoch); one manager at a time. "

@@ -32,7 +32,7 @@ class Client:
     """
 
     def __init__(self, manager: str | None = None, *, config: ClientConfig | None = None) -> None:
-        """`manager` is host:port; None: as the config says, by default KVPOOL_MANAGER or 127.0.0.1:50051."""
+        """`manager` is host:port; None: as the config says, by default KVPOOL_MANAGER or the manager's port on this machine."""
         config = ClientConfig.from_environment() if config is None else config
         self._config = config if manager is None else replace(config, manager=manager)
         self._channels = Channels()

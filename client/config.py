@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.process.address import DEFAULT_MANAGER
+
 from .errors import InvalidRequest
 from .model_files import DEFAULT_MAX_BYTES
 
-DEFAULT_MANAGER: Final = "127.0.0.1:50051"
 MANAGER_VARIABLE: Final = "KVPOOL_MANAGER"
 
 

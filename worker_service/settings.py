@@ -17,7 +17,7 @@ from urllib.parse import quote
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kvpool.process.address import EVERY_ADDRESS, join_host_port, with_default_port
+from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import SettingsProblem, load_settings
@@ -43,9 +43,7 @@ class WorkerSettings(ServerSettings):
     table: ClassVar[str] = "worker"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": "KVPOOL_MANAGER", "cache_dir": "KVPOOL_CACHE_DIR"}
 
-    manager: Name = Field(
-        "127.0.0.1:50051", description="host:port of the cache manager. $KVPOOL_MANAGER names it too."
-    )
+    manager: Name = Field(DEFAULT_MANAGER, description="host:port of the cache manager. $KVPOOL_MANAGER names it too.")
     worker_id: Name | None = Field(
         None,
         description="Name of this worker, unique in the cluster, the same over restarts. Default: host name and port.",

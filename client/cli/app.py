@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from kvpool.process.settings import SettingsProblem
+from kvpool.process.version import installed_version
 
 from ..errors import KvpoolError
 from .commands.bench import bench
@@ -29,11 +30,25 @@ from .top.top import top
 
 app = typer.Typer(
     name="kvpool",
-    help="A paged KV cache for LLM inference, cut into services. Start with `kvpool up`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"kvpool {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A paged KV cache for LLM inference, cut into services. Start with `kvpool up`."""
 
 
 class _PassThrough(TyperCommand):

@@ -8,9 +8,10 @@ from typing import ClassVar, Final
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from kvpool.process.address import DEFAULT_MANAGER
 from kvpool.process.settings import ProcessSettings
 
-from ..config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
+from ..config import MANAGER_VARIABLE, ClientConfig
 
 _DEFAULTS: Final = ClientConfig()
 

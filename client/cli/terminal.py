@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.process.address import is_loopback
+from kvpool.process.address import DEFAULT_MANAGER, is_loopback
 from kvpool.process.printable import printable, printable_lines
 from kvpool.process.settings import load_settings
 
@@ -24,7 +24,7 @@ _FIRST_CONTACT_SECONDS: Final = 1.0
 ManagerOption = Annotated[
     str | None,
     typer.Option(
-        "--manager", envvar=MANAGER_VARIABLE, help="host:port of the cache manager.", show_default="127.0.0.1:50051"
+        "--manager", envvar=MANAGER_VARIABLE, help="host:port of the cache manager.", show_default=DEFAULT_MANAGER
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -6,12 +6,15 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2
 
 from kvpool.client.cli import main
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
+from kvpool.process.address import DEFAULT_PORT
+from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.fakes import (
     HANG,
@@ -370,3 +373,22 @@ def test_cores_are_divided_among_workers_unless_the_user_did() -> None:
     assert {child.environment["OMP_NUM_THREADS"] for child in workers} == {str(max(1, num_cores() // 2))}
     assert all("OMP_NUM_THREADS" not in child.environment for child in spec.children({"OMP_NUM_THREADS": "7"}))
     assert list(workers[0].command[3:5]) == ["--manager", "127.0.0.1:1234"]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvpool {installed_version()}\n"
+
+
+def test_the_manager_s_port_is_written_once() -> None:
+    """And in client/health.py, which images run without the rest of kvpool."""
+    root = Path(__file__).parents[2]
+    found = {
+        str(path.relative_to(root))
+        for folder in ("cache_service", "worker_service", "client", "common/kvpool/process")
+        for path in (root / folder).rglob("*.py")
+        if str(DEFAULT_PORT) in path.read_text(encoding="utf-8")
+    }
+    assert found == {"common/kvpool/process/address.py", "client/health.py"}

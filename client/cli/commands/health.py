@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ...config import DEFAULT_MANAGER, MANAGER_VARIABLE
+from kvpool.process.address import DEFAULT_MANAGER
+
+from ...config import MANAGER_VARIABLE
 from ...errors import Unavailable
 from ...health import DEFAULT_TIMEOUT_SECONDS, ask_health
 

@@ -17,12 +17,12 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
-from kvpool.process.address import EVERY_ADDRESS
+from kvpool.process.address import DEFAULT_MANAGER, DEFAULT_PORT, EVERY_ADDRESS
 from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
 from kvpool.v1 import cache_pb2
 
 from ...block_map import num_device_blocks
-from ...config import DEFAULT_MANAGER, MANAGER_VARIABLE, ClientConfig
+from ...config import MANAGER_VARIABLE, ClientConfig
 from ...errors import InvalidRequest, KvpoolError
 from ..launch.children import Supervisor
 from ..launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
@@ -69,7 +69,7 @@ class UpSettings(ProcessSettings):
         description="Address to listen on, manager and workers. There is neither encryption nor authentication: anything but "
         "loopback needs a network you trust.",
     )
-    port: int = Field(default=50051, ge=1, le=65535, description="TCP port of the manager.")
+    port: int = Field(default=DEFAULT_PORT, ge=1, le=65535, description="TCP port of the manager.")
     advertise: str | None = Field(
         default=None,
         description="Host under which clients reach the workers. Default: the address they listen on.",

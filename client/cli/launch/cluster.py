@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvpool.process.address import EVERY_ADDRESS, join_host_port
+from kvpool.process.address import DEFAULT_PORT, EVERY_ADDRESS, join_host_port
 from kvpool.v1 import cache_pb2
 
 from ...client import Client
@@ -36,7 +36,7 @@ class ClusterSpec:
     """Of the workers: they are called worker-0, worker-1, …"""
     host: str = HOST
     """Address that all of them listen on."""
-    port: int = 50051
+    port: int = DEFAULT_PORT
     """Port of the manager."""
     join: str | None = None
     """host:port of a manager that runs elsewhere; none is started then."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 
+DEFAULT_PORT: Final = 50051
+"""Of the manager."""
+DEFAULT_MANAGER: Final = f"127.0.0.1:{DEFAULT_PORT}"
+"""Where clients and workers look for it."""
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
 """Hosts to listen on that mean every address of the machine; nobody can connect to them by that name."""
 
