@@ -61,6 +61,11 @@ def tell_result(
     if as_json:
         print(json.dumps({**result.as_json(), "facts": around}, indent=1))
     else:
-        show(result, Console())
+        console = Console()
+        show(result, console)
+        for violation in result.violations:
+            console.print(f"VIOLATION: {violation}", markup=False, soft_wrap=True)
+        if not result.violations:
+            console.print("No violation.")
         print(around)
     return 1 if result.violations else 0

@@ -449,14 +449,6 @@ class PrefixTree:
             return self._roots.get(node.key) is node
         return node.parent is not None
 
-    def iter_nodes(self) -> Iterator[Node]:
-        """All nodes, the roots first. The tree must not change meanwhile."""
-        stack = self.roots()
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.iter_children())
-
 
 class Walk:
     """The way through all nodes in portions, while nodes may come and go between these.

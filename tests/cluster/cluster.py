@@ -100,6 +100,13 @@ class Cluster:
         """host:port of a service."""
         return f"{HOST}:{self._ports[name]}"
 
+    async def start(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Start the manager, and each worker with its settings, and wait until all are registered."""
+        await self.start_manager()
+        for name, settings in workers.items():
+            self.start_worker(name, **settings)
+        await self.until_registered(*workers)
+
     async def start_manager(self) -> Process:
         """Start the manager, or start it again after its end, and wait until it serves."""
         settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self._folder / "state"}
@@ -248,7 +255,12 @@ class Cluster:
             )
 
         await eventually(idle, "all blocks come back")
-        assert list((await self.manager_stub.Check(cache_pb2.CheckRequest())).violations) == []
+        assert await self.audit() == []
+
+    async def audit(self) -> list[str]:
+        """Violations that the manager finds in its accounts, now."""
+        violations = (await self.manager_stub.Check(cache_pb2.CheckRequest())).violations
+        return [str(violation).strip() for violation in violations]
 
     # -- doing it harm
 

@@ -151,9 +151,7 @@ async def test_a_cluster_that_dies_midway_leaves_an_error_and_partial_figures(
     """Killed workers are gone; a cluster that is frozen as a whole only falls silent."""
     model = make_endless_model(tmp_path / "model", tokenizer=True)
     async with Cluster(tmp_path) as cluster:
-        await cluster.start_manager()
-        cluster.start_worker("only", model=model.path, block_size=BLOCK_SIZE, num_blocks=4097)
-        await cluster.until_registered("only")
+        await cluster.start({"only": {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": 4097}})
         process = await start(
             cluster, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
             "--generated-tokens", "20", "--no-warm-up", "--stall-seconds", patience,

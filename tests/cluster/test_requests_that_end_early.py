@@ -37,10 +37,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
     folder = tmp_path_factory.mktemp("faults")
     model = make_endless_model(folder / "endless")
     async with Cluster(folder) as cluster:
-        await cluster.start_manager()
-        for name in ("a", "b"):
-            cluster.start_worker(name, model=model.path, num_blocks=1025, max_num_waiting=4, max_num_seqs=8)
-        await cluster.until_registered("a", "b")
+        worker = {"model": model.path, "num_blocks": 1025, "max_num_waiting": 4, "max_num_seqs": 8}
+        await cluster.start(dict.fromkeys(("a", "b"), worker))
         yield cluster
 
 

@@ -47,9 +47,8 @@ async def start_tiny_cluster(folder: Path) -> AsyncIterator[TinyCluster]:
     sizes: dict[str, dict[str, int]] = {roomy: {"num_blocks": 1025}, small: {"num_blocks": 4}}
     sizes |= {name: {"num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5} for name in tight}
     async with Cluster(folder) as cluster:
-        await cluster.start_manager()
-        for name, size in sizes.items():
-            cluster.start_worker(name, model=models[name].path, block_size=4, **size)
-        await cluster.until_registered(*sizes)
+        await cluster.start(
+            {name: {"model": models[name].path, "block_size": 4, **size} for name, size in sizes.items()}
+        )
         yield TinyCluster(cluster, models)
         await cluster.until_clean()

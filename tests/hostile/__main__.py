@@ -98,10 +98,6 @@ def show(result: Result, console: Console) -> None:
         )
     if result.num_rebuilt:
         console.print(f"{result.num_rebuilt} attacks left a cluster that had to be replaced")
-    for violation in result.violations:
-        console.print(f"VIOLATION: {violation}", markup=False, soft_wrap=True)
-    if not result.violations:
-        console.print("No violation.")
 
 
 def _markdown(result: Result, around: dict[str, object]) -> str:

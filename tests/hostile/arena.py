@@ -86,12 +86,8 @@ class Arena:
         folder = self._folder / f"cluster-{next(self._numbers)}"
         folder.mkdir()
         self.cluster = await Cluster(folder, lease_seconds=self._lease_seconds).__aenter__()
-        await self.cluster.start_manager()
-        for name in WORKERS:
-            self.cluster.start_worker(
-                name, model=self.model.path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **self._worker_settings
-            )
-        await self.cluster.until_registered(*WORKERS)
+        worker = {"model": self.model.path, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, **self._worker_settings}
+        await self.cluster.start(dict.fromkeys(WORKERS, worker))
         self._pids = {name: process.pid for name, process in self.cluster.processes.items()}
         self.model_fingerprint = (await self.described(VICTIM)).model_fingerprint
 

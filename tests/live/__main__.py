@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=100, help="kills of the manager (default 100)")
     parser.add_argument("--worker-faults", type=int, default=50, help="faults of workers (default 50)")
-    parser.add_argument("--outage", type=float, default=10.0, help="seconds without a manager; 0: none (default 10)")
+    parser.add_argument(
+        "--outage", dest="outage_seconds", type=float, default=10.0, help="without a manager; 0: none (default 10)"
+    )
     parser.add_argument("--reserve-seconds", type=float, default=15.0, help="reserve in the outage (default 15)")
     parser.add_argument("--model", choices=(TINY, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)")
     parser.add_argument("--workers", type=int, default=3, help="(default 3)")
@@ -47,43 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, help="an empty or new folder for the services' logs; they stay there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     chosen = parser.parse_args(arguments)
-    if min(chosen.kills, chosen.worker_faults, chosen.outage) < 0 or min(chosen.requests, chosen.streams) < 1:
+    if min(chosen.kills, chosen.worker_faults, chosen.outage_seconds) < 0 or min(chosen.requests, chosen.streams) < 1:
         parser.error("counts must not be negative, and at least one stream of one request is needed")
     if chosen.workers < 2:
         parser.error("--workers must be at least 2: a stream whose worker dies needs another one")
-    settings = Settings(
-        model=chosen.model,
-        kills=chosen.kills,
-        worker_faults=chosen.worker_faults,
-        outage_seconds=chosen.outage,
-        reserve_seconds=chosen.reserve_seconds,
-        workers=chosen.workers,
-        streams=chosen.streams,
-        requests=chosen.requests,
-        seed=chosen.seed,
-        minutes=chosen.minutes,
-    )
+    settings = Settings(**{name: value for name, value in vars(chosen).items() if name not in ("logs", "json")})
     torch.set_num_threads(1)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvpool-live-") as temporary:
         folder = chosen.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        result = _run(settings, folder)
+        with told("starting the cluster", MofNCompleteColumn()) as progress:
+            result = asyncio.run(prove(settings, folder, progress))
     result.judge_times()
     around = {**facts("kvpool", "torch", "transformers", "grpcio"), "seconds": round(time.monotonic() - began)}
     return tell_result(result, around, show, as_json=chosen.json)
-
-
-def _run(settings: Settings, folder: Path) -> Result:
-    with told("starting the cluster", MofNCompleteColumn()) as progress:
-        return asyncio.run(prove(settings, folder, progress))
 
 
 def show(result: Result, console: Console) -> None:
     """For people."""
     streams = Table("", "faults", "streams", "tokens", "hit", "moved", title="Streams", title_justify="left")
     for phase in result.phases:
-        counts = (phase.faults, phase.streams, phase.tokens, phase.hit, phase.moved)
+        counts = (phase.faults, phase.streams.num_streams, phase.streams.num_tokens, phase.hit, phase.streams.num_moved)
         streams.add_row(phase.name, *(f"{count:,}" for count in counts))
     console.print(streams)
     if result.recoveries:
@@ -116,12 +103,8 @@ def show(result: Result, console: Console) -> None:
                 *(str(count) for count in (outage.num_waits, outage.num_differences)),
             )
         console.print(outages)
-    for doubt in result.doubts:
-        console.print(f"tie: {doubt}", markup=False)
-    for violation in result.violations:
-        console.print(f"VIOLATION: {violation}", markup=False)
-    if not result.violations:
-        console.print("No violation.")
+    for tie in result.ties:
+        console.print(f"tie: {tie}", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is done to a cluster under load, and what must be so behind each deed."""
+"""Faults in a cluster under load, and what must hold after each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from uuid import uuid4
+
+import grpc
 
 from kvpool.client import Client, KvpoolError
-from kvpool.v1 import cache_pb2
+from kvpool.v1 import worker_pb2
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.polling import eventually
-from tests.live.load import Load
-from tests.live.probe import first_grant
-from tests.live.workload import Request
+from tests.load.load import Load
+from tests.load.workload import Request
 
 RECOVERED_SECONDS = 120.0
+PROBE_SECONDS = 0.02
 
 
 class Fault(StrEnum):
@@ -159,11 +162,10 @@ class Faults:
 
     # -- afterwards
 
-    async def audit(self, behind: str) -> str:
-        """Every law of the manager holds, in the middle of the load. Returns what was done before."""
-        for violation in (await self.cluster.manager_stub.Check(cache_pb2.CheckRequest())).violations:
-            self.violations.append(f"check, behind {behind}: {violation}")
-        return behind
+    async def audit(self, fault: str) -> str:
+        """Every law of the manager holds after the fault, under load. Returns the fault."""
+        self.violations += [f"check, after {fault}: {violation}" for violation in await self.cluster.audit()]
+        return fault
 
     async def _random_moment(self, load: Load, worker: str | None = None) -> None:
         """At which a stream is in the middle, of that worker or of any: a fault that meets nobody proves nothing."""
@@ -175,12 +177,22 @@ class Faults:
         await eventually(meets_someone, f"a stream of {worker or 'any worker'} is in the middle", RECOVERED_SECONDS)
 
 
-def complaints(cluster: Cluster) -> list[str]:
-    """Lines of the logs that no fault excuses: errors, tracebacks, reports that were refused."""
-    signs = ("[error", "[critical", "Traceback", "BAD_REPORT", "all blocks are given up")
-    return [
-        f"log of {name}: {line.strip()}"
-        for name, process in cluster.processes.items()
-        for line in process.log.splitlines()
-        if any(sign in line for sign in signs)
-    ]
+async def first_grant(cluster: Cluster, name: str) -> float:
+    """Ask the worker itself, so that no client's patience is measured, until a new request has a block table: when, in
+    monotonic seconds. A worker says so with the usage, before it computes anything."""
+    while True:
+        identity = str(uuid4())
+        request = worker_pb2.GenerateRequest(sequence_id=identity, attempt=1, tenant_salt=identity)
+        request.token_ids.ids.extend(range(1, 10))
+        request.stop.max_tokens = 1
+        granted_at: float | None = None
+        try:
+            async for message in cluster.worker_stub(name).Generate(request):
+                if message.HasField("usage") and granted_at is None:
+                    granted_at = time.monotonic()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        if granted_at is not None:
+            return granted_at
+        await asyncio.sleep(PROBE_SECONDS)

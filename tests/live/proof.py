@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.cluster.cluster import Cluster
-from tests.live.difference import Doubt, Judge
-from tests.live.faults import Fault, Faults, Recovery, complaints
-from tests.live.load import Ended, Load
+from tests.live.faults import Fault, Faults, Recovery
 from tests.live.outage import Away, Outage, measure_outages
-from tests.live.workload import Model, Workload, make_requests
+from tests.live.workload import Model, ask_undisturbed, make_call, make_requests
+from tests.load.judge import bad_log_lines
+from tests.load.load import Load, Totals
+from tests.load.workload import Reference
+from tests.model.plain_loop import PlainLoop
+from tests.telling import Tell
 
 MANAGER_KILLED: Final = "manager killed"
 WORKER_HARMED: Final = "worker harmed"
@@ -57,12 +60,9 @@ class Phase:
 
     name: str
     faults: int = 0
-    streams: int = 0
-    tokens: int = 0
     hit: int = 0
     """Streams in the middle of which a fault fell, each as often as one did; with workers, of the one that was harmed."""
-    moved: int = 0
-    """Streams that went on at another worker."""
+    streams: Totals = field(default_factory=Totals)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Result:
     recoveries: list[Recovery] = field(default_factory=list)
     worker_faults: dict[str, int] = field(default_factory=dict)
     outages: list[Outage] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
+    ties: list[str] = field(default_factory=list)
     """Every token of an undisturbed answer that is not transformers' own choice, where either is right."""
     violations: list[str] = field(default_factory=list)
 
@@ -84,29 +84,21 @@ class Result:
     def judge_times(self) -> None:
         """Whether new requests were served as soon as they must be."""
         grants = [recovery.first_grant for recovery in self.recoveries]
-        if grants and statistics.median(grants) >= MEDIAN_SECONDS:
-            self.violations.append(
-                f"median recovery {statistics.median(grants):.2f} s, needed under {MEDIAN_SECONDS} s"
-            )
-        if grants and max(grants) >= WORST_SECONDS:
-            self.violations.append(f"worst recovery {max(grants):.2f} s, needed under {WORST_SECONDS} s")
+        for what, of, limit in (("median", statistics.median, MEDIAN_SECONDS), ("worst", max, WORST_SECONDS)):
+            if grants and of(grants) >= limit:
+                self.violations.append(f"{what} recovery {of(grants):.2f} s, needed under {limit} s")
 
     def judge_outages(self) -> None:
         """No decode step may have waited, and every text is undisturbed."""
         for outage in self.outages:
+            where = f"manager {outage.away} {outage.seconds:.0f} s"
             if outage.num_waits:
-                self.violations.append(
-                    f"manager {outage.away} {outage.seconds:.0f} s: {outage.num_waits} decodes waited"
-                )
+                self.violations.append(f"{where}: {outage.num_waits} decodes waited")
             if outage.num_differences:
-                self.violations.append(f"manager {outage.away}: {outage.num_differences} streams differ")
+                self.violations.append(f"{where}: {outage.num_differences} streams differ")
 
 
-Progress = Callable[[str, int, int], None]
-"""What is going on, how much of it is done, of how much."""
-
-
-async def prove(settings: Settings, folder: Path, progress: Progress) -> Result:
+async def prove(settings: Settings, folder: Path, progress: Tell) -> Result:
     """Do all of it; raises only if a cluster cannot be made to work at all. How long recovery took is not judged here."""
     result = Result(settings)
     model = Model.make(settings.model, folder)
@@ -127,38 +119,29 @@ async def prove(settings: Settings, folder: Path, progress: Progress) -> Result:
     return result
 
 
-async def _faults_under_load(
-    settings: Settings, model: Model, folder: Path, result: Result, progress: Progress
-) -> None:
+async def _faults_under_load(settings: Settings, model: Model, folder: Path, result: Result, progress: Tell) -> None:
     began = time.monotonic()
     draw = random.Random(settings.seed)
-    workload = Workload(make_requests(model, settings.requests, draw, settings.num_new))
+    requests = make_requests(model, settings.requests, draw, settings.num_new)
     names = [f"worker-{number}" for number in range(settings.workers)]
-    loads: list[list[Ended]] = []
     place = folder / "faults"
     place.mkdir()
-    async with Cluster(
-        place,
-        lease_seconds=settings.lease_seconds,
-        keep_alive_seconds=settings.keep_alive_seconds,
-    ) as cluster:
-        await cluster.start_manager()
-        for name in names:
-            cluster.start_worker(
-                name, model=model.path, block_size=model.block_size, num_blocks=16_385, grace_seconds=2.0
-            )
-        await cluster.until_registered(*names)
+    timing = {"lease_seconds": settings.lease_seconds, "keep_alive_seconds": settings.keep_alive_seconds}
+    async with Cluster(place, **timing) as cluster:
+        worker = {"model": model.path, "block_size": model.block_size, "num_blocks": 16_385, "grace_seconds": 2.0}
+        await cluster.start(dict.fromkeys(names, worker))
         async with cluster.client() as client:
-            await workload.ask_undisturbed(
-                client, lambda: progress("undisturbed answers", len(workload.answers), settings.requests)
+            workload = await ask_undisturbed(
+                client, requests, lambda done: progress("undisturbed answers", done, len(requests))
             )
             faults = Faults(cluster, client, names, settings.lease_seconds, draw, settings.pause_seconds)
 
             async def under_load(name: str, deeds: Sequence[Callable[[Load], Awaitable[str]]]) -> None:
-                load = Load(client, workload, settings.streams, draw)
-                phase = Phase(name)
+                # A worker lives on while the manager dies: what runs on it has no reason to continue on another one.
+                may_move = name != MANAGER_KILLED
+                load = Load(client, workload, settings.streams, draw, make_call, may_move=may_move)
+                phase = Phase(name, streams=load.totals)
                 result.phases.append(phase)
-                loads.append(load.ended)
                 try:
                     async with load:
                         for deed in deeds:
@@ -168,16 +151,13 @@ async def _faults_under_load(
                                 break
                             what = await deed(load)
                             phase.faults += 1
-                            progress(f"{what}; {len(load.ended)} streams have ended", phase.faults, len(deeds))
+                            progress(f"{what}; {load.totals.num_streams} streams have ended", phase.faults, len(deeds))
                 finally:
-                    phase.streams, phase.tokens = len(load.ended), load.num_tokens
                     phase.hit, faults.num_hit = faults.num_hit, 0
-                    phase.moved = sum(ended.has_moved for ended in load.ended)
+                    result.violations += [f"{name}: {violation}" for violation in load.violations]
 
             try:
-                kills = [
-                    partial(faults.kill_manager, request=draw.choice(workload.requests)) for _ in range(settings.kills)
-                ]
+                kills = [partial(faults.kill_manager, request=draw.choice(requests)) for _ in range(settings.kills)]
                 await under_load(MANAGER_KILLED, kills)
                 harms = [partial(faults.harm_worker, fault=fault) for fault in _in_turn(settings.worker_faults, draw)]
                 await under_load(WORKER_HARMED, harms)
@@ -185,10 +165,10 @@ async def _faults_under_load(
             except (AssertionError, TimeoutError) as error:
                 # What was seen until then is worth judging all the same.
                 result.violations.append(f"broke off: {type(error).__name__}: {error}")
-        result.violations += faults.violations + complaints(cluster)
+        result.violations += faults.violations + bad_log_lines(cluster)
     result.recoveries = faults.recoveries
     result.worker_faults = {fault: faults.done[fault] for fault in Fault}
-    judge_streams(result, Judge.of(model.path), workload, loads)
+    judge_answers(result, PlainLoop(model.path), workload)
 
 
 def _in_turn(count: int, draw: random.Random) -> list[Fault]:
@@ -199,36 +179,15 @@ def _in_turn(count: int, draw: random.Random) -> list[Fault]:
     return faults
 
 
-def judge_streams(result: Result, judge: Judge, workload: Workload, loads: list[list[Ended]]) -> None:
-    """Every stream tells the undisturbed answer to the last bit, since batches are invariant; that answer is the model's own."""
-    for request, answer in zip(workload.requests, workload.answers, strict=True):
-        _weigh(result, judge.doubts(request, answer.token_ids))
-    for phase, ended_streams in zip(result.phases, loads, strict=True):
-        for ended in ended_streams:
-            if ended.problem is not None:
-                result.violations.append(f"{phase.name}: request {ended.request} on {ended.workers}: {ended.problem}")
-            elif not ended.is_equal:
-                where = _first_difference(ended.token_ids, workload.answers[ended.request].token_ids)
-                result.violations.append(f"{phase.name}: request {ended.request} on {ended.workers}: {where}")
-        if phase.name == MANAGER_KILLED:
-            # Their workers lived: whoever had begun had no reason to go elsewhere.
-            for ended in ended_streams:
-                if ended.has_moved:
-                    result.violations.append(f"{phase.name}: request {ended.request} moved over {ended.workers}")
-
-
-def _first_difference(tokens: Sequence[int], right: Sequence[int]) -> str:
-    for index, pair in enumerate(zip(tokens, right, strict=False)):
-        if pair[0] != pair[1]:
-            return f"token {index} is {pair[0]}, undisturbed {pair[1]}"
-    return f"{len(tokens)} tokens, undisturbed {len(right)}"
-
-
-def _weigh(result: Result, doubts: list[Doubt]) -> None:
-    for doubt in doubts:
-        if doubt.is_tie:
-            result.doubts.append(f"undisturbed: {doubt}")
-        else:
-            # What follows a wrong token is wrong in its own way: the first one tells.
-            result.violations.append(f"undisturbed: {doubt}")
-            return
+def judge_answers(result: Result, loop: PlainLoop, workload: Sequence[Reference]) -> None:
+    """Every undisturbed answer is the model's own; where two tokens are equally right, either. Streams under load must give
+    the same answers to the last bit, since batches are invariant."""
+    for reference in workload:
+        request, tokens = reference.request, reference.token_ids
+        for index, is_tie in loop.differences(request.prompt, request.sampling, tokens):
+            where = f"undisturbed: request {request.number}, token {index} is {tokens[index]}"
+            if not is_tie:
+                # The tokens after a wrong one follow from it: the first is enough.
+                result.violations.append(where)
+                break
+            result.ties.append(where)

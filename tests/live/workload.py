@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvpool.client import Client, Completion, GenerateOptions
+from kvpool.client import Client, GenerateOptions
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.cluster.models import make_endless_model
+from tests.load.workload import Call, Reference, Request, make_prompts
 
 TINY: Final = "tiny"
 SMOLLM2: Final = "smollm2"
-TEMPERATURE: Final = 0.8
-TOP_P: Final = 0.9
 
 
 @dataclass(frozen=True)
 class Model:
     """A model that workers serve in fp32, and how long the requests to it are."""
 
-    name: str
     path: Path
     tokens: range
     """Prompts are made of these."""
@@ -37,53 +35,37 @@ class Model:
         if name == TINY:
             # One token per byte: most characters are incomplete, so the text shows where a stream was joined wrongly.
             path = make_endless_model(folder / TINY, tokenizer=True).path
-            return cls(name, path, range(256), 800, 3_000, block_size=4)
+            return cls(path, range(256), 800, 3_000, block_size=4)
         path = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
-        return cls(name, path, range(1_000, 40_000), 24, 64, block_size=16)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how it is to be continued."""
-
-    number: int
-    prompt: tuple[int, ...]
-    num_new: int
-    seed: int | None
-    """Of the draws; None: greedy."""
-
-    def options(self, salt: str) -> GenerateOptions:
-        """For `Client.generate`; requests with different salts share no blocks and say the same."""
-        options = GenerateOptions(max_tokens=self.num_new, ignore_eos=True, tenant_salt=salt)
-        if self.seed is not None:
-            options |= GenerateOptions(temperature=TEMPERATURE, top_p=TOP_P, seed=self.seed)
-        return options
+        return cls(path, range(1_000, 40_000), 24, 64, block_size=16)
 
 
 def make_requests(model: Model, count: int, draw: random.Random, num_new: int | None = None) -> list[Request]:
     """Half greedy, half drawn; in each half three of four prompts begin like others. `num_new`: of each; None: at random."""
-    families = [draw.choices(model.tokens, k=length) for length in (33, 64, 120)]
+    prompts = make_prompts(model.tokens, (33, 64, 120), lambda: draw.randint(4, 24), 144, draw)
     requests: list[Request] = []
     for number in range(count):
-        shared = ([], *families)[number // 2 % 4]
-        prompt = (*shared, *draw.choices(model.tokens, k=draw.randint(4, 24)))
         length = num_new or draw.randint(model.num_new_min, model.num_new_max)
-        requests.append(Request(number, prompt, length, draw.getrandbits(64) if number % 2 else None))
+        drawn = GenerateOptions(temperature=0.8, top_p=0.9, seed=draw.getrandbits(64))
+        requests.append(Request(number, next(prompts), length, drawn if number % 2 else {}))
     return requests
 
 
-@dataclass
-class Workload:
-    """Requests with their undisturbed answers."""
+async def ask_undisturbed(
+    client: Client, requests: Sequence[Request], on_answer: Callable[[int], None]
+) -> list[Reference]:
+    """The answers to requests one after the other, each alone in the cluster and with nothing in the cache."""
+    workload: list[Reference] = []
+    for request in requests:
+        answer = await client.generate(request.prompt, **request.options(f"undisturbed {request.number}")).collect()
+        assert len(answer.token_ids) == request.max_tokens
+        assert (answer.num_attempts, answer.num_cached_tokens, answer.num_preemptions) == (1, 0, 0), answer
+        workload.append(Reference(request, answer.token_ids, answer.text))
+        on_answer(len(workload))
+    return workload
 
-    requests: list[Request]
-    answers: list[Completion] = field(default_factory=list)
 
-    async def ask_undisturbed(self, client: Client, on_answer: Callable[[], None]) -> None:
-        """Ask one after the other, each alone in the cluster and with nothing in the cache."""
-        for request in self.requests:
-            answer = await client.generate(request.prompt, **request.options(f"undisturbed {request.number}")).collect()
-            assert len(answer.token_ids) == request.num_new
-            assert (answer.num_attempts, answer.num_cached_tokens, answer.num_preemptions) == (1, 0, 0), answer
-            self.answers.append(answer)
-            on_answer()
+def make_call(reference: Reference, number: int, draw: random.Random) -> Call:
+    """Every other stream may be served from what others left in the cache, also from its own earlier life."""
+    salt = f"alone {number}" if draw.random() < 0.5 else "shared"
+    return Call(reference, reference.request.max_tokens, reference.request.options(salt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,8 @@ from tests.model.sampling_oracle import Row
 
 NOISE: Final = 1e-4
 """Far more than float32's rounding: an oracle that such a difference changes proves nothing."""
+TRIES: Final = 64
+"""Of two tokens that rounding alone decides between, noise gives the other one about every second time."""
 
 
 class ProvesNothing(AssertionError):
@@ -27,11 +29,10 @@ class ProvesNothing(AssertionError):
 class PlainLoop:
     """A model in float32, without a cache."""
 
-    def __init__(self, path: Path) -> None:
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._noise = random.Random(0)
+    def __init__(self, model: Path | PreTrainedModel) -> None:
+        if isinstance(model, Path):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        self._model: PreTrainedModel = model.eval()
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of all positions, [T, vocab_size]."""
@@ -40,32 +41,54 @@ class PlainLoop:
         return found
 
     def text(self, prompt: Sequence[int], options: GenerateOptions, count: int) -> list[int]:
-        """The tokens behind the prompt, up to an id of stop_token_ids. Raises ProvesNothing."""
-        message = GenerateSettings.from_options(options).sampling.message()
-        params = SamplingParams(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p,
-            min_p=message.min_p,
-            seed=message.seed,
-            repetition_penalty=message.repetition_penalty,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=dict(message.logit_bias),
-        )
+        """The tokens after the prompt, up to an id of stop_token_ids. Raises ProvesNothing."""
+        params = _params(options)
         stops = list(options.get("stop_token_ids", ()))
         generated: list[int] = []
         while len(generated) < count:
             banned = stops if len(generated) < options.get("min_tokens", 0) else []
-            position = len(prompt) + len(generated)
-            row = Row(params, prompt, tuple(generated), banned, position)
+            row = Row(params, prompt, tuple(generated), banned, len(prompt) + len(generated))
             logits = self.logits([*prompt, *generated])[-1].tolist()
             token = sampling_oracle.sampled(logits, row)
-            for _ in range(3):
-                noisy = [value + self._noise.uniform(-NOISE, NOISE) for value in logits]
-                if sampling_oracle.sampled(noisy, row) != token:
-                    raise ProvesNothing(f"{options} prove nothing at token {len(generated)}")
+            if near_choices(logits, row, 3) != {token}:
+                raise ProvesNothing(f"{options} prove nothing at token {len(generated)}")
             if token in stops:
                 break
             generated.append(token)
         return generated
+
+    def differences(
+        self, prompt: Sequence[int], options: GenerateOptions, tokens: Sequence[int]
+    ) -> Iterator[tuple[int, bool]]:
+        """Where an answer is not what `text` would give after the tokens before: the index, and whether it is a tie, so that
+        rounding may decide. One forward pass; `options` are of sampling alone."""
+        params = _params(options)
+        logits = self.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+        for index, token in enumerate(tokens):
+            row = Row(params, prompt, tokens[:index], (), len(prompt) + index)
+            values = logits[index].tolist()
+            if token != sampling_oracle.sampled(values, row):
+                yield index, token in near_choices(values, row, TRIES)
+
+
+def near_choices(logits: Sequence[float], row: Row, tries: int) -> set[int]:
+    """What the next token is in so many tries if each logit is off by at most NOISE."""
+    noise = random.Random(row.position)
+    return {
+        sampling_oracle.sampled([value + noise.uniform(-NOISE, NOISE) for value in logits], row) for _ in range(tries)
+    }
+
+
+def _params(options: GenerateOptions) -> SamplingParams:
+    message = GenerateSettings.from_options(options).sampling.message()
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+    )

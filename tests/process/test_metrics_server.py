@@ -120,12 +120,12 @@ async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() 
     async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
         port = int(server.url.split(":")[2].partition("/")[0])
         silent = [await asyncio.open_connection(HOST, port) for _ in range(MAX_CONNECTIONS)]
-        while server.num_connections < MAX_CONNECTIONS:
+        while len(server._connections) < MAX_CONNECTIONS:
             await asyncio.sleep(0.01)
         assert await ask(server, b"") == b""  # closed, and nothing was said
         for _, writer in silent:
             writer.close()
-        while server.num_connections:
+        while server._connections:
             await asyncio.sleep(0.01)
         assert "kvpool_calls_total" in await scrape(server)
 
@@ -134,7 +134,7 @@ async def test_a_stop_does_not_wait_for_those_who_say_nothing() -> None:
     async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
         port = int(server.url.split(":")[2].partition("/")[0])
         reader, writer = await asyncio.open_connection(HOST, port)
-        while not server.num_connections:
+        while not server._connections:
             await asyncio.sleep(0.01)
     assert await reader.read() == b""
     writer.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
-from tests.simulation import tracer
+from tests import tracer
 
 if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
@@ -34,7 +34,7 @@ class Gpu:
     def __init__(self, worker: WorkerProcess, num_blocks: int, block_size: int) -> None:
         self.worker = worker
         self.block_size = block_size
-        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.slots = tracer.Slots(num_blocks, block_size)
         self.step_seconds = 0.02
         self.is_busy = False
         self.num_steps = 0
@@ -97,10 +97,11 @@ class Gpu:
     def _compute_part(self, part: _Part, count: int) -> None:
         first, end = part.start + part.num_done, part.start + count
         right = self._right.setdefault(part.sequence, [])
-        tracer.extend(right, tracer.root_digest(part.sequence.root.tenant_salt), part.sequence.tokens, end)
+        root = tracer.root_digest(part.sequence.root.tenant_salt)
+        tracer.extend(right, root, part.sequence.tokens[len(right) : end])
         if not self._may_touch(part, end):
             return
-        read = self.read(part.table, first)
+        read = self.slots.read(part.table, first)
         laws = self.worker.world.laws
         laws.count("exact hits")
         if read != right[:first]:
@@ -109,9 +110,7 @@ class Gpu:
             found = "nothing" if read[position] is None else "something else"
             self._fail("exact hits", f"{part.sequence!r} reads {found} at position {position}, in block {block}")
             return
-        size, table, slots = self.block_size, part.table, self.slots
-        for position in range(first, end):
-            slots[table[position // size] * size + position % size] = right[position]
+        self.slots.write(part.table, first, right[first:end])
         part.num_done = count
 
     def _may_touch(self, part: _Part, end: int) -> bool:
@@ -140,21 +139,8 @@ class Gpu:
         return True
 
     def _sample(self, part: _Part) -> SampledToken:
-        read = self.read(part.table, part.start + len(part.tokens))
-        return SampledToken(tracer.next_token(read))  # type: ignore[arg-type]
-
-    def read(self, table: list[int], end: int) -> list[int | None]:
-        """The slots of positions 0 … end − 1, through a block table."""
-        size, slots = self.block_size, self.slots
-        found: list[int | None] = []
-        for block in table[: -(-end // size)]:
-            found += slots[block * size : (block + 1) * size]
-        del found[end:]
-        return found
-
-    def block(self, block: int) -> list[int | None]:
-        """The slots of a block."""
-        return self.slots[block * self.block_size : (block + 1) * self.block_size]
+        read = self.slots.read(part.table, part.start + len(part.tokens))
+        return SampledToken(tracer.next_token(read))
 
     def _fail(self, law: str, message: str) -> None:
         self.worker.world.fail(law, f"{self.worker.name}: {message}")

@@ -18,7 +18,7 @@ from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
-from tests.simulation import tracer
+from tests import tracer
 from tests.simulation.rpc import Failure, reason_in
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Laws:
         for worker in self.world.live_workers():
             if worker.cache._state.ledger is ledger:
                 content = ledger.content(block)
-                if content is None or worker.gpu.block(block) != right_slots(content):
+                if content is None or worker.gpu.slots.block(block) != right_slots(content):
                     self.world.fail(
                         "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
                     )
@@ -313,7 +313,7 @@ class Laws:
                     "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
                 )
                 return
-            if worker.gpu.block(block) != right_slots(content):
+            if worker.gpu.slots.block(block) != right_slots(content):
                 self.world.fail("exact hits", f"{what}its slots hold something else")
                 return
             at: Content | None = content
@@ -365,7 +365,7 @@ def right_slots(content: Content) -> list[int]:
     for one in reversed(chain):
         tokens += memoryview(one.tokens).cast("I").tolist()
     slots: list[int] = []
-    tracer.extend(slots, tracer.root_digest(content.root.tenant_salt), tokens, len(tokens))
+    tracer.extend(slots, tracer.root_digest(content.root.tenant_salt), tokens)
     return slots[-len(content.tokens) // 4 :]
 
 

@@ -16,7 +16,8 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
-from tests.simulation import manager, tracer
+from tests import tracer
+from tests.simulation import manager
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
 from tests.simulation.process import Process

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from tests.simulation import manager, patches, tracer
+from tests import tracer
+from tests.simulation import manager, patches
 from tests.simulation.bus import Bus
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
 from tests.simulation.disk import Disk
@@ -181,7 +182,9 @@ class World:
         found = self._right.get(plan.number)
         if found is None:
             room = self.max_model_len - len(plan.prompt)
-            found = tracer.right_text(plan.tenant_salt, plan.prompt, min(plan.max_tokens or room, room))
+            limit = min(plan.max_tokens or room, room)
+            text = tracer.expected_text(plan.prompt, limit, plan.tenant_salt, tracer.EOS)
+            found = text, len(text) < limit
             self._right[plan.number] = found
         return found
 

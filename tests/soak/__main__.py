@@ -38,24 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("at least one minute and one reader")
     torch.set_num_threads(1)
     settings = Settings(60 * chosen.minutes, num_readers=chosen.readers, seed=chosen.seed)
-    with tempfile.TemporaryDirectory(prefix="kvpool-soak-") as folder:
-        result = _run(settings, Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-soak-") as folder,
+        told("starting", is_worth_a_line=lambda done, of: done % 60 < 1 or done == of) as progress,
+    ):
+        result = asyncio.run(soak(settings, Path(folder), progress))
     around = facts("kvpool", "torch", "transformers", "grpcio")
     return tell_result(result, around, show, as_json=chosen.json)
 
 
-def _run(settings: Settings, folder: Path) -> Result:
-    with told("starting", is_worth_a_line=lambda done, of: done % 60 < 1 or done == of) as progress:
-        return asyncio.run(soak(settings, folder, progress))
-
-
 def show(result: Result, console: Console) -> None:
     """For people."""
-    told = result.told
-    streams = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(told.outcomes.items()))
-    console.print(f"{result.seconds:.0f} s, {told.num_tokens:,} tokens. Streams: {streams}")
-    hits = told.num_cached_tokens / max(1, told.num_prompt_tokens)
-    console.print(f"{told.num_preemptions:,} preemptions; {hits:.1%} of the prompt tokens from the cache")
+    totals = result.totals
+    streams = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(totals.outcomes.items()))
+    console.print(f"{result.seconds:.0f} s, {totals.num_tokens:,} tokens. Streams: {streams}")
+    hits = totals.num_cached_tokens / max(1, totals.num_prompt_tokens)
+    console.print(f"{totals.num_preemptions:,} preemptions; {hits:.1%} of the prompt tokens from the cache")
     for name, (median, least) in result.usage.items():
         console.print(f"Pool of {name}: {median:.1%} held at the median, {least:.1%} at least")
     console.print(f"{result.num_checks} audits")
@@ -64,10 +62,6 @@ def show(result: Result, console: Console) -> None:
         sizes = (f"{size / 1e6:.1f}" for size in (grown.rss_before, grown.rss_after))
         table.add_row(grown.process, *sizes, str(grown.files_before), str(grown.files_after))
     console.print(table)
-    for violation in result.violations:
-        console.print(f"VIOLATION: {violation}", markup=False)
-    if not result.violations:
-        console.print("No violation.")
 
 
 if __name__ == "__main__":

@@ -7,24 +7,23 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
-from tests.live.faults import complaints
+from tests.load.judge import bad_log_lines
+from tests.load.load import Load, Totals
 from tests.model.plain_loop import PlainLoop
-from tests.soak.questions import make_questions
-from tests.soak.readers import Readers, Told
 from tests.soak.watch import Growth, Watch, growth
+from tests.soak.workload import make_call, make_workload
+from tests.telling import Tell
 
-BLOCK_SIZE: Final = 4
 FULL: Final = 0.99
 """Share of the fullest pool that must be held at the median."""
-TELLING_SECONDS: Final = 60.0
-"""A shorter soak does not tell how full pools are, nor what grows."""
+JUDGED_SECONDS: Final = 60.0
+"""A shorter soak does not show how full pools are, nor what grows."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Settings:
     pools: tuple[Pool, ...] = (LARGE, SMALL)
     """Of one worker each."""
     num_readers: int = 200
-    num_questions: int = 150
+    num_requests: int = 150
     num_tokens: int = 96
     seconds_between_looks: float = 5.0
     seed: int = 1
@@ -62,7 +61,7 @@ class Result:
     """What came of it."""
 
     settings: Settings
-    told: Told
+    totals: Totals = field(default_factory=Totals)
     seconds: float = 0.0
     usage: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By worker: share of its pool that sequences and reserve held, at the median and at least."""
@@ -74,68 +73,55 @@ class Result:
         return dataclasses.asdict(self)
 
 
-Progress = Callable[[str, float, float], None]
-"""What is going on, how much of it is done, of how much."""
-
-
-async def soak(settings: Settings, folder: Path, progress: Progress) -> Result:
+async def soak(settings: Settings, folder: Path, progress: Tell) -> Result:
     """Do it; raises only if the cluster cannot be started."""
     draw = random.Random(settings.seed)
     model = make_endless_model(folder / "model", tokenizer=True)
-    count = settings.num_questions
-    questions = make_questions(
-        PlainLoop(model.path), count, settings.num_tokens, draw, lambda made: progress("right answers", made, count)
-    )
-    result = Result(settings, Told())
+    workload = make_workload(PlainLoop(model.path), settings.num_requests, settings.num_tokens, draw, progress)
+    result = Result(settings)
     pools = {f"worker-{number}": pool for number, pool in enumerate(settings.pools)}
     async with Cluster(folder) as cluster:
-        await cluster.start_manager()
-        for name, pool in pools.items():
-            cluster.start_worker(
-                name,
-                model=model.path,
-                block_size=BLOCK_SIZE,
-                num_blocks=pool.num_blocks,
-                max_num_seqs=pool.max_num_seqs,
-                max_num_batched_tokens=512,
-                scheduling_policy="priority",
-            )
-        await cluster.until_registered(*pools)
+        worker = {"model": model.path, "block_size": 4, "max_num_batched_tokens": 512, "scheduling_policy": "priority"}
+        await cluster.start({name: worker | vars(pool) for name, pool in pools.items()})
         watch = Watch(cluster, settings.seconds_between_looks)
         async with cluster.client() as client:
-            readers = Readers(client, questions, settings.num_readers, draw, result.told)
-            began = time.monotonic()
-            readers.start()
-            await asyncio.sleep(min(2.0, settings.seconds / 4))  # until the pools are full
-            watching = asyncio.create_task(watch.run())
-            while True:
-                passed, ended = time.monotonic() - began, sum(result.told.outcomes.values())
-                progress(f"{ended:,} streams", min(passed, settings.seconds), settings.seconds)
-                is_over = passed >= settings.seconds and ended >= settings.num_streams
-                if is_over or result.told.violations or watching.done():
-                    break
-                await asyncio.sleep(min(1.0, max(0.1, settings.seconds - passed)))
-            watching.cancel()
-            seen = await asyncio.gather(watching, return_exceptions=True)
-            result.violations += [f"could not look: {why!r}" for why in seen if isinstance(why, Exception)]
-            result.seconds = time.monotonic() - began
+            load = Load(client, workload, settings.num_readers, draw, make_call)
             try:
-                await readers.finish()
+                async with load:
+                    await _run(settings, load, watch, result, progress)
                 await cluster.until_clean()
             except (AssertionError, TimeoutError) as error:
                 result.violations.append(f"at the end: {type(error).__name__}: {error}")
-        result.violations += complaints(cluster)
+        result.violations += load.violations + watch.violations + bad_log_lines(cluster)
+    result.totals = load.totals
     _judge(result, watch)
     return result
 
 
+async def _run(settings: Settings, load: Load, watch: Watch, result: Result, progress: Tell) -> None:
+    """Watch the load until its time is over, or something is wrong."""
+    began = time.monotonic()
+    await asyncio.sleep(min(2.0, settings.seconds / 4))  # until the pools are full
+    watching = asyncio.create_task(watch.run())
+    while True:
+        passed, ended = time.monotonic() - began, load.totals.num_streams
+        progress(f"{ended:,} streams", min(passed, settings.seconds), settings.seconds)
+        is_over = passed >= settings.seconds and ended >= settings.num_streams
+        if is_over or load.violations or watching.done():
+            break
+        await asyncio.sleep(min(1.0, max(0.1, settings.seconds - passed)))
+    watching.cancel()
+    seen = await asyncio.gather(watching, return_exceptions=True)
+    result.violations += [f"could not look: {why!r}" for why in seen if isinstance(why, Exception)]
+    result.seconds = time.monotonic() - began
+
+
 def _judge(result: Result, watch: Watch) -> None:
     result.num_checks = watch.num_checks
-    result.violations += result.told.violations + watch.violations
-    if not result.told.num_preemptions or not result.told.num_cached_tokens:
+    if not result.totals.num_preemptions or not result.totals.num_cached_tokens:
         result.violations.append("no preemption, or no hit: the pools were not in need")
     result.usage = {name: (statistics.median(shares), min(shares)) for name, shares in watch.usage.items()}
-    if result.settings.seconds < TELLING_SECONDS:
+    if result.settings.seconds < JUDGED_SECONDS:
         return
     fullest = max((median for median, _ in result.usage.values()), default=0.0)
     if fullest < FULL:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.models import make_endless_model
+from tests.load.load import Load
+from tests.load.workload import Reference, Request
 from tests.model.plain_loop import PlainLoop
-from tests.soak.questions import Question
-from tests.soak.readers import Readers, Told
 from tests.soak.soak import Pool, Settings, soak
 from tests.soak.watch import GROWTH_BYTES, GROWTH_FILES, Holding, growth
+from tests.soak.workload import make_call
 
 SMALL = Settings(
     seconds=4.0,
     num_streams=150,
     pools=(Pool(90, 8),),
     num_readers=16,
-    num_questions=12,
+    num_requests=12,
     num_tokens=24,
     seconds_between_looks=0.5,
 )
@@ -32,29 +33,24 @@ SMALL = Settings(
 async def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     """Full pools and readers that leave: no token differs, nothing is left behind. Too short to tell what grows."""
     result = await soak(SMALL, tmp_path, lambda *_: None)
-    assert result.violations == []
-    assert result.told.num_preemptions > 0
-    assert {"left by its reader", "whole, length"} <= set(result.told.outcomes)
+    assert json.loads(json.dumps(result.as_json()))["violations"] == []
+    assert result.totals.num_preemptions > 0
+    assert {"left by its reader", "whole, length"} <= set(result.totals.outcomes)
 
 
 async def test_a_wrong_token_is_found(tmp_path: Path) -> None:
-    """The right answers say another token: every reader who gets so far says so."""
+    """The reference answer has another last token: every stream that is read that far is a violation."""
     model = make_endless_model(tmp_path / "model", tokenizer=True)
-    right = PlainLoop(model.path).text((1, 2, 3), {}, 4)
-    wrong = Question((1, 2, 3), {}, (*right[:3], right[3] ^ 1))
+    request = Request(0, (1, 2, 3), 4, {})
+    right = PlainLoop(model.path).text(request.prompt, request.sampling, request.max_tokens)
+    wrong = Reference(request, (*right[:3], right[3] ^ 1))
     async with in_process_cluster(model.path, tmp_path) as cluster:
-        told = Told()
-        await _ask_once(cluster.client, wrong, told)
-    assert told.violations
-    assert all("token 3 is" in violation for violation in told.violations)
-
-
-async def _ask_once(client: Client, question: Question, told: Told) -> None:
-    readers = Readers(client, [question], 4, random.Random(1), told)
-    readers.start()
-    while not told.violations and sum(told.outcomes.values()) < 200:
-        await asyncio.sleep(0.01)
-    await readers.finish()
+        load = Load(cluster.client, [wrong], 4, random.Random(1), make_call)
+        async with load:
+            while not load.violations and load.totals.num_streams < 200:
+                await asyncio.sleep(0.01)
+    assert load.violations
+    assert all(f"token 3 is {right[3]}, not {right[3] ^ 1}" in violation for violation in load.violations)
 
 
 def _holdings(rss: list[int], files: list[int]) -> list[Holding]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.v1 import cache_pb2
 from tests.cluster.cluster import Cluster
 
 WARM_UP: Final = 0.25
@@ -94,5 +93,4 @@ class Watch:
                 shares = self.usage.setdefault(worker.worker_id, [])
                 shares.append((counts.held + counts.reserved) / counts.capacity)
         self.num_checks += 1
-        for violation in (await self.cluster.manager_stub.Check(cache_pb2.CheckRequest())).violations:
-            self.violations.append(f"check: {violation}")
+        self.violations += [f"check: {violation}" for violation in await self.cluster.audit()]

@@ -16,7 +16,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import World, read, rpc_error
 
 NAN = BadLogits(0, math.nan)

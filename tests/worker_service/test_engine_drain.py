@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import World, read
 
 PROMPT = list(range(20))

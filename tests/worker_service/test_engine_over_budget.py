@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
 
 

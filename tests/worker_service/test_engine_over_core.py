@@ -14,7 +14,7 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
-from tests.worker_service.tracer import expected_text
+from tests.tracer import VOCAB_SIZE, expected_text
 from tests.worker_service.world import Wire, World, read
 
 
@@ -235,7 +235,7 @@ async def test_a_failed_step_ends_its_streams_and_no_others() -> None:
     ("prompt", "count", "field", "words"),
     [
         ([], 4, "prompt", "at least one token"),
-        ([1, 50_000], 4, "prompt", "vocabulary of 50000"),
+        ([1, VOCAB_SIZE], 4, "prompt", f"vocabulary of {VOCAB_SIZE}"),
         ([1] * 4096, 1, "prompt", "leave no room"),
         ([1] * 4000, 200, "max_tokens", "at most 96"),
         ([1] * 300, 10, "max_tokens", "lower max_tokens"),

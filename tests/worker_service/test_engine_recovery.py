@@ -14,8 +14,8 @@ from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from tests.tracer import expected_text
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
 
 

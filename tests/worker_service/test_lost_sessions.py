@@ -16,7 +16,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.keys import make_session_key
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
 
 PROMPT = list(range(20))

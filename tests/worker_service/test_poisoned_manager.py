@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from kvpool.cache_service.core.messages import AppendItem, SequenceUpdate, Uplink
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import World, read
 
 PROMPT = [1, 2, 3, 4, 5, 6]

@@ -18,8 +18,8 @@ from kvpool.v1 import cache_pb2
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.manager_link import RegistrationRefused
 from kvpool.worker_service.patience import POLL_SECONDS, Patience
+from tests.tracer import expected_text
 from tests.worker_service.test_engine_recovery import until
-from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import Wire, World, read
 
 LEASE_SECONDS = 0.4

@@ -14,6 +14,7 @@ from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
 from kvpool.worker_service.engine.step import SampledToken
+from tests.tracer import VOCAB_SIZE
 from tests.worker_service.world import World, read
 
 STOPS = frozenset({7, 8})
@@ -110,9 +111,9 @@ async def test_whoever_asks_about_a_prompt_gets_no_hits_and_gives_them() -> None
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"sampling": SamplingParams(logit_bias={50_000: 1.0})}, "sampling.logit_bias"),
+        ({"sampling": SamplingParams(logit_bias={VOCAB_SIZE: 1.0})}, "sampling.logit_bias"),
         ({"min_tokens": 9}, "stop.min_tokens"),
-        ({"min_tokens": 1, "stop_token_ids": frozenset(range(50_000))}, "stop.min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": frozenset(range(VOCAB_SIZE))}, "stop.min_tokens"),
         ({"stop_strings": ("x",)}, "stop.stop_strings"),
         ({"echo": True}, "echo"),
     ],

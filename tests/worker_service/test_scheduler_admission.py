@@ -12,8 +12,8 @@ from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_R
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Payer
+from tests.tracer import expected_text
 from tests.worker_service.scheduler_world import SchedulerWorld
-from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
 
 

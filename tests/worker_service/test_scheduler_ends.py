@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.worker_service.cache.sequence import SequenceState as State
 from kvpool.worker_service.engine.request import Request
-from tests.worker_service.tracer import expected_text
+from tests.tracer import expected_text
 from tests.worker_service.world import World, read
 
 PROMPT = list(range(40))

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from kvpool.worker_service.engine.policy import SchedulingPolicy
+from tests.tracer import expected_text
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.tracer import expected_text
 from tests.worker_service.world import World, read
 
 

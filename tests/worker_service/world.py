@@ -23,7 +23,8 @@ from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.manager_link import ManagerLink
-from tests.worker_service.tracer import VOCAB_SIZE, TracerModel
+from tests.tracer import VOCAB_SIZE
+from tests.worker_service.tracer_model import TracerModel
 
 FINGERPRINT = "tracer"
 

@@ -20,8 +20,6 @@ class PrefixedLog:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._styles: dict[str, str] = {}
-        self.last_line = ""
-        """The latest line of any process, without its prefix."""
 
     def __call__(self, name: str, line: str) -> None:
         """Print one line. Colours in it are kept where the console has any; every other control character is shown."""
@@ -30,5 +28,4 @@ class PrefixedLog:
         # Between the parts are the colours themselves. Only they are left for rich to read: it takes links too.
         parts[::2] = [printable_lines(part) for part in parts[::2]]
         text = Text.from_ansi("".join(parts))
-        self.last_line = text.plain
         self._console.print(Text.assemble((f"{name:<9}| ", style), text), soft_wrap=True)

@@ -110,11 +110,6 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_connections(self) -> int:
-        """Connections that are open."""
-        return len(self._connections)
-
     async def __aenter__(self) -> Self:
         await self.start()
         return self

@@ -179,7 +179,7 @@ def snapshot(manager: CacheManager) -> Snapshot:
             frozenset((pool, node.copy_in(pool)) for pool in node.pools()),
             frozenset(node.iter_children()),
         )
-        for node in manager._tree.iter_nodes()
+        for node, _ in iter(manager._tree.begin_walk(in_portions=False).step, None)
     )
     return Snapshot(manager.last_generation, nodes, tuple(map(session_snapshot, manager.sessions)))
 

@@ -659,7 +659,7 @@ class ManagerMachine(RuleBasedStateMachine):
         while self.lockstep.sweep():
             pass
         assert self.lockstep.manager.num_prefix_nodes == 0
-        assert list(self.lockstep.manager._tree.iter_nodes()) == []
+        assert self.lockstep.manager._tree.begin_walk(in_portions=False).step() is None
 
 
 @pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))

@@ -1,0 +1,72 @@
+"""A model whose text depends on every KV slot that it reads: any stale, foreign or unwritten slot changes the next token.
+
+Slot (block, offset) holds a digest of root, token, position and the slot before; the next token is a hash of all slots that
+are read through the block table. So each output has one right value, and each slot of a sequence too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+
+VOCAB_SIZE = 4093
+EOS = frozenset(range(0, VOCAB_SIZE, 97))
+_MASK = (1 << 61) - 1
+
+
+def root_digest(tenant_salt: str = "") -> int:
+    """What the slot before position 0 would hold."""
+    return zlib.crc32(tenant_salt.encode()) + 1
+
+
+def extend(slots: list[int], root: int, tokens: Sequence[int]) -> None:
+    """Lengthen the right slots of a sequence by those of its next tokens."""
+    before = slots[-1] if slots else root
+    for position, token in enumerate(tokens, len(slots)):
+        before = (before * 6364136223846793005 + token * 1442695040888963407 + position * 2654435761 + 97) & _MASK
+        slots.append(before)
+
+
+def next_token(slots: Sequence[int | None]) -> int:
+    """The token after a sequence of which these slots were read."""
+    return hash(tuple(slots)) % VOCAB_SIZE
+
+
+def expected_text(
+    prompt: Sequence[int], count: int, tenant_salt: str = "", eos_token_ids: Collection[int] = ()
+) -> list[int]:
+    """The one right continuation: `count` tokens, fewer if one of `eos_token_ids` comes next."""
+    slots: list[int] = []
+    text: list[int] = []
+    root = root_digest(tenant_salt)
+    extend(slots, root, prompt)
+    while len(text) < count and (token := next_token(slots)) not in eos_token_ids:
+        text.append(token)
+        extend(slots, root, [token])
+    return text
+
+
+class Slots:
+    """The KV slots of a device; None: not written yet."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: list[int | None] = [None] * (num_blocks * block_size)
+
+    def read(self, table: Sequence[int], end: int) -> list[int | None]:
+        """The slots of positions 0 … end − 1, through a block table."""
+        found: list[int | None] = []
+        for block in table[: -(-end // self._block_size)]:
+            found += self.block(block)
+        del found[end:]
+        return found
+
+    def write(self, table: Sequence[int], start: int, digests: Sequence[int]) -> None:
+        """Fill the slots from position `start` on, through a block table."""
+        size = self._block_size
+        for position, digest in enumerate(digests, start):
+            self._slots[table[position // size] * size + position % size] = digest
+
+    def block(self, block: int) -> list[int | None]:
+        """The slots of a block."""
+        return self._slots[block * self._block_size : (block + 1) * self._block_size]

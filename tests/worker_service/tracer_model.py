@@ -1,0 +1,73 @@
+"""The tracer model as a StepRunner that can be slow, fail and compute bad logits."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
+from tests import tracer
+
+
+class TracerModel:
+    """A StepRunner over `num_blocks` blocks of slots that start unwritten."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_forwarded = 0
+        self.num_steps = 0
+        self.fail_next = False
+        self.bad_behind: dict[int, BadLogits] = {}
+        """Tokens after which logits are bad if they are looked at, and how; the position is filled in."""
+        self.bad_rows: set[int] = set()
+        """Tokens of which the model computes no finite numbers, at any position."""
+        self.gate: threading.Event | None = None
+        """If set, a step waits for it: a slow device."""
+        self.step_seconds = 0.0
+        """How long a step takes at least."""
+        self._slots = tracer.Slots(num_blocks, block_size)
+
+    def execute(self, step: Step) -> list[PartResult]:
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device fell off the bus")
+        self.num_steps += 1
+        written: set[tuple[int, int]] = set()
+        results: list[PartResult] = []
+        for part in step.parts:
+            tokens, start, table = part.token_ids, part.start, part.block_table
+            end, size = start + len(tokens), self.block_size
+            assert 0 not in table[: -(-end // size)], "the null block is never written"
+            slots = [slot for slot in self._slots.read(table, start) if slot is not None]
+            assert len(slots) == start, "an unwritten slot was read"
+            own = {(table[position // size], position % size) for position in range(start, end)}
+            assert written.isdisjoint(own), "two sequences write one slot in one step"
+            written |= own
+            tracer.extend(slots, tracer.root_digest(), tokens)
+            self._slots.write(table, start, slots[start:])
+            self.num_forwarded += len(tokens)
+            targets = [] if part.prompt_rows is None else part.prompt_rows.targets
+            told = [TokenLogprobs(-float(target), []) for target in targets]
+            result = PartResult(None if part.sampling is None else SampledToken(tracer.next_token(slots)), told)
+            bad = self._bad_logits(part)
+            results.append(result if bad is None else PartResult(bad_logits=bad))
+        return results
+
+    def _bad_logits(self, part: SequencePart) -> BadLogits | None:
+        """The first bad ones that are looked at, then the first others."""
+        asked = part.prompt_rows
+        rows = [] if asked is None else [asked.first + index for index in range(len(asked.targets))]
+        rows += [len(part.token_ids) - 1] * (part.sampling is not None)
+        for row in rows:
+            if part.token_ids[row] in self.bad_behind:
+                return self.bad_behind[part.token_ids[row]]._replace(position=part.start + row + 1)
+        for position, token in enumerate(part.token_ids, part.start):
+            if token in self.bad_rows:
+                return BadLogits(position + 1, math.nan)
+        return None
