@@ -120,8 +120,7 @@ async def main() -> None:
     args = parser.parse_args()
     hello = pb.RegisterRequest(incarnation=time.time_ns(), register_no=1, address="none:0")  # it serves no clients
     hello.worker_id, hello.model_name = f"own-engine-{hello.incarnation}", "toy of own_engine.py"
-    hello.model_fingerprint = ROOT.model_fingerprint
-    hello.kv_cache_config.block_size = SIZE
+    hello.model_fingerprint, hello.kv_cache_config.block_size = ROOT.model_fingerprint, SIZE
     hello.kv_cache_config.groups.add(full_attention=common_pb2.FullAttentionSpec())
     hello.kv_cache_config.pools.add(tier=common_pb2.TIER_DEVICE, num_blocks=args.num_blocks)
     async with grpc.aio.insecure_channel(args.manager, options=[("grpc.enable_retries", 0)]) as channel:
