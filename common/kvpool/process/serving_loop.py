@@ -49,7 +49,7 @@ class SteadyServer(_server.Server):
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]) -> None:
         # Not the base's: it would create the server that is replaced here, and gRPC's core frees none that was not started.
         self._loop = cygrpc.get_working_loop()
-        self._server = _SteadyCore(self._loop, None, (), tuple(interceptors), tuple(options), None)
+        self._server = _SteadyCore(self._loop, tuple(interceptors), tuple(options))
 
 
 class OnlyGenericServer(_server.Server):
@@ -76,13 +76,11 @@ class _SteadyCore(cygrpc.AioServer):  # type: ignore[misc]
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        thread_pool: None,
-        generic_handlers: tuple[()],
         interceptors: tuple[grpc.aio.ServerInterceptor, ...],
         options: tuple[tuple[str, Any], ...],
-        maximum_concurrent_rpcs: None,
     ) -> None:
-        super().__init__(loop, thread_pool, generic_handlers, interceptors, options, maximum_concurrent_rpcs)
+        # No thread pool, because all handlers are coroutines; no generic handlers; no limit on calls at the same time.
+        super().__init__(loop, None, (), interceptors, options, None)
         self._handlers: dict[str, Handler] = {}
         self._asked_interceptors = interceptors
         self._calls: set[asyncio.Task[None]] = set()
