@@ -20,7 +20,7 @@ WHEELS ?=
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
-	@echo "make test         all tests"
+	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
@@ -54,7 +54,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
