@@ -23,9 +23,8 @@ from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
-from tests.cluster.truth import NUM_TOP, Truth
+from tests.cluster.truth import NUM_TOP, Truth, truths_of
 from tests.cluster.two_workers import TwoWorkers
-from tests.tiny_models import Oracle
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -67,13 +66,11 @@ class Subject(TwoWorkers):
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     folder = tmp_path_factory.mktemp("failures")
     model = make_endless_model(folder / "endless")
-    oracle = Oracle.of(model.path)
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
         await cluster.start_manager()
         for name in ("a", "b"):
             cluster.start_worker(name, model=model.path, block_size=4, num_blocks=65_537, grace_seconds=0.5)
-        truths = [Truth(oracle, prompt, model.num_new_tokens) for prompt in model.prompts]
-        yield Subject(cluster, truths)
+        yield Subject(cluster, truths_of(model))
 
 
 @pytest_asyncio.fixture(loop_scope="module")

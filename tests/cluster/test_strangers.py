@@ -20,16 +20,11 @@ from tests.cache_service.edge.peer import reason_in
 from tests.cache_service.edge.test_edge_strangers import CALLS, Stranger, seen
 from tests.cluster.in_process import WORKER, InProcessCluster, in_process_cluster
 from tests.cluster.polling import eventually
-from tests.cluster.truth import NUM_TOP, Truth, check_all
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import NUM_TOP, check_all, truths_of
+from tests.tiny_models import make_tiny_model
 
 _WITHOUT_BLOCKS = {"Free with the reserve"}
 """Needs a reserve, which is empty now and then."""
-
-
-def truths_of(tiny: TinyModel) -> list[Truth]:
-    oracle = Oracle.of(tiny.path)
-    return [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
 
 
 async def is_serving(cluster: InProcessCluster) -> bool:

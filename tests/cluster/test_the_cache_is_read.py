@@ -12,8 +12,8 @@ import torch
 from kvpool.client import Completion
 from kvpool.v1 import cache_pb2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
-from tests.cluster.truth import NUM_TOP, Truth, check_all
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
+from tests.tiny_models import TinyModel, make_tiny_model
 
 BLOCK_SIZE = 4
 
@@ -26,8 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def truths(tiny: TinyModel) -> list[Truth]:
-    oracle = Oracle.of(tiny.path)
-    return [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    return truths_of(tiny)
 
 
 @pytest.fixture

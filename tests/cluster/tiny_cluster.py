@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
-from tests.cluster.truth import Truth
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import Truth, truths_of
+from tests.tiny_models import TinyModel, make_tiny_model
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class TinyCluster:
 
     def truths(self, name: str) -> list[Truth]:
         """What the worker must answer to its model's prompts."""
-        model = self.models[name]
-        oracle = Oracle.of(model.path)
-        return [Truth(oracle, prompt, model.num_new_tokens) for prompt in model.prompts]
+        return truths_of(self.models[name])
 
 
 @asynccontextmanager
