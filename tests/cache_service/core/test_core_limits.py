@@ -185,7 +185,7 @@ def test_what_can_never_fit_is_told_so_with_the_figures() -> None:
     """A request larger than the whole pool is not kept waiting: it names blocks needed, blocks there, and the settings."""
     worker = Desk(num_blocks=5, block_size=4)
     refusal = item_refusal(worker, GOOD._replace(max_new_tokens=13))
-    assert refusal.reason is Reason.NEVER_FITS
+    assert (refusal.reason, refusal.field) == (Reason.NEVER_FITS, "tokens")
     words = ["5 prompt tokens", "13 new", "5 blocks of 4", "has 4", "--num-blocks", "--kv-cache-memory", "max_tokens"]
     assert all(word in refusal.message for word in words), refusal.message
     # The KV of the last token is never computed: one new token less fits exactly.
