@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
@@ -226,6 +226,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.num_blocks: int | None = None
         self.seconds_to_answer = 0.0
         """Of Route and Describe."""
+        self.before_describe: Callable[[], Awaitable[None]] | None = None
         self.address = ""
 
     async def Route(
@@ -256,6 +257,8 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
         await asyncio.sleep(self.seconds_to_answer)
+        if self.before_describe is not None:
+            await self.before_describe()
         response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
         if self.drains:
             if self.num_describes_until_left == 0:
