@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -56,12 +56,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say what was left out and why, and how long each part took."""
     for line in left_out.lines(config):
         terminalreporter.write_line(line)
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[str(PurePosixPath(report.nodeid.partition("::")[0]).parent)] += report.duration
     if len(seconds) > 1:
         terminalreporter.section("seconds of each part")
-        for part, duration in seconds.most_common():
+        for part, duration in sorted(seconds.items(), key=lambda item: -item[1]):
             terminalreporter.write_line(f"{duration:7.1f} {part}")

@@ -9,15 +9,14 @@ import grpc
 import pytest
 import structlog
 from google.protobuf.wrappers_pb2 import StringValue
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
 from kvpool.process.rare_line import RareLine
 from kvpool.process.request_guard import SMALL, RequestGuard, RequestLimit
 from tests import http2
 from tests.cluster.polling import eventually
+from tests.rich_status import reason_of, status_of
 
 NO_MESSAGE = bytes.fromhex("0a04fffefdfc")
 """A field of four bytes that are no UTF-8."""
@@ -111,12 +110,8 @@ async def refusal(channel: Any, method: str, request: bytes) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, method, request)
     assert caught.value.code() is INVALID
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
-    assert status is not None
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert info.domain == "kvpool"
-    return info.reason, status.message
+    status = status_of(caught.value)
+    return reason_of(status), status.message
 
 
 OURS = ("/test/Unary", "/test/Stream", "/test/Written", "/test/Collect", "/test/Both")

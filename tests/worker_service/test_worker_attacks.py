@@ -11,7 +11,6 @@ import grpc
 import pytest
 import pytest_asyncio
 import structlog
-from grpc_status import rpc_status
 
 from kvpool.client import Client, ResourceExhausted
 from kvpool.process import serving_loop
@@ -25,6 +24,7 @@ from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.truth import Truth
+from tests.rich_status import status_of
 from tests.tiny_models import Oracle, TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -145,9 +145,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     """Code and message of a stream that fails, which it must, with its rich status."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
-    assert status is not None
-    return caught.value.code(), status.message
+    return caught.value.code(), status_of(caught.value).message
 
 
 @pytest.mark.parametrize("method", ["GetModel", "Generate"])

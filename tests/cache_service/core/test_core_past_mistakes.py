@@ -23,6 +23,7 @@ from kvpool.cache_service.core.messages import (
     SequenceUpdate,
     TableEntry,
     Uplink,
+    WorkerLoad,
 )
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -434,6 +435,9 @@ def _live_a_life(manager: CacheManager, life: int) -> int:
             call_no += 1
             told = manager.worker("w1").downlink.last_number
             manager.free(Uplink(session, call_no + 1, downlink_ack=told if turn else 0), leaving)
+            manager.keep_alive(session, told if turn else 0, WorkerLoad(), 0.0)
+            manager.route(ROOT, token_bytes(tokens))
+            manager.describe_blocks("w1")
         with pytest.raises(Refusal):
             manager.allocate(Uplink(session, 1), [])
     return session

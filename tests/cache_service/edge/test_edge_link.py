@@ -14,7 +14,8 @@ from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
+from tests.cache_service.edge.peer import Worker, item, key, prompt, refused, registration, run
+from tests.rich_status import reason_of
 
 Stub = cache_pb2_grpc.CacheServiceStub
 STALE = grpc.StatusCode.FAILED_PRECONDITION

@@ -19,21 +19,8 @@ from kvpool.cache_service.server import Server
 from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-from tests.cache_service.edge.peer import (
-    FINGERPRINT,
-    Worker,
-    detail,
-    field_of,
-    item,
-    key,
-    position_of,
-    prompt,
-    reason_of,
-    refused,
-    registration,
-    run,
-    tokens,
-)
+from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, run, tokens
+from tests.rich_status import detail, field_of, position_of, reason_of
 
 Stub = cache_pb2_grpc.CacheServiceStub
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

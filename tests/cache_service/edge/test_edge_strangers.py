@@ -21,19 +21,8 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.core.lockstep import snapshot
-from tests.cache_service.edge.peer import (
-    BLOCK_SIZE,
-    Worker,
-    detail,
-    field_of,
-    item,
-    key,
-    prompt,
-    refused,
-    registration,
-    run,
-    tokens,
-)
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, refused, registration, run, tokens
+from tests.rich_status import detail, field_of
 
 Stub = cache_pb2_grpc.CacheServiceStub
 DENIED = grpc.StatusCode.PERMISSION_DENIED

@@ -1,4 +1,5 @@
-"""Sampling on the wire: every field arrives, and what is told of a long prompt fits into messages."""
+"""Generate on the wire: every field arrives, only what can be true is taken of tokens delivered before, and what is told of a long
+prompt fits into messages."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
 from kvpool.worker_service.engine.step import SampledToken
@@ -16,6 +18,13 @@ PROMPTS = PromptEncoder(None, 1000)
 
 def request() -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(sequence_id="s", attempt=1, token_ids=worker_pb2.TokenIds(ids=[1, 2, 3]))
+
+
+def delivered(num_tokens: int) -> worker_pb2.GenerateRequest:
+    """So many tokens of the prompt were delivered before."""
+    asked = request()
+    asked.num_delivered_tokens = num_tokens
+    return asked
 
 
 def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
@@ -76,3 +85,22 @@ def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
     assert [item.HasField("logprobs") for item in told] == [entry is not None for entry in prompt]
     for item in told[1:]:
         assert list(item.logprobs.top_token_ids) == [token for token, _ in entry.top]
+
+
+def test_the_delivered_tokens_stay_part_of_the_prompt() -> None:
+    params = decode_generate(delivered(2), PROMPTS, "fp")
+    assert (params.token_ids, params.num_delivered_tokens) == ([1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("num_delivered", [3, 4, 2**32 - 1])
+def test_a_prompt_of_delivered_tokens_alone_is_refused(num_delivered: int) -> None:
+    with pytest.raises(EngineError, match="less than the 3 tokens of the prompt") as caught:
+        decode_generate(delivered(num_delivered), PROMPTS, "fp")
+    assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "num_delivered_tokens")
+
+
+def test_delivered_tokens_cannot_be_counted_in_a_text() -> None:
+    asked = worker_pb2.GenerateRequest(sequence_id="s", attempt=2, text="abc", num_delivered_tokens=1)
+    with pytest.raises(EngineError, match="token_ids") as caught:
+        decode_generate(asked, PROMPTS, "fp")
+    assert caught.value.kind is ErrorKind.INVALID
