@@ -82,13 +82,6 @@ def test_a_block_is_no_hit_before_its_kv_is_computed() -> None:
     assert worker.grant("third", range(9), no_wait=True).num_cached_tokens == 4
 
 
-def test_the_tail_that_is_not_full_is_no_hit() -> None:
-    """Only full blocks are sealed: a prompt that ends inside a block leaves its tail to itself."""
-    worker = Desk()
-    worker.serve("first", range(7))
-    assert worker.grant("second", range(7)).num_cached_tokens == 4
-
-
 def test_a_recycled_block_has_no_stale_entry() -> None:
     """Stale hash entry for a recycled block: once a block is granted again, its former content is a miss."""
     worker = Desk(num_blocks=3)
