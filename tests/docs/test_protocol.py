@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,18 +37,11 @@ from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, worker_pb2
 from kvpool.worker_service import status as worker_status
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from tests.docs.blocks import ROOT, Block, blocks
+from tests.docs.blocks import Block, blocks
+from tests.docs.protocol_shell import DOCUMENT, TEXT, ProtocolShell, section
 
-DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
-TEXT = DOCUMENT.read_text(encoding="utf-8")
 ANYTHING = "…"
 """Stands for a value that differs from run to run."""
-
-
-def section(title: str) -> str:
-    """What stands below a heading, up to the next one of the same or a higher level."""
-    (level,) = re.findall(rf"^(#+) {re.escape(title)}$", TEXT, re.MULTILINE)
-    return re.split(rf"^#{{1,{len(level)}}} ", TEXT.split(f"{level} {title}\n")[1], flags=re.MULTILINE)[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -506,56 +494,16 @@ def test_a_report_is_taken_in_as_the_document_says() -> None:
     assert manager.sessions == ()
 
 
-# -- the calls from the shell
+# -- the shell commands
 
-
-def shell_blocks() -> list[Block]:
-    (begin,) = [index for index, block in enumerate(blocks(DOCUMENT)) if "kvpool manager" in block.text]
-    return blocks(DOCUMENT)[begin:]
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
-
-
-@pytest.fixture
-def here(port: int) -> Callable[[str], str]:
-    """A command as it can be run here: this port, and the programs of this environment."""
-
-    def substituted(text: str) -> str:
-        return text.replace("50061", str(port)).replace(".venv/bin/", f"{Path(sys.executable).parent}/")
-
-    return substituted
-
-
-@pytest.fixture
-def manager(here: Callable[[str], str], port: int, tmp_path: Path) -> Iterator[None]:
-    """The manager that the document starts."""
-    command = here(shell_blocks()[0].text)
-    assert command.count("\n") == 1
-    environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, stderr=subprocess.PIPE, env=environment)
-    try:
-        end = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, process.communicate()[1]
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert time.monotonic() < end, "the manager does not listen"
-            time.sleep(0.05)
-        yield
-    finally:
-        process.kill()
-        process.communicate()
+EXCHANGES = [
+    (Block("sh", call), Block("json", reply))
+    for call, reply in re.findall(r"^```sh\n((?:(?!```).*\n)*)```\n```json\n((?:(?!```).*\n)*)```$", TEXT, re.MULTILINE)
+]
 
 
 def assert_matches(found: Any, shown: Any, where: str) -> None:
-    """What came back is what the document shows, but for what stands for anything."""
+    """A reply equals the one in the document, except where that has an ellipsis."""
     if shown == ANYTHING:
         return
     assert type(found) is type(shown), where
@@ -571,24 +519,23 @@ def assert_matches(found: Any, shown: Any, where: str) -> None:
         assert found == shown, where
 
 
-@pytest.mark.usefixtures("manager")
-def test_every_call_from_the_shell_gets_the_reply_that_is_shown(here: Callable[[str], str], tmp_path: Path) -> None:
-    shown = shell_blocks()[1:]
-    calls, replies = shown[::2], shown[1::2]
-    assert [block.language for block in shown] == ["sh", "json"] * len(calls)
+def test_every_call_from_the_shell_gets_the_reply_that_is_shown(protocol_shell: ProtocolShell) -> None:
     separator = "-- next --"
-    script = f"\necho '{separator}'\n".join(here(call.text) for call in calls)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    found = done.stdout.split(f"{separator}\n")
-    assert len(found) == len(calls), done.stderr
-    for call, output, reply in zip(calls, found, replies, strict=True):
-        assert_matches(json.loads(output), json.loads(reply.text), call.text)
-    assert len(calls) > 10
+    output = protocol_shell.run(f"\necho '{separator}'\n".join(call.text for call, _ in EXCHANGES))
+    found = output.split(f"{separator}\n")
+    assert len(found) == len(EXCHANGES) > 20
+    for printed, (call, reply) in zip(found, EXCHANGES, strict=True):
+        assert_matches(json.loads(printed), json.loads(reply.text), call.text)
+
+
+def test_the_session_has_ten_calls() -> None:
+    """Each is one RPC and has a number; the last nine carry what the first one answered."""
+    numbered = re.findall(r"^\*\*(\d+)\. (\w+)\*\*", section("A session in ten calls"), re.MULTILINE)
+    assert [int(number) for number, _ in numbered] == list(range(1, 11))
+    calls = [re.findall(r"\bcache (\w+) ", call.text) for call, _ in EXCHANGES[1:11]]
+    assert calls == [[name] for _, name in numbered]
+
+
+def test_the_stubs_compile_in_python_and_call_the_manager(protocol_shell: ProtocolShell) -> None:
+    commands, printed = protocol_shell.commands("Python")
+    assert protocol_shell.run(commands) == printed
