@@ -70,13 +70,6 @@ def test_every_python_name_with_a_file_is_written_so_that_it_is_checked() -> Non
     assert [quoted for quoted in loose if tuple([*quoted.split(": "), ""][:2]) not in REFERENCES] == []
 
 
-def test_links_lead_to_documents() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert links
-    for link in links:
-        assert (REPOSITORY / "docs" / link).is_file(), link
-
-
 # -- figures
 
 LLAMA_3_8B = 2 * 32 * 8 * 128 * 2
@@ -238,16 +231,12 @@ def test_the_life_that_is_told() -> None:
 # -- exercises
 
 
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(18, 16), (16, 12)])
-def test_the_second_exercise(num_tokens: int, num_cached: int) -> None:
-    worker = Desk(block_size=4)
-    worker.serve("first", list(range(num_tokens)))
-    assert worker.serve("second", list(range(num_tokens))) == num_cached
-
-
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(16, 0), (17, 16)])
-def test_one_token_is_left_to_compute(num_tokens: int, num_cached: int) -> None:
-    worker = Desk(block_size=16)
+@pytest.mark.parametrize(
+    ("block_size", "num_tokens", "num_cached"), [(4, 18, 16), (4, 16, 12), (16, 16, 0), (16, 17, 16)]
+)
+def test_a_repeated_prompt_computes_at_least_one_token(block_size: int, num_tokens: int, num_cached: int) -> None:
+    """The second exercise, and the rule of counting."""
+    worker = Desk(block_size=block_size)
     worker.serve("first", list(range(num_tokens)))
     assert worker.serve("second", list(range(num_tokens))) == num_cached
 
