@@ -39,7 +39,9 @@ def test_no_two_make_the_same_mistake() -> None:
 def test_the_page_lists_them_all() -> None:
     """RESULTS.md lists what kills each; `make mutants` writes the table."""
     page = document.PAGE.read_text(encoding="utf-8")
-    assert list(document.rows_of(page)) == patch.names(), "run `python -m tests.mutants --write`, which updates the table"
+    assert list(document.rows_of(page)) == patch.names(), (
+        "run `python -m tests.mutants --write`, which updates the table"
+    )
 
 
 @pytest.mark.parametrize(
