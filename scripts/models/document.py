@@ -22,10 +22,10 @@ Every type that `transformers` has a causal language model for, tried as a tiny 
 
 * **runs**: load_model takes it, and over the paged pool it gives what transformers' `generate` gives in eager attention, in
   float32: the same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation.
-  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill mixed with decode, and blocks come in
-  random order.
-* **refused**: load_model rejects it before it reads any weights, for the reason given: by the config, by the way in which layers reach
-  attention, or because a tiny model of the same kind computes something else; never by a list of names.
+  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill mixed with decode, and blocks
+  come in random order.
+* **refused**: load_model rejects it before it reads any weights, for the reason given: by the config, by the way in which layers
+  reach attention, or because a tiny model of the same kind computes something else; never by a list of names.
 * **not built here**: transformers itself cannot make or run the type in this environment.
 * **WRONG**: accepted, and the output differs. There must be none; otherwise the script fails.
 
