@@ -1,14 +1,10 @@
-"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file.
-
-`python -m kvpool.worker_service.settings …` only looks whether a worker could use its arguments, as `kvpool up` has it done
-before it starts anything."""
+"""Settings of a worker's process: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
@@ -20,7 +16,6 @@ from pydantic_settings import SettingsConfigDict
 from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
-from kvpool.process.settings import SettingsProblem, load_settings
 
 from .engine.policy import SchedulingPolicy
 from .model.memory.plan import MemorySettings
@@ -256,17 +251,3 @@ def _file_name(name: str) -> str:
     if len(quoted) <= _MAX_FILE_NAME:
         return quoted
     return f"{quoted[: _MAX_FILE_NAME - 33]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-def settings_of_this_process() -> WorkerSettings:
-    """Out of its arguments, variables and file. What is wrong with them is told on stderr and ends it with status 2."""
-    try:
-        return load_settings(WorkerSettings)
-    except SettingsProblem as problem:
-        for line in str(problem).splitlines():
-            print(f"kvpool worker: {line}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    settings_of_this_process()

@@ -50,7 +50,7 @@ async def test_a_worker_that_stays_is_an_error(
     async with fake_cluster(FakeWorker("w")) as manager:
         manager.num_describes_until_left = 1_000_000
         assert await kvpool("drain", "w", "--grace", "0", "--manager", manager.address) == 1
-    assert "w is still there after 0.3 s" in capsys.readouterr().err
+    assert "w has not left after 0.3 s" in capsys.readouterr().err
 
 
 async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:

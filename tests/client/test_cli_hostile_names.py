@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from kvpool.client.cli.app import app
-from kvpool.client.cli.commands.up import _print_ready
+from kvpool.client.cli.commands.up import say_ready
 from kvpool.client.cli.launch.cluster import ClusterSpec
 from kvpool.client.cli.launch.log import PrefixedLog
 from kvpool.client.cli.terminal import print_answer
@@ -223,7 +223,7 @@ def test_up_shows_the_names_of_its_workers() -> None:
     worker = NastyWorker("worker").description()
     worker.address = NASTY
     with console() as (printing, stream):
-        _print_ready([worker], ClusterSpec(), printing)
+        say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
     assert_harmless(stream.getvalue())
 
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.worker_service.dry_run import dry_run
+from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
@@ -85,7 +86,8 @@ def test_sequences_are_counted_at_several_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v3"])
 def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_model(architecture, tmp_path).path
-    outline = outline_model(ModelSettings(str(folder), dtype="float32", device="cpu"), quiet)
+    model_settings = ModelSettings(str(folder), dtype="float32", device="cpu")
+    outline = outline_model(find_candidate(model_settings, quiet), model_settings)
     loaded = load(folder)
     for memory in (MemorySettings(16, kv_cache_memory=5_000_000), MemorySettings(8, num_blocks=50)):
         ours, real = outline.plan(memory), loaded.plan(memory)

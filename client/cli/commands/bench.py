@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import sys
 from dataclasses import replace
@@ -11,6 +10,8 @@ from typing import Annotated, Final
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvpool.process.signals import INTERRUPTED
 
 from ...bench import report
 from ...bench.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
@@ -21,7 +22,16 @@ from ...bench.sample import RequestSample
 from ...bench.workload import DEFAULT_CONVERSATIONS, Workload
 from ...errors import InvalidRequest, KvpoolError
 from ..answer_flags import ModelName, Priority, Tenant
-from ..terminal import JsonOption, ManagerOption, client_config, error_line, printed, stderr_console, stdout_console
+from ..terminal import (
+    JsonOption,
+    ManagerOption,
+    client_config,
+    error_line,
+    print_json,
+    printed,
+    stderr_console,
+    stdout_console,
+)
 
 _MAX_DEFAULT_USERS: Final = 16
 
@@ -189,7 +199,7 @@ def serve(
     except KeyboardInterrupt:
         print("kvpool: interrupted; the figures are of the runs that were complete", file=sys.stderr)
         _show(measured, as_json=as_json)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     _show(measured, as_json=as_json)
     if measured.error is not None:
         print(_failure(measured.error), file=sys.stderr)
@@ -248,7 +258,7 @@ async def _measure(engine: KvpoolEngine, measured: Measured, *, looks: bool, sta
 
 def _show(measured: Measured, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.as_json(measured)))
+        print_json(report.as_json(measured))
     elif measured.runs:
         console = stdout_console()
         if measured.served is not None:

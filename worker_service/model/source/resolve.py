@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import ModelError
 from ..progress import Progress
-from .convert import convert_gguf
+from .cache_dir import conversion_folder, known_digest
 from .hub import fetch_config, fetch_model, parse_hub_id
 from .weights import only_gguf
 
@@ -42,7 +42,7 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
     A folder or file of that name here comes before a hub id. Raises ModelError that says what is there and what is needed.
     """
     if model == SMOLLM2:
-        return ModelFolder(SMOLLM2, convert_gguf(_smollm2_gguf(), cache_dir, progress))
+        return ModelFolder(SMOLLM2, _converted(_smollm2_gguf(), cache_dir, progress))
     path = Path(model).expanduser()
     hub_id = None if path.exists() else parse_hub_id(model)
     if hub_id is not None:
@@ -54,8 +54,19 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
     raise _no_such_model(model)
 
 
-def find_config(model: str, progress: Progress) -> ConfigSource:
+def find_config(model: str, cache_dir: Path, progress: Progress) -> ConfigSource:
     """Where the config of the model is; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
+    found = _find_config(model, progress)
+    if found.gguf is not None:
+        # Of a file that was converted before, config.json is read in milliseconds, the head of the file in seconds.
+        gguf = found.path / found.gguf
+        digest = known_digest(gguf, cache_dir)
+        if digest is not None and (folder := conversion_folder(gguf, digest, cache_dir)).is_dir():
+            return ConfigSource(found.name, folder, None)
+    return found
+
+
+def _find_config(model: str, progress: Progress) -> ConfigSource:
     if model == SMOLLM2:
         return _config_in(SMOLLM2, _smollm2_gguf())
     path = Path(model).expanduser()
@@ -87,13 +98,20 @@ def _no_such_model(model: str) -> ModelError:
     )
 
 
+def _converted(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
+    # The import takes seconds, for torch and transformers: `find_config` must not wait for it.
+    from .convert import convert_gguf
+
+    return convert_gguf(gguf, cache_dir, progress)
+
+
 def _load_from(name: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
     """A folder of safetensors as it is; a GGUF file, or the only one in a folder, converted."""
     if path.is_file():
-        return ModelFolder(name, convert_gguf(path, cache_dir, progress))
+        return ModelFolder(name, _converted(path, cache_dir, progress))
     gguf = only_gguf(str(path), {file.name for file in path.iterdir()})
     if gguf is not None:
-        return ModelFolder(name, convert_gguf(path / gguf, cache_dir, progress))
+        return ModelFolder(name, _converted(path / gguf, cache_dir, progress))
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
     return ModelFolder(name, path)
