@@ -30,7 +30,7 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends
 StopTokenIds = Annotated[
     list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
 ]
-MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Nothing ends the text before so many tokens.")]
+MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Fewest tokens before anything ends the text.")]
 Priority = Annotated[
     int,
     typer.Option(

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ByteSize, TypeAdapter
 
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
-from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes, size_setting
 from kvpool.worker_service.model.memory.plan import MemoryFacts, MemorySettings, plan_memory
 
 GIB = 1 << 30
@@ -211,7 +212,7 @@ def test_what_an_error_says() -> None:
     assert str(caught.value) == (
         "A KV cache of 50000 blocks needs 97.66 GiB, but cuda:0 has room for 59.00 GiB: of 80.00 GiB, 2.00 GiB are in use "
         "already, 16.00 GiB are for the weights and 3.00 GiB for a maximum batch. At most 30208 blocks fit "
-        "(--num-blocks 30208, or --kv-cache-memory 63350767616)."
+        "(--num-blocks 30208, or --kv-cache-memory 59GiB)."
     )
     with pytest.raises(KVCacheTooLarge) as caught:
         plan_memory(GPU, replace(SETTINGS, gpu_memory_utilization=0.2))
@@ -293,3 +294,11 @@ def test_sizes_for_people() -> None:
         "5.00 GiB",
         "-1.00 MiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("count", "setting"), [(18_179_481_600, "16.9GiB"), ((1 << 30) + 1, "1GiB"), (404 << 10, "404KiB"), (1023, "1023")]
+)
+def test_a_size_to_type_is_short_and_not_above_what_fits(count: int, setting: str) -> None:
+    assert size_setting(count) == setting
+    assert 0.99 * count <= TypeAdapter(ByteSize).validate_python(setting) <= count

@@ -63,14 +63,14 @@ def serve(
             "--users",
             min=1,
             max=MAX_IN_FLIGHT,
-            help="Closed loop: so many users, each asking again when the answer is there. Default: one per request, at most 16.",
+            help="Closed loop: users, each asking again when its answer is complete. Default: one per request, at most 16.",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             "--rate",
-            help="Open loop in place of users: so many requests (chats: conversations) a second, whatever comes back.",
+            help="Open loop in place of users: requests (chats: conversations) a second, also while answers are late.",
         ),
     ] = None,
     arrivals: Annotated[
@@ -131,7 +131,9 @@ def serve(
     ] = 1,
     warm: Annotated[
         bool,
-        typer.Option("--warm", help="Send each repetition a second time too, when the cache holds it, and tell both."),
+        typer.Option(
+            "--warm", help="Send each repetition a second time too, when the cache holds it, and report both."
+        ),
     ] = False,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Begin with a run of the same size that is not counted.")
@@ -141,7 +143,7 @@ def serve(
         typer.Option(
             "--waste/--no-waste",
             show_default="only in mixed",
-            help="Look at the block map four times a second, and tell how many held slots no token has.",
+            help="Look at the block map four times a second, and report how many held slots have no token.",
         ),
     ] = None,
     seed: Annotated[
@@ -164,7 +166,7 @@ def serve(
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:
-    """Send a workload to a running cluster; tell latencies, tokens per second and the hit rate.
+    """Send a workload to a running cluster; report latencies, tokens per second and the hit rate.
 
     Prompts are random tokens of the served model, answers greedy and of fixed length. Exit status 1 if a request failed or
     was refused; the figures are of those that were complete.

@@ -57,7 +57,7 @@ def generate(
     stop: Stop = None,
     stop_token_id: StopTokenIds = None,
     min_tokens: MinTokens = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text ids.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text ids.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False,
     logprobs: Logprobs = None,
     prompt_logprobs: PromptLogprobs = None,

@@ -197,11 +197,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     before = split_flags(UpSettings, arguments[:end])
     after = split_flags(UpSettings, arguments[end + 1 :], without=("--port", "--help", "-h"))
-    further = [*before.others, *after.others]
-    for flag in flags_in(further):
+    of_workers = [*before.others, *after.others]
+    for flag in flags_in(of_workers):
         if flag in _REFUSED:
             raise SettingsProblem(f"kvpool up sets {flag} of its workers: {_REFUSED[flag]}")
-    return [*before.own, *after.own], further
+    return [*before.own, *after.own], of_workers
 
 
 def explain_flags(arguments: Sequence[str]) -> list[str]:

@@ -11,11 +11,11 @@ _SHARED: Final = ("KVPOOL_CACHE_DIR", "KVPOOL_CONFIG", "KVPOOL_MANAGER")
 """Read by several processes."""
 _OF_COMPOSE: Final = (
     "KVPOOL_ADVERTISE_HOST", "KVPOOL_BIND", "KVPOOL_BUILD_NETWORK", "KVPOOL_DTYPE", "KVPOOL_FIND_LINKS",
-    "KVPOOL_GPU_KV_CACHE_MEMORY", "KVPOOL_KV_CACHE_MEMORY", "KVPOOL_MODEL", "KVPOOL_MODELS", "KVPOOL_NAME",
+    "KVPOOL_KV_CACHE_MEMORY", "KVPOOL_MODEL", "KVPOOL_MODELS", "KVPOOL_NAME",
     "KVPOOL_REMOTE_MANAGER", "KVPOOL_TAG", "KVPOOL_THREADS", "KVPOOL_TORCH_INDEX",
 )  # fmt: skip
 """Read by docker-compose.yml; a shell that has them calls the other commands too."""
-_PREFIXES_OF_COMPOSE: Final = ("KVPOOL_CPUS_", "KVPOOL_MEMORY_", "KVPOOL_PORT_")
+_PREFIXES_OF_COMPOSE: Final = ("KVPOOL_CPUS_", "KVPOOL_GPU_", "KVPOOL_MEMORY_", "KVPOOL_PORT_")
 _PREFIXES_OF_TESTS: Final = ("KVPOOL_COMPOSE_", "KVPOOL_TEST_")
 _CUTOFF: Final = 0.8
 """Similarity from which on a name counts as misspelt: two letters exchanged in a word of seven have 0.86."""
