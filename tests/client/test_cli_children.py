@@ -41,7 +41,7 @@ def child(name: str, script: str, *arguments: str, **environment: str) -> ChildS
 
 
 async def test_a_death_is_reported_with_its_last_words() -> None:
-    """The one that died is named with its exit status, after everything that it said."""
+    """The one that died is named with its exit status or its signal, after everything that it said."""
     log = Log()
     async with Children(log) as children:
         await children.start(child("manager", SLEEPER))
@@ -50,12 +50,8 @@ async def test_a_death_is_reported_with_its_last_words() -> None:
         assert ended == ChildExit("worker-0", 3)
         assert str(ended) == "worker-0 ended with exit status 3"
         assert ("worker-0", "out of memory") in log.lines
-
-
-async def test_a_death_by_signal_is_reported_by_its_name() -> None:
-    async with Children(Log()) as children:
-        await children.start(child("worker-0", "import os; os.kill(os.getpid(), 9)"))
-        assert str(await children.wait_for_exit()) == "worker-0 was ended by SIGKILL"
+        await children.start(child("worker-1", "import os; os.kill(os.getpid(), 9)"))
+        assert str(await children.wait_for_exit()) == "worker-1 was ended by SIGKILL"
 
 
 async def test_leaving_the_block_stops_every_child() -> None:
@@ -124,21 +120,6 @@ async def test_cancelling_twice_does_not_leave_children_behind() -> None:
     assert not task.done()
     task.cancel()
     await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
-    assert not is_alive(int(log.lines[0][1]))
-
-
-async def test_cancelling_the_task_still_stops_the_children() -> None:
-    log = Log()
-
-    async def run() -> None:
-        async with Children(log, grace_seconds=0.3) as children:
-            await children.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
-            await children.wait_for_exit()
-
-    task = asyncio.create_task(run())
-    await log.wait_for("worker-0", "ready")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     assert not is_alive(int(log.lines[0][1]))
 
 

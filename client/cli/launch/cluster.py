@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,6 +26,8 @@ from .trial import try_settings
 HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"
 _POLL_SECONDS: Final = 0.2
+_VERDICT_SECONDS: Final = 30.0
+"""For the dry run to find out why a worker has ended; it does less than the worker."""
 
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ class Cluster:
         self._spec = spec
         self._children = children
         self._specs: dict[str, ChildSpec] = {}
-        """Of the processes that are expected to run."""
+        """Of the processes that have been started and are expected to run."""
 
     async def start(
         self, on_progress: Callable[[str], None], on_event: Callable[[str], None] | None = None
@@ -152,19 +154,23 @@ class Cluster:
         ends, or the last worker, or without on_event any process. After an error the caller stops what runs.
         """
         self._spec.require_free_ports()
-        self._specs = {spec.name: spec for spec in self._spec.children()}
-        trial = asyncio.create_task(try_settings(self._specs[self._spec.worker_names[0]]))
+        specs = {spec.name: spec for spec in self._spec.children()}
+        workers = [specs[name] for name in self._spec.worker_names]
+        trial = asyncio.create_task(try_settings(workers[0]))
         try:
-            if MANAGER_NAME in self._specs:
-                await self._children.start(self._specs[MANAGER_NAME])
-                on_progress("waiting for the manager")
-                await self._watch(self._wait_for_manager(), trial, on_event)
-            for name in self._spec.worker_names:
-                await self._children.start(self._specs[name])
+            if MANAGER_NAME in specs:
+                await self._start([specs[MANAGER_NAME]])
+                await self._watch(self._wait_until_ready(on_progress), trial, on_event)
+            await self._start(workers)
             return await self._watch(self._wait_until_ready(on_progress), trial, on_event)
         finally:
             trial.cancel()
             await asyncio.gather(trial, return_exceptions=True)
+
+    async def _start(self, specs: Sequence[ChildSpec]) -> None:
+        for spec in specs:
+            await self._children.start(spec)
+            self._specs[spec.name] = spec
 
     async def _watch(
         self, work: Coroutine[Any, Any, T], trial: asyncio.Task[None], on_event: Callable[[str], None] | None
@@ -195,7 +201,9 @@ class Cluster:
     ) -> None:
         """Raises ClusterFailed if the process is needed, and WorkerRefused if the trial finds why it ended."""
         if ended.name != MANAGER_NAME:
-            await trial
+            await asyncio.wait({trial}, timeout=_VERDICT_SECONDS)
+            if trial.done():
+                trial.result()
         del self._specs[ended.name]
         if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
             raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
@@ -221,18 +229,8 @@ class Cluster:
         except GaveUp as error:
             raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
 
-    async def _wait_for_manager(self) -> None:
-        """Wait until the manager answers."""
-        async with Client(config=ClientConfig(manager=self._spec.address)) as client:
-            while True:
-                try:
-                    await client.describe()
-                except Unavailable:
-                    await asyncio.sleep(_POLL_SECONDS)
-                else:
-                    return
-
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
+        """Until the manager answers, and lists all workers that have been started."""
         async with Client(config=ClientConfig(manager=self._spec.address)) as client:
             while True:
                 try:
