@@ -30,7 +30,7 @@ _IN_ASCII: Final = {
     "∅": "0", "·": ".", "▒": "%", "█": "=", "…": ".", "–": "-", "−": "-", "×": "x", "⌈": "[", "⌉": "]", "→": ">", "←": "<",
     "↑": "^", "↓": "v",
 }  # fmt: skip
-"""Signs of the tables and pictures where the encoding has only ASCII; each one column wide, and none has two meanings."""
+"""Signs of the tables and pictures where the encoding has only ASCII: each one column wide, those of the block map distinct."""
 
 ManagerOption = Annotated[
     str | None,

@@ -123,10 +123,12 @@ ANSWERS = [
 ]
 COMMANDS: dict[str, list[list[str]]] = {
     "status": [["status"], ["status", "--json"]],
-    "top": [["top", "--once", "--interval", "0.1"], ["top", "--once", "--interval", "0.1", "--worker", f"listed {NASTY}"],
+    "top": [["top", "--json", "--interval", "0.1"],
+            ["top", "--once", "--interval", "0.1"],
+            ["top", "--once", "--interval", "0.1", "--worker", f"listed {NASTY}"],
             ["top", "--once", "--interval", "0.1", "--worker", f"other {NASTY}"]],
-    "blocks": [["blocks"], ["blocks", "--worker", "unknown"]],
-    "check": [["check"]],
+    "blocks": [["blocks"], ["blocks", "--json"], ["blocks", "--worker", "unknown"]],
+    "check": [["check"], ["check", "--json"]],
     "drain": [["drain", f"worker {NASTY}"], ["drain", f"worker {NASTY}", "--no-wait"], ["drain", f"unknown {NASTY}"]],
     "bench": [["bench", "serve", "--requests", "2", "--own-tokens", "4", "--prefix-tokens", "0", "--generated-tokens", "3",
                "--no-warm-up"], ["bench", "serve", "--model", "unknown", "--requests", "1"]],

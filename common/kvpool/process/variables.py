@@ -39,20 +39,20 @@ def unknown_variables(
     found = UnknownVariables([], [])
     for name in sorted(name for name in names if name.startswith(PREFIX)):
         words = name.removeprefix(PREFIX)
-        owner = next((table for table in tables if words.startswith(f"{table.upper()}_")), None)
+        owner = next((known for known in tables if words.startswith(f"{known.upper()}_")), None)
         if owner == table:
             meant = {f"{PREFIX}{table}_{field}".upper(): field.upper() for field in fields}
             _judge(name, words.removeprefix(f"{table.upper()}_"), meant, found)
         elif owner is None and not name.startswith((*_PREFIXES_OF_COMPOSE, *_PREFIXES_OF_TESTS)):
             rest = words.partition("_")[2]
             meant = {known: known.removeprefix(PREFIX) for known in (*_SHARED, *_OF_COMPOSE)}
-            meant |= {f"{PREFIX}{table.upper()}_{rest}": f"{table.upper()}_{rest}" for table in tables if rest}
+            meant |= {f"{PREFIX}{other.upper()}_{rest}": f"{other.upper()}_{rest}" for other in tables if rest}
             _judge(name, words, meant, found)
     return found
 
 
 def _judge(name: str, words: str, meant: Mapping[str, str], found: UnknownVariables) -> None:
-    """Note the variable unless it is one of the known names, the keys of `meant`; its values are what tells them apart."""
+    """Note the variable unless it is one of the known names, the keys of `meant`; `words` is compared with its values."""
     if name in meant:
         return
     close = difflib.get_close_matches(words, meant.values(), n=1, cutoff=_CUTOFF)
