@@ -108,6 +108,7 @@ async def until_registered(cluster: Up, worker: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_path: Path) -> None:
     """Two workers; every command works against them; what dies is started again, also a worker whose state folder another process
     holds for a while; drained workers leave, the cluster with the last one; every line of its output is JSON."""
