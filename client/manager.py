@@ -12,9 +12,10 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
 
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .channels import MAX_MESSAGE_BYTES, Channels
+from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, from_rpc_error

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import common_pb2
 
-from .channels import MAX_MESSAGE_BYTES, Channels
+from .channels import Channels
 from .chunk import Chunk, FinishReason, chunk_from_proto
 from .completion import Completion, CompletionBuilder
 from .config import ClientConfig
