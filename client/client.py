@@ -17,7 +17,8 @@ from .manager import Manager
 from .messages import Message, as_messages
 from .model import Model
 from .models import Models
-from .options import GenerateOptions, GenerateSettings
+from .options import GenerateOptions
+from .request import build_request
 from .stream import GenerateStream
 from .template_process import TemplateProcess
 
@@ -130,7 +131,9 @@ class Client:
     def _stream(self, encode: Callable[[Model], list[int]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
             encode=encode,
-            settings=GenerateSettings.from_options(options),
+            request=build_request(options),
+            model_name=options.get("model"),
+            timeout=options.get("timeout"),
             models=self._models,
             manager=self._manager,
             channels=self._channels,

@@ -106,10 +106,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
         """The engine's view of a request. What can be refused at once does not wait for its turn to be tokenised."""
-        decoded = (request, self._engine.prompts, self._facts.model_fingerprint)
-        codec.check_generate(*decoded)
+        prompts = self._engine.prompts
+        codec.check_generate(request, prompts, self._facts.model_fingerprint)
         num_chars = len(request.text)
         if num_chars <= TOKENISE_IN_THREAD_CHARS:
-            return codec.decode_generate(*decoded)
+            return codec.decode_generate(request, prompts)
         thread = self._long_texts if num_chars > TOKENISE_ALONE_CHARS else None
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, *decoded)
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, request, prompts)

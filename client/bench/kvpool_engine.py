@@ -9,7 +9,8 @@ from ..client import Client
 from ..config import ClientConfig
 from ..errors import ResourceExhausted
 from ..model import Model
-from ..options import GenerateOptions, GenerateSettings
+from ..options import GenerateOptions
+from ..request import build_request
 from .engine import Delivery, Refused, Served
 from .waste import WasteSample, look
 
@@ -20,7 +21,7 @@ class KvpoolEngine:
     def __init__(self, config: ClientConfig, *, model: str | None = None, priority: int = 0, tenant: str = "") -> None:
         """All requests are for that model, of that priority and that tenant. Raises InvalidRequest if there can be no such."""
         self._options: GenerateOptions = {"ignore_eos": True, "model": model, "priority": priority, "tenant": tenant}
-        GenerateSettings.from_options(self._options)  # once, and not with the first request
+        build_request(self._options)  # once, and not with the first request
         self._client = Client(config=config)
         self._model_name = model
         self._lengths: dict[str, int] = {}

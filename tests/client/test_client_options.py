@@ -7,7 +7,22 @@ from typing import Any, cast
 import pytest
 
 from kvpool.client import ClientConfig, GenerateOptions, InvalidRequest
-from kvpool.client.options import GenerateSettings
+from kvpool.client.request import attempt_request, build_request
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.codec import check_generate, decode_generate
+from kvpool.worker_service.engine.prompt import PromptEncoder
+
+
+def attempt(options: GenerateOptions, *token_ids: int, num_delivered: int = 0) -> worker_pb2.GenerateRequest:
+    """The third attempt at these options."""
+    return attempt_request(
+        build_request(options),
+        token_ids=token_ids,
+        num_delivered=num_delivered,
+        sequence_id="s",
+        attempt=3,
+        model_fingerprint="f",
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,15 +69,23 @@ from kvpool.client.options import GenerateSettings
         {"priority": -(2**31) - 1},
         {"tenant": "x" * 257},
         {"max_token": 5},
+        {"temperature": "hot"},
+        {"top_k": 2.5},
+        {"echo": "yes"},
+        {"stop": [7]},
+        {"stop_token_ids": 7},
+        {"logit_bias": {"the": 1.0}},
+        {"logit_bias": [7]},
+        {"tenant": b"\xff"},
     ],
 )
 def test_a_wrong_option_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        GenerateSettings.from_options(cast(GenerateOptions, wrong))
+        build_request(cast(GenerateOptions, wrong))
 
 
 def test_options_reach_the_message() -> None:
-    settings = GenerateSettings.from_options(
+    request = attempt(
         GenerateOptions(
             max_tokens=7,
             temperature=0.5,
@@ -83,9 +106,10 @@ def test_options_reach_the_message() -> None:
             echo=True,
             priority=-7,
             tenant="acme",
-        )
+        ),
+        1,
+        2,
     )
-    request = settings.request(token_ids=[1, 2], num_delivered=0, sequence_id="s", attempt=3, model_fingerprint="f")
     assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
@@ -101,28 +125,62 @@ def test_options_reach_the_message() -> None:
     assert request.logprobs == 0
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 100.0},
+        {"top_k": 2**32 - 1},
+        {"top_p": 1.0},
+        {"top_p": 1e-30},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 10.0},
+        {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {token: (-1) ** token * 100.0 for token in range(1024)}},
+        {"seed": 2**64 - 1},
+        {"logprobs": 20, "prompt_logprobs": 20},
+        {"stop": ["x" * 256] * 16},
+        {"stop_token_ids": range(256)},
+        {"tenant_salt": "x" * 256, "tenant": "y" * 256},
+        {"priority": -(2**31)},
+        {"priority": 2**31 - 1},
+    ],
+)
+def test_the_worker_takes_all_that_the_client_sends(asked: dict[str, Any]) -> None:
+    """The limits themselves, and what is left of them in the floats of the wire."""
+    prompts = PromptEncoder(None, 1000)
+    request = attempt(cast(GenerateOptions, asked), 1, 2)
+    check_generate(request, prompts, "f")
+    decode_generate(request, prompts)
+
+
+def test_none_is_the_default() -> None:
+    """Of every option, so that a caller may pass on what it was not given."""
+    assert build_request(cast(GenerateOptions, dict.fromkeys(GenerateOptions.__annotations__))) == build_request({})
+
+
 @pytest.mark.parametrize(("max_tokens", "left"), [(7, 4), (None, 0)])
 def test_a_continuation_asks_for_what_is_left(max_tokens: int | None, left: int) -> None:
     """0 on the wire is "as many as fit", before the move and behind it."""
-    settings = GenerateSettings.from_options({"max_tokens": max_tokens})
-    request = settings.request(
-        token_ids=[1, 2, 5, 6, 7], num_delivered=3, sequence_id="s", attempt=2, model_fingerprint="f"
-    )
+    request = attempt({"max_tokens": max_tokens}, 1, 2, 5, 6, 7, num_delivered=3)
     assert (request.stop.max_tokens, request.num_delivered_tokens) == (left, 3)
     assert list(request.token_ids.ids) == [1, 2, 5, 6, 7]
 
 
 def test_one_stop_string_is_not_taken_for_its_letters() -> None:
-    assert GenerateSettings.from_options({"stop": "end"}).stop_strings == ("end",)
+    assert build_request({"stop": "end"}).stop.stop_strings == ["end"]
 
 
 def test_sampling_without_a_seed_gets_a_random_one() -> None:
     """Chosen by the client, so that another attempt draws the same tokens; greedy needs none."""
-    seeds = {GenerateSettings.from_options({"temperature": 1.0}).sampling.seed for _ in range(8)}
+    seeds = {build_request({"temperature": 1.0}).sampling.seed for _ in range(8)}
     assert len(seeds) == 8
     assert max(seeds) > 2**48
-    assert GenerateSettings.from_options({}).sampling.seed == 0
-    assert GenerateSettings.from_options({"temperature": 1.0, "seed": 0}).sampling.seed == 0
+    assert build_request({}).sampling.seed == 0
+    assert build_request({"temperature": 1.0, "seed": 0}).sampling.seed == 0
 
 
 def test_the_environment_names_the_manager() -> None:

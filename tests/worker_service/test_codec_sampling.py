@@ -19,7 +19,7 @@ def request() -> worker_pb2.GenerateRequest:
 
 
 def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
-    params = decode_generate(request(), PROMPTS, "fp")
+    params = decode_generate(request(), PROMPTS)
     assert params.sampling == SamplingParams()
     assert not params.sampling.has_penalties
     assert (params.min_tokens, params.num_prompt_logprobs, params.echo) == (0, None, False)
@@ -35,7 +35,7 @@ def test_every_field_arrives() -> None:
     )  # fmt: skip
     asked.stop.min_tokens = 4
     asked.logprobs, asked.prompt_logprobs, asked.echo = 0, 20, True
-    params = decode_generate(asked, PROMPTS, "fp")
+    params = decode_generate(asked, PROMPTS)
     assert params.sampling == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0,
@@ -46,9 +46,9 @@ def test_every_field_arrives() -> None:
 def test_a_continuation_tells_nothing_of_its_prompt() -> None:
     asked = request()
     asked.prompt_logprobs = 0
-    assert decode_generate(asked, PROMPTS, "fp").tells_prompt_logprobs
+    assert decode_generate(asked, PROMPTS).tells_prompt_logprobs
     asked.num_delivered_tokens = 1
-    assert not decode_generate(asked, PROMPTS, "fp").tells_prompt_logprobs
+    assert not decode_generate(asked, PROMPTS).tells_prompt_logprobs
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])
