@@ -95,7 +95,7 @@ class Client:
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
         """Live workers and their block counts; with worker_id and first_block also a page of its block map, with max_sequences
-        also so many of each worker's live sequences, oldest first (at most 1,000 in all)."""
+        also at most that many live sequences of each worker, oldest first (1,000 in all)."""
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         return await self._manager.describe(
             deadline,

@@ -27,7 +27,7 @@ class KvpoolError(Exception):
         metadata: Mapping[str, str] | None = None,
         violations: tuple[str, ...] = (),
     ) -> None:
-        # A peer has a say in most messages. Whoever shows or logs one must not have to think of that.
+        # Most messages quote a peer; code that shows or logs one should not need to escape it.
         message = printable(_LINE_ENDS.sub(" ", message))
         super().__init__(message)
         self.message: Final = message
@@ -37,7 +37,7 @@ class KvpoolError(Exception):
         self.retry_after: Final = retry_after
         """Seconds after which the same request may succeed, where the service said so."""
         self.metadata: Final[Mapping[str, str]] = dict(metadata or {})
-        """Further figures of the service's ErrorInfo."""
+        """The other figures of the service's ErrorInfo."""
         self.violations: Final = tuple(printable(violation) for violation in violations)
         """`field: what is wrong with it`, one for each bad field or exhausted quota."""
 

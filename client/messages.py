@@ -8,7 +8,7 @@ from typing import Any
 from .errors import InvalidRequest
 
 Message = Mapping[str, Any]
-"""One turn of a chat: {"role": …, "content": …} and whatever else the model's template knows; JSON values."""
+"""One turn of a chat: {"role": …, "content": …} and other keys that the model's template knows; JSON values."""
 
 
 def as_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:

@@ -32,13 +32,13 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     """Tokens to generate at most. None: as many as the model's longest sequence leaves."""
     min_tokens: int
-    """Before so many tokens no id that ends the text is drawn, and stop strings do not count; 0, the default: from the first."""
+    """Before that many tokens no id that ends the text is drawn, and stop strings do not count; 0, the default: from the first."""
     stop: str | Sequence[str]
     """Strings that end the text; not part of it. At most 16, each at most 256 bytes."""
     stop_token_ids: Sequence[int]
-    """Ids that end the text, beside the model's own; at most 256."""
+    """Ids that end the text, in addition to the model's own; at most 256."""
     ignore_eos: bool
-    """Go on behind the model's end-of-text ids."""
+    """Continue after the model's end-of-text ids."""
     logprobs: int | None
     """None: no log-probabilities; 0: of the sampled tokens; n: also of the n most likely ones. At most 20."""
     prompt_logprobs: int | None
@@ -56,5 +56,5 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     """Of a worker with --scheduling-policy priority: smaller is served earlier, and preempted later. 0, the default: as usual."""
     tenant: str
-    """On whose behalf; a worker shares its steps fairly between tenants of one priority. Whoever must not share blocks either sets
+    """On whose behalf; a worker shares its steps fairly between tenants of one priority. To share no blocks either, set
     tenant_salt."""

@@ -35,7 +35,7 @@ _NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
 class GenerateStream:
     """The chunks of one answer, in order, however many workers it takes. Nothing happens before the first is asked for.
 
-    When its worker dies, freezes or leaves, the stream goes on at another one, behind the last token delivered: the next
+    When its worker dies, freezes or leaves, the stream continues on another one, after the last token delivered: the next
     chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation).
 
     Use it as `async with client.generate(…) as stream: async for chunk in stream: …`: leaving the block cancels the call,
@@ -123,7 +123,7 @@ class GenerateStream:
         return self._builder.build()
 
     async def next_chunk(self) -> Chunk | None:
-        """The next chunk; None behind the last. An error, or cancelling the task, ends the stream and its call."""
+        """The next chunk; None after the last. An error, or cancelling the task, ends the stream and its call."""
         if self._is_ended:
             return None
         try:
@@ -248,7 +248,7 @@ class GenerateStream:
     async def _rank(self, deadline: Deadline) -> None:
         """Know the model, tokenise for it and let the manager rank its workers, by all tokens that there are; waits a little
         for a first worker."""
-        # Begins when a manager says that there is nobody: until it is back itself, the workers cannot be.
+        # Begins when a manager knows no worker: while the manager is away, workers cannot register.
         waited: Deadline | None = None
         while True:
             try:
@@ -277,7 +277,7 @@ class GenerateStream:
                 await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
-        """The model that is served by now, its prompt tokenised; behind the first token only the one that began."""
+        """The model that is served by now, its prompt tokenised; after the first token only the one that began."""
         if self._model is not None and self._gate.num_delivered > 0:
             return self._model
         model = await self._models.get(self._model_name, deadline)

@@ -271,22 +271,9 @@ class ManagerLink:
             await _wait_at_most(engine.changed_for_link, None if at is None else max(0.001, at - now))
 
     async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
-        request = call.request
+        method = getattr(stub, type(call.request).__name__.removesuffix("Request"))
         try:
-            response: (
-                cache_pb2.AllocateResponse
-                | cache_pb2.AppendResponse
-                | cache_pb2.FreeResponse
-                | cache_pb2.ReportResponse
-            )
-            if isinstance(request, cache_pb2.ReportRequest):
-                response = await stub.Report(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            elif isinstance(request, cache_pb2.AllocateRequest):
-                response = await stub.Allocate(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            elif isinstance(request, cache_pb2.AppendRequest):
-                response = await stub.Append(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            else:
-                response = await stub.Free(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
+            response = await method(call.request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
         except grpc.aio.AioRpcError as error:
             self._on_call_failed(call, error)
         else:

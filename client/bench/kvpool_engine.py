@@ -33,7 +33,7 @@ class KvpoolEngine:
         return Served(model.name, await asyncio.to_thread(ordinary_tokens, model), model.max_model_len)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        """See Engine; raises KvpoolError for whatever is not Refused."""
+        """See Engine; raises KvpoolError for what is not Refused."""
         options: GenerateOptions = {**self._options, "max_tokens": num_tokens}
         stream = self._client.generate(prompt, **options)
         length = self._lengths[stream.sequence_id] = len(prompt)

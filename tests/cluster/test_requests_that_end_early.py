@@ -12,10 +12,9 @@ from typing import NamedTuple
 import grpc
 import pytest
 import pytest_asyncio
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from kvpool.client import DeadlineExceeded
+from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2, worker_pb2
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
@@ -104,28 +103,9 @@ async def failure(call: Call) -> grpc.aio.AioRpcError:
     raise AssertionError("the stream came to a proper end")
 
 
-def details_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """The rich status; empty where the transport answered."""
-    return rpc_status.from_call(error) or status_pb2.Status()  # type: ignore[arg-type]
-
-
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """ErrorInfo.reason in our domain; empty where the transport answered."""
-    for detail in details_of(error).details:
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            assert info.domain == "kvpool"
-            return str(info.reason)
-    return ""
-
-
-def bad_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """Fields that a BadRequest names."""
-    for detail in details_of(error).details:
-        bad = error_details_pb2.BadRequest()
-        if detail.Unpack(bad):
-            return [violation.field for violation in bad.field_violations]
-    return []
+    return details_of(error).reason
 
 
 class Bad(NamedTuple):
@@ -240,7 +220,7 @@ async def test_a_malformed_request_is_told_what_is_wrong_with_it(cluster: Cluste
     bad.spoil(request)
     error = await failure(caller.generate("a", request))
     assert (error.code(), reason_of(error)) == (bad.code, bad.reason), error
-    assert bad_fields(error) == ([bad.field] if bad.field else [])
+    assert [violation.partition(":")[0] for violation in details_of(error).violations] == [bad.field] * bool(bad.field)
     assert bad.says in (error.details() or "")
 
 
@@ -324,7 +304,7 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
 
     error = await eventually(turned_away, "the queue is full")
     assert (error.code(), reason_of(error)) == (Status.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details_of(error).details)
+    assert details_of(error).retry_seconds is not None
     of_another_tenant = good("of-another-tenant")
     of_another_tenant.tenant = "other"
     caller.generate("a", of_another_tenant)

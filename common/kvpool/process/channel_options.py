@@ -25,7 +25,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # reserve meanwhile.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 100),
-    # Also the time-out of one attempt to connect, whatever its name says: a frozen process still accepts, but never answers.
+    # Also the time-out of one attempt to connect, despite its name: a frozen process still accepts, but never answers.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
     ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),

@@ -44,7 +44,7 @@ class RequestLimit(NamedTuple):
 
 
 SMALL: Final = RequestLimit(4 << 10)
-"""Of a method that no table names: health checks, reflection, and whatever is added to a service without a thought about size."""
+"""Of a method that no table names: health checks, reflection, and methods added without a limit of their own."""
 
 
 class _RefusedRequest(Exception):
@@ -57,7 +57,7 @@ class _RefusedRequest(Exception):
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Stands before the servicers of one gRPC server, and knows which of their calls are in flight."""
+    """Checks requests before the servicers of one gRPC server see them, and counts the calls in flight."""
 
     def __init__(self, complaints: RareLine | None = None) -> None:
         self._limits: Mapping[str, RequestLimit] = {}
@@ -96,7 +96,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         if guarded is None:
             handler = await continuation(handler_call_details)
             if handler is None:
-                return None  # a method that nobody serves: peers may invent as many as they like, so it is not kept
+                return None  # not a method of this server: peers may invent any number of names, so it is not kept
             guarded = self._guarded[method] = self._guard(method, handler)
         return guarded
 

@@ -1,4 +1,4 @@
-"""What every gRPC server of kvpool can be told about the connections that it takes."""
+"""The settings of every gRPC server of kvpool: limits on its connections."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class ServerSettings(ProcessSettings):
         default=4096,
         ge=MIN_CONNECTIONS,
         le=1 << 20,
-        description="Connections at the same time; further ones are closed at once. Each takes a file descriptor (ulimit -n).",
+        description="Connections at the same time; more are closed at once. Each takes a file descriptor (ulimit -n).",
     )
     max_concurrent_streams: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Calls at the same time on one connection; further ones wait at the caller.",
+        description="Calls at the same time on one connection; more wait at the caller.",
     )
     max_connection_age: float = Field(
         default=3600.0,
         ge=0,
         le=1 << 20,
-        description="Seconds after which a connection takes no further calls and its caller connects anew; calls on it go on to "
+        description="Seconds after which a connection takes no new calls and its caller connects again; calls on it run to "
         "their end. 0: no limit.",
     )
 
@@ -54,14 +54,14 @@ class ServerSettings(ProcessSettings):
         """Of a gRPC server that takes at most `max_connections`."""
         age: tuple[tuple[str, int], ...] = ()
         if self.max_connection_age:
-            # Without a grace gRPC lets calls in flight go on to their end.
+            # Without a grace gRPC lets calls in flight run to their end.
             age = (("grpc.max_connection_age_ms", max(1, round(self.max_connection_age * 1000))),)
         return (
             *SERVER_OPTIONS,
             # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
             ("grpc.keepalive_time_ms", round(self.ping_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
-            # Without it a ping that is not answered ends the connection after a minute, whatever the line above says.
+            # Without it a ping that is not answered ends the connection after a minute, despite the line above.
             ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
@@ -71,7 +71,7 @@ class ServerSettings(ProcessSettings):
     def descriptors_for_connections(self) -> int:
         """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
 
-        gRPC goes on without descriptors, but nothing else of the process does.
+        Without descriptors gRPC still works, but nothing else of the process does.
         """
         needed = self.max_connections + SPARE_DESCRIPTORS
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
