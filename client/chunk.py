@@ -72,8 +72,8 @@ class Chunk:
     attempt: int
     """1 for the first worker tried, larger for each next one; larger than in the chunk before: the stream has moved."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None stands
-    for the prompt's first token, which has nothing before it."""
+    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None for
+    the prompt's first token, which has nothing before it."""
 
 
 def chunk_from_proto(

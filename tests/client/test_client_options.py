@@ -71,44 +71,25 @@ def test_a_wrong_option_is_named(wrong: dict[str, Any]) -> None:
 
 
 def test_options_reach_the_message() -> None:
-    request = attempt(
-        GenerateOptions(
-            max_tokens=7,
-            temperature=0.5,
-            top_k=3,
-            top_p=0.25,
-            min_p=0.125,
-            repetition_penalty=1.5,
-            presence_penalty=-0.5,
-            frequency_penalty=0.75,
-            logit_bias={7: -100.0, 0: 0.5},
-            seed=2**64 - 1,
-            stop=["a", "b"],
-            stop_token_ids=[9],
-            ignore_eos=True,
-            min_tokens=2,
-            logprobs=0,
-            prompt_logprobs=3,
-            echo=True,
-            priority=-7,
-            tenant="acme",
-        ),
-        1,
-        2,
+    sampling: GenerateOptions = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 2**64 - 1, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.75, "logit_bias": {7: -100.0, 0: 0.5},
+    }  # fmt: skip
+    stop: GenerateOptions = {"max_tokens": 7, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True}
+    shown: GenerateOptions = {"logprobs": 0, "prompt_logprobs": 3, "echo": True}
+    names: GenerateOptions = {"tenant": "acme", "tenant_salt": "salt", "adapter": "lora", "priority": -7}
+    assert attempt(
+        {**sampling, **stop, **shown, **names, "stop": ["a", "b"], "timeout": 9, "model": "m"}, 1, 2
+    ) == worker_pb2.GenerateRequest(
+        sequence_id="s",
+        attempt=3,
+        model_fingerprint="f",
+        token_ids=worker_pb2.TokenIds(ids=[1, 2]),
+        sampling=worker_pb2.SamplingParams(**cast(Any, sampling)),
+        stop=worker_pb2.StopConditions(**cast(Any, stop), stop_strings=["a", "b"]),
+        **cast(Any, shown),
+        **cast(Any, names),
     )
-    assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
-    assert list(request.token_ids.ids) == [1, 2]
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
-    assert (request.sampling.min_p, request.sampling.repetition_penalty) == (0.125, 1.5)
-    assert (request.sampling.presence_penalty, request.sampling.frequency_penalty) == (-0.5, 0.75)
-    assert dict(request.sampling.logit_bias) == {7: -100.0, 0: 0.5}
-    assert request.sampling.seed == 2**64 - 1
-    assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (7, 2, True)
-    assert (request.prompt_logprobs, request.echo) == (3, True)
-    assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
-    assert (request.priority, request.tenant) == (-7, "acme")
-    assert request.HasField("logprobs")
-    assert request.logprobs == 0
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class GrpcServer:
         await asyncio.shield(self._watching)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse further calls, let those in flight end within the grace, on all servers, and end the rest. Idempotent."""
+        """Refuse new calls, let those in flight end within the grace, on all servers, and end the rest. Idempotent."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
