@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -47,7 +48,8 @@ def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
     stop, timeout = request.stop, options.get("timeout")
     _require(options.get("max_tokens") != 0, "max_tokens", "at least 1, or None", 0)
     _require(stop.min_tokens <= (stop.max_tokens or 2**32), "min_tokens", "at most max_tokens", stop.min_tokens)
-    _require(timeout is None or 0 < timeout <= 86_400, "timeout", "in (0, 86400] seconds, or None", timeout)
+    is_time = isinstance(timeout, Real) and 0 < timeout <= 86_400
+    _require(timeout is None or is_time, "timeout", "in (0, 86400] seconds, or None", timeout)
     try:
         check_options(request)
     except BadField as error:

@@ -49,6 +49,7 @@ def attempt(options: GenerateOptions, *token_ids: int, num_delivered: int = 0) -
         {"logprobs": 21},
         {"prompt_logprobs": 21},
         {"timeout": 0},
+        {"timeout": "soon"},
         {"adapter": "x" * 257},
         {"tenant_salt": "x" * 257},
         {"priority": 2**31},
