@@ -201,7 +201,7 @@ def report(num_blocks: int) -> dict[str, Any]:
         request.CopyFrom(told.part)
         request.uplink.session, request.uplink.call_no = session, len(parts) + 1
         parts.append(request.SerializeToString())
-        if told.told():
+        if told.next_part():
             break
 
     def take_in(data: bytes) -> None:

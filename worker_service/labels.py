@@ -1,4 +1,4 @@
-"""What does not change while a worker runs, as labels of its metrics."""
+"""A worker's constant facts, as labels of its metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerLabels:
-    """What does not change while a worker runs."""
+    """Constant while the worker runs."""
 
     version: str
     model_name: str
@@ -15,6 +15,6 @@ class WorkerLabels:
     device: str
     block_size: int
     num_blocks: int
-    """With the null block."""
+    """The null block included."""
     bytes_per_block: int
     prefix_caching: bool

@@ -1,6 +1,6 @@
-"""What a worker tells on /metrics under names of our own, and under those of vLLM. Reads counts that others keep; keeps none.
+"""A worker's /metrics, under kvpool's names and vLLM's. Reads the counts of other modules, keeps none.
 
-Labels are settings, enums and the model's name, so the number of series is fixed from the start.
+Labels are settings, enums and the model's name, so the number of series is fixed at the start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerMetrics:
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
-        """Everything, as it is now. To be called on the event loop."""
+        """All metrics, as of now. Call it on the event loop."""
         self._fill_requests(page)
         self._fill_tokens(page)
         self._fill_steps(page)
@@ -66,7 +66,7 @@ class WorkerMetrics:
             )
         page.counter(
             "kvpool_worker_preemptions",
-            "Times a request gave its blocks back to be computed again.",
+            "Times a running request lost its blocks and was computed again.",
             scheduler.num_preemptions,
         )
         page.histogram(
@@ -113,7 +113,7 @@ class WorkerMetrics:
         page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", labels.num_blocks * labels.bytes_per_block)
         page.counter(
             "kvpool_worker_decodes_that_waited_for_a_call",
-            "Decodes that went without a block although the pool had some.",
+            "Decodes that skipped a step for lack of a spare block although the pool had some.",
             cache.num_reserve_waits,
         )
 
@@ -129,9 +129,9 @@ class WorkerMetrics:
             device=labels.device,
         )
         page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
-        page.gauge("kvpool_worker_draining", "Whether it takes no further requests.", engine.is_draining)
+        page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)
         page.gauge("kvpool_worker_manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch)
-        page.counter("kvpool_worker_sessions", "Registrations that the manager has taken.", link.num_sessions)
+        page.counter("kvpool_worker_sessions", "Registrations that the manager has accepted.", link.num_sessions)
         page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
         page.counter(
             "kvpool_worker_manager_calls_failed",
@@ -142,6 +142,6 @@ class WorkerMetrics:
     def _fill_server(self, page: MetricsPage) -> None:
         page.counter(
             "kvpool_worker_server_rebuilds",
-            "gRPC servers that ended unasked and were built anew.",
+            "gRPC servers that ended unexpectedly and were replaced.",
             self._num_server_rebuilds(),
         )

@@ -1,4 +1,4 @@
-"""From the messages' sampling options to the engine's own. Pure; every limit of the protos is checked here."""
+"""Conversion of sampling options from messages to the engine's types. Pure; checks every limit of the protos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LOGIT_BIASES = 1024
 
 
 def decode_sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:
-    """How the tokens of a request are to be chosen. Raises EngineError naming the field that is wrong."""
+    """The sampling parameters of a request. Raises EngineError naming the field that is wrong."""
     sampling = request.sampling
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
@@ -43,7 +43,7 @@ def decode_sampling(request: worker_pb2.GenerateRequest) -> SamplingParams:
 
 
 def decode_prompt_logprobs(request: worker_pb2.GenerateRequest) -> int | None:
-    """How many of the most likely tokens are wanted at each position of the prompt; None: no log-probabilities of it."""
+    """Number of most likely tokens at each position of the prompt; None: no log-probabilities of it."""
     wanted = request.prompt_logprobs if request.HasField("prompt_logprobs") else None
     return _num_logprobs("prompt_logprobs", wanted)
 

@@ -1,4 +1,4 @@
-"""The one table from an error of the engine to the status that a client sees, and from a manager's error to its reason."""
+"""From an error of the engine to the client's status, in one table, and from a manager's error to its reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOMAIN = "kvpool"
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
-    """Where the error itself does not say it; 0: there is no use in trying again."""
+    """Used if the error has none; 0: a retry is of no use."""
     bad_request: bool = False
 
 
@@ -38,7 +38,7 @@ _TABLE = {
 
 
 def of_error(error: EngineError) -> status_pb2.Status:
-    """The status of a request that ended with `error`; what the manager refused is passed on as it is."""
+    """The status of a request that ended with `error`; a refusal of the manager is passed on as it is."""
     if error.status is not None:
         return error.status
     row = _TABLE[error.kind]
@@ -60,7 +60,7 @@ def of_error(error: EngineError) -> status_pb2.Status:
 
 
 def retry_seconds_of_failure(error: grpc.aio.AioRpcError) -> float:
-    """How long a failed call says to wait before the next one; 0 if it does not."""
+    """RetryInfo of a failed call; 0 if it has none."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     for detail in () if status is None else status.details:
         if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
@@ -71,12 +71,12 @@ def retry_seconds_of_failure(error: grpc.aio.AioRpcError) -> float:
 
 
 def reason_of_failure(error: grpc.aio.AioRpcError) -> str:
-    """`ErrorInfo.reason` of a failed call; empty where the transport answered before the manager."""
+    """`ErrorInfo.reason` of a failed call; empty if the error is the transport's."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     return "" if status is None else reason_of(status)
 
 
 def number_in_failure(error: grpc.aio.AioRpcError, name: str) -> int | None:
-    """A number in the metadata of a failed call's ErrorInfo; None if it names none."""
+    """A number in the metadata of a failed call's ErrorInfo; None if it has none of that name."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     return None if status is None else number_of(status, name)

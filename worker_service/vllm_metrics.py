@@ -1,7 +1,7 @@
-"""The metrics that routers and dashboards made for vLLM look for, under its names, with its labels and meaning.
+"""Metrics for routers and dashboards made for vLLM, with its names, labels and meaning.
 
 The names are those of vLLM 0.32 (docs.vllm.ai, "Production Metrics"): KV usage counts blocks of running requests, cached ones are
-free; prefix cache queries and hits are in tokens, once per request; prompt tokens count when the first token is out.
+free; prefix cache queries and hits are in tokens, once per request; prompt tokens count at the first token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINE: Final = "0"
 
 
 def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> None:
-    """Everything that we have of what vLLM tells."""
+    """All of vLLM's metrics that kvpool has."""
     labels = {"model_name": worker.model_name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
     usage = cache.num_used_blocks / (worker.num_blocks - 1)
@@ -64,7 +64,7 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> 
 
 
 def _finished(engine: Engine) -> dict[str, int]:
-    """Ends of requests in vLLM's words."""
+    """Outcomes of requests under vLLM's names."""
     ended = engine.stats.ended
     whole = {reason.value: ended[reason.value] for reason in FinishReason}
     cancelled = ended[CANCELLED]

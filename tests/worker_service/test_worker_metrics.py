@@ -187,13 +187,13 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
     world = one_world()
     async with world.running():
         line = ThroughputLog(world.engine, clock=lambda: now)
-        line.look()
+        line.log_change()
         assert said.lines == []
         for _ in range(2):
             await world.generate(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
-        line.look()
+        line.log_change()
         assert said.lines == [
             {
                 "event": "throughput",
@@ -206,7 +206,7 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
             }
         ]
         now += 10.0
-        line.look()
+        line.log_change()
         assert len(said.lines) == 1
 
 
@@ -223,7 +223,7 @@ async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeyp
             await asyncio.sleep(0.001)
         line = ThroughputLog(world.engine, clock=lambda: now)
         now += 10.0
-        line.look()
+        line.log_change()
         gate.set()
         world.engine.abort(request)
     (told,) = said.lines

@@ -1,4 +1,4 @@
-"""Reading the manager's answers: the reason inside a google.rpc.Status, and the numbers that come with it."""
+"""Reason and numbers of a google.rpc.Status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def reason_of(status: status_pb2.Status) -> str:
 
 
 def number_of(status: status_pb2.Status, name: str) -> int | None:
-    """A number in the metadata of a status's ErrorInfo; None if there is none of that name."""
+    """A number in the metadata of the status's ErrorInfo; None if it has none of that name."""
     info = _info(status)
     text = "" if info is None else info.metadata.get(name, "")
     return int(text) if text.isdecimal() else None
