@@ -38,15 +38,12 @@ class WorkerMetrics:
 
     def fill(self, page: MetricsPage) -> None:
         """All metrics, as of now. Call it on the event loop."""
-        self._fill_requests(page)
-        self._fill_tokens(page)
-        self._fill_steps(page)
+        self._fill_engine(page)
         self._fill_cache(page)
         self._fill_link(page)
-        self._fill_server(page)
         fill_vllm_names(page, self._engine, self._labels)
 
-    def _fill_requests(self, page: MetricsPage) -> None:
+    def _fill_engine(self, page: MetricsPage) -> None:
         scheduler, stats = self._engine.scheduler, self._engine.stats
         for state, number in (("running", scheduler.num_running), ("waiting", scheduler.num_waiting)):
             page.gauge("kvpool_worker_requests", "Requests here now, by state.", number, state=state)
@@ -69,41 +66,44 @@ class WorkerMetrics:
             "Times a running request lost its blocks and was computed again.",
             scheduler.num_preemptions,
         )
-        page.histogram(
-            "kvpool_worker_request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds
-        )
-        page.histogram(
-            "kvpool_worker_time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_seconds
-        )
-        page.histogram(
-            "kvpool_worker_inter_token_seconds",
-            "From a token to the next of the same request.",
-            stats.inter_token_seconds,
-        )
-        page.histogram(
-            "kvpool_worker_request_duration_seconds",
-            "From arrival to the last token of a whole answer.",
-            stats.request_seconds,
-        )
-
-    def _fill_tokens(self, page: MetricsPage) -> None:
-        stats = self._engine.stats
-        page.counter(
-            "kvpool_worker_prompt_tokens", "Prompt tokens of requests that have got blocks.", stats.num_admitted_tokens
-        )
-        page.counter("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens)
-        page.counter(
-            "kvpool_worker_prefilled_tokens",
-            "Tokens computed before a first token or after a preemption.",
-            stats.num_forwarded_tokens - stats.num_decoded_tokens,
-        )
-        page.counter("kvpool_worker_generated_tokens", "Tokens sampled.", stats.num_generated_tokens)
-
-    def _fill_steps(self, page: MetricsPage) -> None:
-        stats = self._engine.stats
-        page.histogram("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds)
-        page.histogram("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences)
-        page.histogram("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens)
+        for name, text, histogram in (
+            ("kvpool_worker_request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
+            (
+                "kvpool_worker_time_to_first_token_seconds",
+                "From arrival to the first token.",
+                stats.first_token_seconds,
+            ),
+            (
+                "kvpool_worker_inter_token_seconds",
+                "From a token to the next of the same request.",
+                stats.inter_token_seconds,
+            ),
+            (
+                "kvpool_worker_request_duration_seconds",
+                "From arrival to the last token of a whole answer.",
+                stats.request_seconds,
+            ),
+            ("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
+            ("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences),
+            ("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens),
+        ):
+            page.histogram(name, text, histogram)
+        num_prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
+        for name, text, value in (
+            (
+                "kvpool_worker_prompt_tokens",
+                "Prompt tokens of requests that have got blocks.",
+                stats.num_admitted_tokens,
+            ),
+            ("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
+            (
+                "kvpool_worker_prefilled_tokens",
+                "Tokens computed before a first token or after a preemption.",
+                num_prefilled,
+            ),
+            ("kvpool_worker_generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
+        ):
+            page.counter(name, text, value)
 
     def _fill_cache(self, page: MetricsPage) -> None:
         cache, labels = self._engine.cache, self._labels
@@ -138,8 +138,6 @@ class WorkerMetrics:
             "Mutating calls that were not executed or not answered.",
             link.num_failed_calls,
         )
-
-    def _fill_server(self, page: MetricsPage) -> None:
         page.counter(
             "kvpool_worker_server_rebuilds",
             "gRPC servers that ended unexpectedly and were replaced.",

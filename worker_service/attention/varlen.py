@@ -44,7 +44,6 @@ def make_varlen(setting: AttentionSpec) -> PagedAttention:
 
 
 def undo_varlen() -> None:
-    """Restore torch's own FlashAttention."""
     attention: Any = importlib.import_module("torch.nn.attention")
     if attention.current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()

@@ -54,7 +54,6 @@ class EngineCache:
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks in the reserve."""
         return len(self._state.reserve)
 
     @property
@@ -92,7 +91,6 @@ class EngineCache:
             sequence.in_step = True
 
     def end_step(self, results: Iterable[Computed], now: float) -> None:
-        """The step has completed."""
         num_sampled = 0
         for sequence, num_computed_tokens, token in results:
             sequence.in_step = False

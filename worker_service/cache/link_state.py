@@ -98,7 +98,6 @@ class LinkState:
         return self._backoff > BACKOFF_FIRST_SECONDS
 
     def succeeded(self) -> None:
-        """The call in flight was executed and answered."""
         self.in_flight = None
         self.num_stale_calls = 0
         self._backoff = BACKOFF_FIRST_SECONDS

@@ -163,8 +163,8 @@ def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) ->
 
 def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
     """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones."""
-    start = sequence.acked_tokens
-    first = sequence.acked_entries
+    start, first = sequence.acked_tokens, sequence.acked_entries
+    num_tokens = max(num_tokens, start)
     update = cache_pb2.SequenceUpdate(
         key=sequence.key,
         start=start,
@@ -195,7 +195,7 @@ def free_call(link: LinkState, sequences: List[CacheSequence], wish: int, return
     request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))
     stated = []
     for sequence in sequences:
-        update, what = _update(sequence, max(len(sequence.tokens), sequence.acked_tokens), sequence.num_computed_tokens)
+        update, what = _update(sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), tuple(returned))
@@ -209,7 +209,7 @@ def append_call(
     stated = []
     for sequence in sequences:
         num_full = sequence.num_computed_tokens // block_size * block_size
-        update, what = _update(sequence, max(num_full, sequence.acked_tokens), num_full)
+        update, what = _update(sequence, num_full, num_full)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), tuple(returned))

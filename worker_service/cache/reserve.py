@@ -34,7 +34,6 @@ class Reserve:
         return list(self._spare)
 
     def add(self, block: int, generation: int) -> None:
-        """Add a granted block."""
         self._spare.append(ReservedBlock(block, generation))
 
     def take(self) -> ReservedBlock:

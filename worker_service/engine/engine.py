@@ -236,7 +236,6 @@ class Engine:
         await self._emptied.wait()
 
     def fail_all(self, error: EngineError) -> None:
-        """End every request now."""
         for request in self.scheduler:
             self._fail(request, error)
         self.changed_for_link.set()

@@ -48,7 +48,6 @@ class _Accounts:
             self._tokens[tenant] = max(self.of(tenant), self._virtual_time)
 
     def charge(self, computed: Mapping[str, int]) -> None:
-        """Charge each tenant the tokens computed for it."""
         num_tenants = len(self._active.union(computed))
         for tenant, num_tokens in computed.items():
             self._tokens[tenant] = self.of(tenant) + num_tokens
@@ -71,11 +70,9 @@ class Fairness:
         self._levels: dict[int, _Accounts] = {}
 
     def enter(self, payer: Payer) -> None:
-        """A request of the payer waits."""
         self._levels.setdefault(payer.level, _Accounts()).enter(payer.tenant)
 
     def charge(self, parts: Iterable[tuple[Request, int]]) -> None:
-        """A step computes these numbers of tokens."""
         if not self._levels:
             return
         computed = tokens_by_payer(parts)

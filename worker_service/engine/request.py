@@ -54,7 +54,6 @@ class GenerationParams:
         return self.num_prompt_logprobs is not None and not self.num_delivered_tokens
 
     def text_decoder(self, tokenizer: Tokenizer) -> TextDecoder:
-        """The decoder of the tokens to be generated."""
         return TextDecoder(
             tokenizer,
             self.token_ids,

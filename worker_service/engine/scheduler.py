@@ -31,7 +31,6 @@ class Scheduled(NamedTuple):
     samples: bool
 
     def part(self) -> SequencePart:
-        """The part as input of the model side."""
         assert self.sequence is self.request.sequence
         return self.request.part(self.num_tokens, samples=self.samples)
 
@@ -98,7 +97,6 @@ class Scheduler:
         return self._requests.get(sequence_id)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)

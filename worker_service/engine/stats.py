@@ -77,7 +77,6 @@ class EngineStats:
         self.request_generated_tokens = Histogram(REQUEST_TOKENS)
 
     def on_refused(self, kind: ErrorKind) -> None:
-        """A request was not accepted."""
         self.refused[kind] += 1
 
     def on_granted(self, request: Request, now: float) -> None:
@@ -101,7 +100,6 @@ class EngineStats:
         self.step_sequences.observe(num_sequences)
 
     def on_token(self, request: Request, now: float) -> None:
-        """A request gets its next token."""
         times = request.times
         self.num_generated_tokens += 1
         if times.first_token_at is None:

@@ -37,7 +37,6 @@ class TokenCounts:
         return self._num_generated[: len(self._index)]
 
     def add(self, token_id: int) -> None:
-        """Count a generated token."""
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
