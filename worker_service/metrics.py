@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.process.metrics import MetricsPage
+from kvpool.process.version import installed_version
 
 from .engine.engine import Engine
 from .engine.errors import ErrorKind
 from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
-from .labels import WorkerLabels
 from .manager_link import ManagerLink
+from .model.facts import ModelFacts
 from .vllm_metrics import fill_vllm_names
 
 OUTCOMES: Final = (
@@ -29,11 +30,17 @@ class WorkerMetrics:
     """Fills the page of one worker."""
 
     def __init__(
-        self, engine: Engine, link: ManagerLink, labels: WorkerLabels, num_server_rebuilds: Callable[[], int]
+        self,
+        engine: Engine,
+        link: ManagerLink,
+        facts: ModelFacts,
+        bytes_per_block: int,
+        num_server_rebuilds: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._link = link
-        self._labels = labels
+        self._facts = facts
+        self._bytes_per_block = bytes_per_block
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
@@ -41,7 +48,7 @@ class WorkerMetrics:
         self._fill_engine(page)
         self._fill_cache(page)
         self._fill_link(page)
-        fill_vllm_names(page, self._engine, self._labels)
+        fill_vllm_names(page, self._engine, self._facts)
 
     def _fill_engine(self, page: MetricsPage) -> None:
         scheduler, stats = self._engine.scheduler, self._engine.stats
@@ -106,11 +113,12 @@ class WorkerMetrics:
             page.counter(name, text, value)
 
     def _fill_cache(self, page: MetricsPage) -> None:
-        cache, labels = self._engine.cache, self._labels
-        page.gauge("kvpool_worker_capacity_blocks", "Blocks that can be granted.", labels.num_blocks - 1)
+        cache = self._engine.cache
+        num_blocks = cache.settings.num_blocks
+        page.gauge("kvpool_worker_capacity_blocks", "Blocks that can be granted.", num_blocks - 1)
         page.gauge("kvpool_worker_held_blocks", "Blocks in tables, shared ones once.", cache.num_used_blocks)
         page.gauge("kvpool_worker_reserve_blocks", "Blocks granted ahead of need.", cache.num_spare_blocks)
-        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", labels.num_blocks * labels.bytes_per_block)
+        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", num_blocks * self._bytes_per_block)
         page.counter(
             "kvpool_worker_decodes_that_waited_for_a_call",
             "Decodes that skipped a step for lack of a spare block although the pool had some.",
@@ -118,15 +126,15 @@ class WorkerMetrics:
         )
 
     def _fill_link(self, page: MetricsPage) -> None:
-        engine, link, labels = self._engine, self._link, self._labels
+        engine, link, facts = self._engine, self._link, self._facts
         page.gauge(
             "kvpool_worker_info",
             "Version, model and device.",
             1,
-            version=labels.version,
-            model_name=labels.model_name,
-            dtype=labels.dtype,
-            device=labels.device,
+            version=installed_version(),
+            model_name=facts.name,
+            dtype=facts.dtype,
+            device=facts.device,
         )
         page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
         page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)

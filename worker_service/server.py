@@ -28,7 +28,6 @@ from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
-from .labels import WorkerLabels
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
 from .model.facts import ModelFacts
@@ -130,8 +129,9 @@ class Server:
         self._grace_cut = asyncio.Event()
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
-            labels = _labels(settings, loaded.facts, plan)
-            metrics = WorkerMetrics(self.engine, self._link, labels, lambda: grpc_server.num_rebuilds)
+            metrics = WorkerMetrics(
+                self.engine, self._link, loaded.facts, plan.bytes_per_block, lambda: grpc_server.num_rebuilds
+            )
             self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
 
@@ -338,7 +338,7 @@ def _introduction(
     address: str,
 ) -> cache_pb2.RegisterRequest:
     config = common_pb2.KVCacheConfig(block_size=plan.block_size)
-    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_token * plan.block_size)
+    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_block)
     group.full_attention.SetInParent()
     config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=plan.num_blocks)
     return cache_pb2.RegisterRequest(
@@ -352,19 +352,6 @@ def _introduction(
         kv_cache_config=config,
         max_model_len=loaded.facts.max_model_len,
         engine=f"kvpool {installed_version()}",
-    )
-
-
-def _labels(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan) -> WorkerLabels:
-    return WorkerLabels(
-        version=installed_version(),
-        model_name=facts.name,
-        dtype=facts.dtype,
-        device=facts.device,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        bytes_per_block=plan.bytes_per_token * plan.block_size,
-        prefix_caching=settings.prefix_caching,
     )
 
 

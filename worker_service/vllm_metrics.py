@@ -6,26 +6,24 @@ free; prefix cache queries and hits are in tokens, once per request; prompt toke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvpool.process.metrics import MetricsPage
 
 from .engine.engine import Engine
 from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
-
-if TYPE_CHECKING:
-    from .labels import WorkerLabels
+from .model.facts import ModelFacts
 
 ENGINE: Final = "0"
 """vLLM numbers the engines of one process; a worker is one."""
 
 
-def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> None:
+def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> None:
     """All of vLLM's metrics that kvpool has."""
-    labels = {"model_name": worker.model_name, "engine": ENGINE}
+    labels = {"model_name": facts.name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
-    usage = cache.num_used_blocks / (worker.num_blocks - 1)
+    usage = cache.num_used_blocks / (cache.settings.num_blocks - 1)
     page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
     page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.num_waiting, **labels)
     page.gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, **labels)
@@ -33,10 +31,10 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> 
         "vllm:cache_config_info",
         "Layout of the KV cache.",
         1,
-        block_size=str(worker.block_size),
-        num_gpu_blocks=str(worker.num_blocks),
-        cache_dtype=worker.dtype,
-        enable_prefix_caching=str(worker.prefix_caching),
+        block_size=str(cache.settings.block_size),
+        num_gpu_blocks=str(cache.settings.num_blocks),
+        cache_dtype=facts.dtype,
+        enable_prefix_caching=str(engine.settings.prefix_caching),
         engine=ENGINE,
     )
     for name, text, value in (

@@ -217,8 +217,8 @@ def test_what_an_error_says() -> None:
         plan_memory(GPU, replace(SETTINGS, gpu_memory_utilization=0.2))
     assert str(caught.value) == (
         "With --gpu-memory-utilization 0.2 no KV cache fits on cuda:0: at least 2 are needed (block 0 stays empty), 4.00 MiB "
-        "at 2.00 MiB per block of 16 tokens, but of 80.00 GiB, 2.00 GiB are in use already, 16.00 GiB are needed for the weights and "
-        "3.00 GiB for a maximum batch. Give --gpu-memory-utilization 0.263 or more."
+        "at 2.00 MiB per block of 16 tokens, but of 80.00 GiB, 2.00 GiB are in use already, 16.00 GiB are needed for the weights "
+        "and 3.00 GiB for a maximum batch. Give --gpu-memory-utilization 0.263 or more."
     )
     with pytest.raises(KVCacheTooLarge, match=r"No KV cache fits on cuda:0.* end other processes"):
         plan_memory(replace(GPU, other_bytes=70 * GIB), SETTINGS)

@@ -12,23 +12,15 @@ from prometheus_client import generate_latest
 from kvpool.process.metrics import MetricsPage
 from kvpool.worker_service import throughput
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.labels import WorkerLabels
 from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
+from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
 from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
-LABELS = WorkerLabels(
-    version="1",
-    model_name="tracer",
-    dtype="float32",
-    device="cpu",
-    block_size=4,
-    num_blocks=65,
-    bytes_per_block=512,
-    prefix_caching=True,
-)
+FACTS = ModelFacts("tracer", "", "", "float32", "cpu", 1, 1, (), None, None, {})
+BYTES_PER_BLOCK = 512
 VLLM_TYPES = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -54,7 +46,7 @@ VLLM_TYPES = {
 
 def look(world: World) -> Scrape:
     page = MetricsPage()
-    WorkerMetrics(world.engine, world.link, LABELS, lambda: 0).fill(page)
+    WorkerMetrics(world.engine, world.link, FACTS, BYTES_PER_BLOCK, lambda: 0).fill(page)
     return Scrape(generate_latest(page).decode())
 
 

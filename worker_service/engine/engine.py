@@ -290,10 +290,8 @@ class Engine:
         self._finish_step(batch, tokens, now)
 
     def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
-        num_tokens = num_decodes = 0
-        for scheduled in batch:
-            num_tokens += scheduled.num_tokens
-            num_decodes += scheduled.num_tokens == 1 and scheduled.request.num_generated > 0
+        num_tokens = sum(part.num_tokens for part in batch)
+        num_decodes = sum(part.num_tokens == 1 and part.request.num_generated > 0 for part in batch)
         self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
         self._admission.on_step(num_tokens, seconds, now)
 

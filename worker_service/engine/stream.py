@@ -76,17 +76,18 @@ class TokenStream:
     def fail(self, error: EngineError) -> None:
         """End the stream with an error after the chunks put before. No effect if it has ended."""
         if not self.is_finished:
-            self._error = error
-            self.is_finished = True
-            self._changed.set()
+            self._end(error)
 
     def give_up(self, error: EngineError) -> None:
         """Replace all that is unread, the end of the stream included, by an error."""
         if self._error is None:
             self._pending.clear()
-            self._error = error
-            self.is_finished = True
-            self._changed.set()
+            self._end(error)
+
+    def _end(self, error: EngineError) -> None:
+        self._error = error
+        self.is_finished = True
+        self._changed.set()
 
     async def get(self) -> Chunk | None:
         """The next chunk; None at the end. Raises EngineError if the stream failed."""
