@@ -222,8 +222,8 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "words"),
     [
-        (None, f"at most {ORIGINAL} tokens, computed as transformers computes them"),
-        (2 * ORIGINAL, f"differ from what transformers generates; --max-model-len {ORIGINAL}"),
+        (None, f"at most {ORIGINAL} tokens, equal to those of transformers"),
+        (2 * ORIGINAL, f"differ from those of transformers; --max-model-len {ORIGINAL}"),
     ],
 )
 def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, words: str) -> None:
