@@ -21,6 +21,7 @@ PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
     "kvpool/process": "common/kvpool/process",
     "kvpool/command": "common/kvpool/command",
+    "kvpool/protocol": "common/kvpool/protocol",
     "kvpool/cache_service": "cache_service",
     "kvpool/worker_service": "worker_service",
     "kvpool/client": "client",

@@ -1,4 +1,4 @@
-"""How long steps say that they are still at work."""
+"""Progress lines of long operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str], None]
-"""Takes one line for people. May be called from another thread."""
+"""Takes one line of text. May be called from another thread."""
 
 
 @contextmanager
 def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterator[None]:
-    """A line every interval_s as long as the body runs."""
+    """A line every interval_s while the body runs."""
     started, done = time.monotonic(), threading.Event()
 
     def beat() -> None:

@@ -1,5 +1,5 @@
-"""Settings of a process: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, else the default.
-The first of these that has a value wins."""
+"""The settings of a process: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, or not at
+all. The first that says something wins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TABLES: Final = ("manager", "worker", "up", "client")
 
 S = TypeVar("S", bound="ProcessSettings")
 
-_file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={})  # noqa: B039 (nobody writes to it)
+_file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={})  # noqa: B039 (never written to)
 
 
 class SettingsProblem(Exception):
@@ -206,7 +206,7 @@ def _say(
     table: Mapping[str, Any],
     problem: Any,
 ) -> str:
-    """What is wrong, after the place where it can be changed."""
+    """The error, prefixed with the flag, variable or file that set the value."""
     message: str = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return message
@@ -232,7 +232,7 @@ def _flag(field: str) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Without the defaults that say nothing: where None or a function stands for one, the description tells it."""
+    """Without the defaults that say nothing: where it is None or a function, the description has it."""
 
     def add_text(self, text: str | None) -> None:
         super().add_text(text and inspect.cleandoc(text))

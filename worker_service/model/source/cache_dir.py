@@ -1,4 +1,4 @@
-"""The folder on disk where a worker keeps what is expensive to make again."""
+"""The cache folder of a worker, for results that are expensive to compute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_cache_dir(given: Path | None) -> Path:
 
 @contextmanager
 def locked(lock_file: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; waits for it. The lock ends with the process that holds it."""
+    """Hold an exclusive lock between processes; blocks until it is free. It is released when the process ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     with lock_file.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -48,9 +48,9 @@ def locked(lock_file: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file as a whole: readers see the old content or the new one. Safe when several processes write it at once."""
+    """Replace the whole file: readers get the old content or the new one. Safe if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not named after the process: in containers that share this folder all workers have the same number.
+    # Without the process id in its name: in containers that share this folder all workers have the same one.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
         file.write(content)
     os.chmod(file.name, 0o644)
