@@ -11,6 +11,8 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
+import kvpool.process.quiet_start  # noqa: F401
+
 from . import allocation, chain, eviction, prefix
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
