@@ -49,7 +49,7 @@ def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
     """Why Route found nobody, in words."""
     sessions = tuple(sessions)
     reporting = sorted(
-        s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.recovery is not None
+        s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.recovering
     )
     if reporting:
         return f"the workers that serve this model are just telling what they hold: {', '.join(reporting)}; ask again in a moment"
@@ -103,7 +103,7 @@ def encode_worker(
             num_generated_tokens=session.num_generated_tokens,
         ),
         draining=session.draining,
-        recovering=session.recovery is not None,
+        recovering=session.recovering,
         sequences=map(_encode_sequence, sequences),
     )
 

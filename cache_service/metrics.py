@@ -154,6 +154,6 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
 
 
 def _state(session: Session) -> str:
-    if session.recovery is not None:
+    if session.recovering:
         return "recovering"
     return "draining" if session.draining else "serving"

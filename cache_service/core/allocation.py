@@ -17,10 +17,9 @@ from __future__ import annotations
 from .block_pool import BlockPool
 from .fencing import Fencing, fenced
 from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, SequenceKey, Wait
-from .prefix_tree import Node, PrefixTree
+from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 def check_key(key: SequenceKey, limits: Limits) -> None:
@@ -134,10 +133,10 @@ def _prefix_in_flight(
     end = min(max_blocks, len(path))
     if num_hits >= end:
         return None
-    best: Sequence | None = None
+    best: Leader | None = None
     reached = num_hits
     for leader in path[num_hits].iter_leaders():
-        if leader.session is not session or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
+        if leader.pool is not session.pool or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
             continue
         nodes = leader.nodes
         shorter = min(end, len(nodes))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from .messages import SequenceKey, Stop
 from .refusal import Reason, Refusal
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 def fenced(key: SequenceKey) -> Refusal:

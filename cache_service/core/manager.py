@@ -15,6 +15,7 @@ from . import allocation, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
 from .description import BlockDescription, describe_blocks
+from .downlink import Downlink
 from .fencing import Fencing
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
@@ -43,7 +44,7 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
-from .session import Downlink, Session, SessionEnd
+from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
 
 EPOCH_SHIFT = 40
@@ -94,8 +95,10 @@ class CacheManager:
         """Reports taken in to their last part."""
         self.ended: Counter[SessionEnd] = Counter()
         """Sessions that are over."""
-        self._told: deque[Recovery] = deque()
-        """Reports that are complete, and still to be let go of."""
+        self._recoveries: dict[int, Recovery] = {}
+        """Reports that are not complete yet, by session."""
+        self._completed: deque[Recovery] = deque()
+        """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
@@ -163,7 +166,8 @@ class CacheManager:
             downlink.push(earlier.drain)
         session.registered_at = now
         if registration.holds_state:
-            session.recovery = Recovery(session, self._last_stamp)
+            session.recovering = True
+            self._recoveries[session.number] = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
 
@@ -234,7 +238,7 @@ class CacheManager:
         session.load = load
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
-        if session.recovery is None and self._num_to_grant(session) > 0:
+        if not session.recovering and self._num_to_grant(session) > 0:
             self._top_up(session, self._stamp())
         return self._reply(session)
 
@@ -315,7 +319,7 @@ class CacheManager:
         TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session has ended).
         """
         session = self._begin(uplink, 0, reporting=True)
-        recovery = session.recovery
+        recovery = self._recoveries.get(session.number)
         num_parts = session.num_report_parts if recovery is None else recovery.num_parts
         if part.part < num_parts:
             return session, self._reply(session)
@@ -342,22 +346,20 @@ class CacheManager:
         if part.last:
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
-            session.recovery = None
-            self._told.append(recovery)
+            session.recovering = False
+            self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
 
     def _num_reports_begun(self) -> int:
         """Reports of which a part is in, and not the last."""
-        return sum(
-            session.recovery is not None and session.recovery.num_parts > 0 for session in self._sessions.values()
-        )
+        return sum(recovery.num_parts > 0 for recovery in self._recoveries.values())
 
     def _retire(self, session: Session, why: SessionEnd) -> None:
         """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
         self.ended[why] += 1
         session.pool.retire()
-        session.recovery = None  # the two refer to each other
+        self._recoveries.pop(session.number, None)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
         self._incarnations.on_end(session)
@@ -366,10 +368,10 @@ class CacheManager:
     def sweep(self) -> bool:
         """Reclaim one slice of what retired sessions left in the tree, and of what reports were made of; returns whether more is
         left."""
-        if self._told:
-            if not self._told[0].discard(SWEEP_SLICE_NODES):
-                self._told.popleft()
-            return bool(self._told or self._retired)
+        if self._completed:
+            if not self._completed[0].discard(SWEEP_SLICE_NODES):
+                self._completed.popleft()
+            return bool(self._completed or self._retired)
         if not self._retired:
             return False
         session = self._retired[0]
@@ -392,7 +394,7 @@ class CacheManager:
     def _begin(self, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
         """Accept a mutating call, or refuse it whole, having done nothing."""
         session = self._own_session(uplink.session, uplink.key)
-        if session.recovery is not None and not reporting:
+        if session.recovering and not reporting:
             raise Refusal(
                 Reason.RECOVERING,
                 f"worker {session.worker_id!r} has registered with state: its report must be complete before anything else",
@@ -556,7 +558,7 @@ class CacheManager:
             for session in self._sessions.values()
             if session.registration.model_fingerprint == root.model_fingerprint
             and not session.draining
-            and session.recovery is None
+            and not session.recovering
         ]
         return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
 

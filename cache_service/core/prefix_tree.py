@@ -13,15 +13,10 @@ from collections.abc import Collection, Iterator
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .hashing import HashFunction, block_hash, root_bytes
-from .messages import TOKEN_BYTES, Root
-
-if TYPE_CHECKING:
-    from .block_pool import BlockPool
-    from .sequence import Sequence
-
+from .messages import TOKEN_BYTES, Root, SequenceKey
 
 FAN_CHILDREN = 1024
 """A node with more children than this keeps them in a Fan."""
@@ -29,7 +24,31 @@ FAN_CHILDREN = 1024
 FAN_PARTS = 256
 
 
-class Copies(dict["BlockPool", int]):
+class Holder(Protocol):
+    """What holds copies of nodes: a block pool."""
+
+    signature: int
+    """See Copies."""
+    num_blocks: int
+    retired: bool
+
+    def node(self, block: int) -> Node | None:
+        """What a sealed block holds."""
+
+
+class Leader(Protocol):
+    """What computes nodes that others can wait for: a live sequence."""
+
+    key: SequenceKey
+    nodes: list[Node]
+    fenced: bool
+
+    @property
+    def pool(self) -> Holder:
+        """The pool whose blocks it fills."""
+
+
+class Copies(dict[Holder, int]):
     """Blocks by pool, and the exclusive or of the pools' signatures: that of two different sets is different, but for a chance of
     2^-60. (A. L. Zobrist, "A New Hashing Method with Application for Game Playing", 1970.)"""
 
@@ -39,12 +58,12 @@ class Copies(dict["BlockPool", int]):
         super().__init__()
         self.signature = 0
 
-    def add(self, pool: BlockPool, block: int) -> None:
+    def add(self, pool: Holder, block: int) -> None:
         """Of a pool that has none yet."""
         self[pool] = block
         self.signature ^= pool.signature
 
-    def drop(self, pool: BlockPool) -> None:
+    def drop(self, pool: Holder) -> None:
         """If there is one."""
         if self.pop(pool, 0):
             self.signature ^= pool.signature
@@ -54,19 +73,19 @@ class Copies(dict["BlockPool", int]):
         return self.signature == reduce(xor, (pool.signature for pool in self))
 
 
-class Leaders(dict["Sequence", None]):
+class Leaders(dict[Leader, None]):
     """Sequences, oldest first; how many of them are of each pool; and a signature of the set of these pools, as in Copies."""
 
     __slots__ = ("num_by_pool", "signature")
 
-    def __init__(self, *sequences: Sequence) -> None:
+    def __init__(self, *sequences: Leader) -> None:
         super().__init__()
-        self.num_by_pool: dict[BlockPool, int] = {}
+        self.num_by_pool: dict[Holder, int] = {}
         self.signature = 0
         for sequence in sequences:
             self.add(sequence)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Leader) -> None:
         """One that is not here yet."""
         self[sequence] = None
         pool = sequence.pool
@@ -75,7 +94,7 @@ class Leaders(dict["Sequence", None]):
             self.signature ^= pool.signature
         self.num_by_pool[pool] = count + 1
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Leader) -> None:
         """If it is here."""
         if sequence not in self:
             return
@@ -123,13 +142,13 @@ class Node:
         self.child: Node | None = None
         self.children: dict[bytes, Node] | Fan | None = None
         """Further children."""
-        self.copy_pool: BlockPool | None = None
+        self.copy_pool: Holder | None = None
         self.copy_block = 0
         self.copies: Copies | None = None
         """Further copies."""
         self.num_sequences = 0
         """Live sequences whose deepest node this is."""
-        self.leaders: Sequence | Leaders | None = None
+        self.leaders: Leader | Leaders | None = None
         """Live sequences that are computing this block, oldest first."""
         self.seen = 0
         """Number of the last walk that has given the node out, or during which it was made."""
@@ -178,13 +197,13 @@ class Node:
 
     # -- copies
 
-    def copy_in(self, pool: BlockPool) -> int:
+    def copy_in(self, pool: Holder) -> int:
         """The block of `pool` that serves hits on this node; 0 if there is none."""
         if self.copy_pool is pool:
             return self.copy_block
         return 0 if self.copies is None else self.copies.get(pool, 0)
 
-    def add_copy(self, pool: BlockPool, block: int) -> None:
+    def add_copy(self, pool: Holder, block: int) -> None:
         """Make `block` the copy that serves hits in `pool`, which has none yet."""
         if self.copy_pool is None:
             self.copy_pool, self.copy_block = pool, block
@@ -193,7 +212,7 @@ class Node:
                 self.copies = Copies()
             self.copies.add(pool, block)
 
-    def drop_copy(self, pool: BlockPool) -> None:
+    def drop_copy(self, pool: Holder) -> None:
         """Forget the copy in `pool`, if there is one. Does not prune."""
         if self.copy_pool is pool:
             self.copy_pool, self.copy_block = None, 0
@@ -202,7 +221,7 @@ class Node:
             if not self.copies:
                 self.copies = None
 
-    def pools(self) -> Iterator[BlockPool]:
+    def pools(self) -> Iterator[Holder]:
         """Pools that hold a copy, retired ones included."""
         if self.copy_pool is not None:
             yield self.copy_pool
@@ -216,14 +235,14 @@ class Node:
 
     # -- leaders
 
-    def iter_leaders(self) -> Iterator[Sequence]:
+    def iter_leaders(self) -> Iterator[Leader]:
         """Sequences that are computing this block, oldest first."""
         if isinstance(self.leaders, Leaders):
             yield from self.leaders
         elif self.leaders is not None:
             yield self.leaders
 
-    def add_leader(self, sequence: Sequence) -> None:
+    def add_leader(self, sequence: Leader) -> None:
         """`sequence` has been granted a block to compute this node in."""
         if self.leaders is None:
             self.leaders = sequence
@@ -232,11 +251,11 @@ class Node:
         else:
             self.leaders = Leaders(self.leaders, sequence)
 
-    def is_led_by(self, sequence: Sequence) -> bool:
+    def is_led_by(self, sequence: Leader) -> bool:
         """Whether `sequence` is one of those that are computing this block."""
         return self.leaders is sequence or (isinstance(self.leaders, Leaders) and sequence in self.leaders)
 
-    def drop_leader(self, sequence: Sequence) -> None:
+    def drop_leader(self, sequence: Leader) -> None:
         """`sequence` has sealed its block, or has ended."""
         if self.leaders is sequence:
             self.leaders = None
@@ -245,7 +264,7 @@ class Node:
             if not self.leaders:
                 self.leaders = None
 
-    def leading_pools(self) -> Collection[BlockPool]:
+    def leading_pools(self) -> Collection[Holder]:
         """Pools whose sequences are computing this block."""
         if self.leaders is None:
             return ()

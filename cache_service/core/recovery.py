@@ -31,8 +31,7 @@ from .fencing import Fencing
 from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 class Case(Enum):

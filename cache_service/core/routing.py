@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from .block_pool import BlockPool
 from .hashing import HashFunction
 from .messages import TOKEN_BYTES, Root, WorkerLoad
-from .prefix_tree import Node, PrefixTree
+from .prefix_tree import Holder, Node, PrefixTree
 from .session import Session
 
 SEQUENCE_COST_TOKENS = 16
@@ -27,13 +26,13 @@ class RoutedWorker(NamedTuple):
     load: WorkerLoad
 
 
-def _cached(path: list[Node]) -> dict[BlockPool, int]:
+def _cached(path: list[Node]) -> dict[Holder, int]:
     """Per pool that holds the first node, how many leading nodes of the path it holds.
 
     A common prefix is held by all workers, node after node. So what is asked of a node is whether any pool ends here, which takes
     one comparison of signatures where the same pools hold it as the node before.
     """
-    cached: dict[BlockPool, int] = {}
+    cached: dict[Holder, int] = {}
     if not path:
         return cached
     going_on, signature = set(path[0].pools()), path[0].holders_signature()
@@ -51,13 +50,13 @@ def _cached(path: list[Node]) -> dict[BlockPool, int]:
     return cached
 
 
-def _in_flight(path: list[Node]) -> dict[BlockPool, int]:
+def _in_flight(path: list[Node]) -> dict[Holder, int]:
     """Per pool that holds the first node or is computing it, how many leading nodes of the path it holds or is computing.
 
     As in `_cached`, with the sequences of a pool that are computing a node taken together: many that share one prompt cost no more
     than one.
     """
-    reached: dict[BlockPool, int] = {}
+    reached: dict[Holder, int] = {}
     if not path:
         return reached
     going_on = {*path[0].pools(), *path[0].leading_pools()}
@@ -84,8 +83,8 @@ _ORDER = itemgetter(0, 1)
 class _Prompt(NamedTuple):
     """What a prompt means to pools of one block size."""
 
-    cached: dict[BlockPool, int]
-    in_flight: dict[BlockPool, int]
+    cached: dict[Holder, int]
+    in_flight: dict[Holder, int]
     first_block: bytes
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .block_pool import BlockPool
 from .budget import Account
-from .messages import DownlinkEntry, Drain, Grant, Limits, Registration, Stop, WorkerLoad
-from .sequence import Sequence
+from .downlink import Downlink
+from .messages import TOKEN_BYTES, Drain, Limits, Registration, SequenceKey, WorkerLoad
+from .prefix_tree import Node
 from .session_key import NO_KEY, SessionKey
-
-if TYPE_CHECKING:
-    from .recovery import Recovery
 
 
 class SessionEnd(Enum):
@@ -37,66 +35,6 @@ class LimitExceeded(NamedTuple):
 
     there: str
     cure: str
-
-
-_ENTRY_WEIGHT = 16
-"""Of an entry that grants no blocks, in blocks: the id of a sequence is as long."""
-
-
-def _weight(entry: Grant | Stop | Drain) -> int:
-    """Size of an entry in a message, in blocks."""
-    return max(len(entry.blocks), 1) if isinstance(entry, Grant) else _ENTRY_WEIGHT
-
-
-class Downlink:
-    """The numbered list of entries that every reply repeats until the worker acknowledges them.
-
-    A reply has entries of `max_blocks` blocks at most, or one that is larger; those after it are held back until some of these
-    are acknowledged.
-    """
-
-    def __init__(self, max_entries: int, max_blocks: int) -> None:
-        self._max_entries = max_entries
-        self._max_blocks = max_blocks
-        self._entries: list[DownlinkEntry] = []
-        self._weight = 0
-        self._last_number = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the worker must acknowledge something before more can be pushed."""
-        return len(self._entries) >= self._max_entries
-
-    def push(self, entry: Grant | Stop | Drain) -> None:
-        """Append an entry under the next number. The list must not be full, except for the session's one Drain."""
-        assert not self.is_full or isinstance(entry, Drain)
-        self._last_number += 1
-        self._weight += _weight(entry)
-        self._entries.append(DownlinkEntry(self._last_number, entry))
-
-    def acknowledge(self, number: int) -> None:
-        """Drop entries up to `number`. An old acknowledgement that arrives late drops nothing more."""
-        entries = self._entries
-        if entries and entries[0].number <= number:
-            self._entries = [entry for entry in entries if entry.number > number]
-            self._weight = sum(_weight(entry.entry) for entry in self._entries) if self._entries else 0
-
-    @property
-    def last_number(self) -> int:
-        """Number of the newest entry ever pushed."""
-        return self._last_number
-
-    def pending(self) -> tuple[DownlinkEntry, ...]:
-        """Entries not acknowledged, oldest first, as many as one reply may have."""
-        if self._weight <= self._max_blocks:
-            return tuple(self._entries)
-        weight = count = 0
-        for entry in self._entries:
-            weight += _weight(entry.entry)
-            if weight > self._max_blocks and count:
-                break
-            count += 1
-        return tuple(self._entries[:count])
 
 
 class Session:
@@ -136,8 +74,8 @@ class Session:
         self.reserve_wish = 0
         """Blocks that the worker wants in its reserve."""
         self.load = WorkerLoad()
-        self.recovery: Recovery | None = None
-        """The report on its way in; until it is complete, look-ups and calls pass the session by."""
+        self.recovering = False
+        """Its report is not complete yet; until then look-ups and calls pass the session by."""
         self.num_report_parts = 0
         """Parts of the report that this session began with, once it is complete."""
         self.num_blockless_contents = 0
@@ -177,3 +115,70 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.pool.counts()}>"
+
+
+class Sequence:
+    """One (sequence_id, attempt) on one session, in its current round."""
+
+    __slots__ = (
+        "fenced",
+        "key",
+        "nodes",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_named",
+        "num_sealed",
+        "root",
+        "session",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, key: SequenceKey, session: Session, root: Node, tokens: bytes) -> None:
+        self.key = key
+        self.session = session
+        self.root = root
+        """Root node that `nodes` hang from."""
+        self.tokens = bytearray(tokens)
+        """All tokens known: the prompt and what Append has told since."""
+        self.table: list[int] = []
+        """Block ids, from position 0."""
+        self.nodes: list[Node] = []
+        """Path of the full blocks known: those of the prompt, and further ones as they are sealed."""
+        self.num_sealed = 0
+        """Leading blocks of the table that are sealed, hits included."""
+        self.num_cached_tokens = 0
+        """Tokens served from the cache when the sequence was granted."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV the worker has reported as completed, hits included."""
+        self.num_named = 0
+        """Leading entries of the table that the worker is known to know."""
+        self.fenced = False
+        """A larger attempt lives elsewhere; only Free is still accepted."""
+
+    def __repr__(self) -> str:
+        key = self.key
+        return (
+            f"<Sequence {key.sequence_id!r} attempt={key.attempt} round={key.round} tokens={self.num_tokens} "
+            f"computed={self.num_computed_tokens} table={self.table}{' fenced' if self.fenced else ''}>"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool that its table's blocks belong to."""
+        return self.session.pool
+
+    def block_tokens(self, index: int) -> bytes:
+        """The tokens of the full block at a table index."""
+        step = self.pool.block_size * TOKEN_BYTES
+        return bytes(self.tokens[index * step : (index + 1) * step])
+
+    def token_count(self, index: int) -> int:
+        """Slots of the block at a table index whose KV is known to be computed."""
+        size = self.pool.block_size
+        return max(0, min(size, self.num_computed_tokens - index * size))

@@ -12,8 +12,7 @@ from .fencing import Fencing, fenced
 from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 class _Merge(NamedTuple):

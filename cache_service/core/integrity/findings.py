@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..messages import SequenceKey
-from ..sequence import Sequence
+from ..prefix_tree import Leader
 from ..session import Session
 
 Course = Iterator[int]
@@ -50,7 +50,7 @@ class Findings:
         self.num_sessions = 0
 
     def add(
-        self, law: str, message: str, session: Session | None = None, block: int = -1, sequence: Sequence | None = None
+        self, law: str, message: str, session: Session | None = None, block: int = -1, sequence: Leader | None = None
     ) -> None:
         """A law that does not hold."""
         if len(self.violations) < MAX_VIOLATIONS:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ..block_pool import BlockPool
-from ..prefix_tree import Leaders, Node, PrefixTree, Walk
-from ..sequence import Sequence
+from ..prefix_tree import Holder, Leader, Leaders, Node, PrefixTree, Walk
 from .findings import Course, Findings
 from .world import World
 
@@ -62,9 +60,9 @@ class NodeLaws:
         for leader in node.iter_leaders():
             if not self._lives(leader):
                 message = f"{node!r} is led by a sequence that has ended"
-                self._findings.add("tree", message, leader.session, -1, leader)
+                self._findings.add("tree", message, self._world.session_of(leader.pool), -1, leader)
 
-    def _copy(self, node: Node, pool: BlockPool) -> None:
+    def _copy(self, node: Node, pool: Holder) -> None:
         block = node.copy_in(pool)
         if not 0 < block < pool.num_blocks or pool.node(block) is not node:
             message = f"{node!r} names block {block} as its copy, which holds something else"
@@ -72,8 +70,6 @@ class NodeLaws:
         if pool.retired and self._world.session_of(pool) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
 
-    def _lives(self, sequence: Sequence) -> bool:
-        key = sequence.key
-        return sequence.session.sequences.get((key.sequence_id, key.attempt)) is sequence and (
-            self._world.session_of(sequence.session.pool) is sequence.session
-        )
+    def _lives(self, leader: Leader) -> bool:
+        session = self._world.session_of(leader.pool)
+        return session is not None and session.sequences.get((leader.key.sequence_id, leader.key.attempt)) is leader

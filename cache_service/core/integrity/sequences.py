@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from ..fencing import Fencing
 from ..prefix_tree import Node
-from ..sequence import Sequence
-from ..session import Session
+from ..session import Sequence, Session
 from .findings import Course, Findings
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from ..block_pool import BlockPool
 from ..budget import Budget
 from ..fencing import Fencing
-from ..prefix_tree import PrefixTree
+from ..prefix_tree import Holder, PrefixTree
 from ..session import Session
 
 
@@ -29,7 +28,7 @@ class World(NamedTuple):
         """Live ones and retired ones, as of now."""
         return [*self.sessions.values(), *self.retired]
 
-    def session_of(self, pool: BlockPool) -> Session | None:
+    def session_of(self, pool: Holder) -> Session | None:
         """The session that a pool belongs to, if there is one."""
         among = self.retired if pool.retired else self.sessions.values()
         return next((session for session in among if session.pool is pool), None)

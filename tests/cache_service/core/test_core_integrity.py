@@ -11,7 +11,7 @@ from kvpool.cache_service.core import integrity
 from kvpool.cache_service.core.block_pool import FREE, HELD, BlockPool
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
 from kvpool.cache_service.core.prefix_tree import Leaders
-from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Sequence
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
 
