@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import structlog
@@ -20,7 +20,6 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import client_codec, status, worker_codec
 from .audits import Audits
-from .core.description import MAX_SEQUENCES_PER_ANSWER, describe_sequences
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
@@ -33,6 +32,9 @@ from .garbage import collect_young
 from .keys import make_session_key
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
+
+MAX_SEQUENCES_PER_ANSWER = 1000
+"""Of Describe, over all workers: more would hold up the other calls for more than some milliseconds."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -110,6 +112,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self.clock = clock
         self._make_key = make_key
         self._stopping = False
+        self._former_lease_end = clock() + manager.lease_seconds if epochs.found_state else clock()
+        """When the last lease of sessions that were lost as a whole has run out, in monotonic seconds."""
 
     def require_serving(self) -> None:
         """Raise status.Unavailable if the manager is about to stop."""
@@ -176,6 +180,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             self._manager.raise_epoch(epoch)
             # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
             # tell the next life of the manager what to outgrow. So all register again.
+            self._former_lease_end = self.clock() + self._manager.lease_seconds
             for session in self._manager.sessions:
                 self._manager.end_session(session.number, SessionEnd.EPOCH_RAISED)
 
@@ -278,7 +283,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
-        _unsupported("Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared")
+        raise Refusal(
+            Reason.UNSUPPORTED,
+            "Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared",
+        )
 
     # -- clients
 
@@ -303,17 +311,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if request.include_blocks
             else ()
         )
-        # Many workers with all their sequences would hold up the other calls.
         max_sequences = min(request.max_sequences, MAX_SEQUENCES_PER_ANSWER // max(1, len(sessions)))
         now = self.clock()
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
-            workers=[
-                client_codec.encode_worker(session, blocks, describe_sequences(session, max_sequences), now)
-                for session in sessions
-            ],
+            workers=[client_codec.encode_worker(session, blocks, max_sequences, now) for session in sessions],
             num_prefix_nodes=manager.num_prefix_nodes,
             budget=client_codec.encode_budget(manager.budget),
+            former_lease_remaining_ms=client_codec.remaining_ms(self._former_lease_end, now),
         )
 
     @answering
@@ -322,10 +327,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
         return client_codec.encode_audit(audit)
-
-
-def _unsupported(message: str) -> NoReturn:
-    raise Refusal(Reason.UNSUPPORTED, message)
 
 
 def _log_registered(registration: Registration, number: int) -> None:

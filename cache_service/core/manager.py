@@ -183,16 +183,15 @@ class CacheManager:
 
     def _check_registration(self, registration: Registration) -> None:
         limits = self.limits
-        for name, text, most in (
-            ("worker_id", registration.worker_id, limits.max_id_bytes),
-            ("address", registration.address, limits.max_name_bytes),
-            ("model_fingerprint", registration.model_fingerprint, limits.max_id_bytes),
+        for name, text, least, most in (
+            ("worker_id", registration.worker_id, 1, limits.max_id_bytes),
+            ("model_fingerprint", registration.model_fingerprint, 1, limits.max_id_bytes),
+            ("address", registration.address, 0, limits.max_name_bytes),
+            ("model_name", registration.model_name, 0, limits.max_name_bytes),
+            ("engine", registration.engine, 0, limits.max_name_bytes),
         ):
-            if not 1 <= len(text.encode()) <= most:
-                raise bad_field(name, f"needed 1 to {most} bytes, got {len(text.encode())}")
-        for name, text in (("model_name", registration.model_name), ("engine", registration.engine)):
-            if len(text.encode()) > limits.max_name_bytes:
-                raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
+            if not least <= len(text.encode()) <= most:
+                raise bad_field(name, f"needed {least} to {most} bytes, got {len(text.encode())}")
         size = registration.pool.block_size
         if size < 1 or size & (size - 1) or size > limits.max_block_size:
             raise bad_field(
@@ -533,8 +532,8 @@ class CacheManager:
     # -- looking
 
     def route(self, root: Root, tokens: bytes, max_workers: int = 0) -> list[RoutedWorker]:
-        """Workers that serve the root and are not about to leave, best first. An empty fingerprint means "the model" while
-        there is only one.
+        """Workers that serve text under the root and are not leaving, best first. An empty fingerprint means the one model that
+        such workers serve.
 
         Raises Refusal: BAD_FIELD.
         """
@@ -544,10 +543,11 @@ class CacheManager:
                 "tokens",
                 f"needed 1 to {self.limits.max_tokens_per_sequence} little-endian uint32 token ids, got {len(tokens)} bytes",
             )
+        serving = [session for session in self._sessions.values() if session.registration.address]
         if not root.model_fingerprint:
-            fingerprints = {session.registration.model_fingerprint for session in self._sessions.values()}
+            fingerprints = {session.registration.model_fingerprint for session in serving}
             if len(fingerprints) > 1:
-                models = sorted({session.registration.model_name for session in self._sessions.values()})
+                models = sorted({session.registration.model_name for session in serving})
                 raise bad_field(
                     "root.model_fingerprint",
                     f"name one: the workers serve several models ({', '.join(models)})",
@@ -555,7 +555,7 @@ class CacheManager:
             root = root._replace(model_fingerprint=next(iter(fingerprints), ""))
         candidates = [
             session
-            for session in self._sessions.values()
+            for session in serving
             if session.registration.model_fingerprint == root.model_fingerprint
             and not session.draining
             and not session.recovering

@@ -110,6 +110,7 @@ class Registration(NamedTuple):
     incarnation: int
     register_no: int
     address: str
+    """host:port where it serves text; empty: it serves none."""
     model_name: str
     model_fingerprint: str
     pool: PoolConfig

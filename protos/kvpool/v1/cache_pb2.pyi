@@ -291,7 +291,7 @@ class RegisterRequest(_message.Message):
     epoch is not larger it is raised, within bounds; beyond them the worker is told to drop its blocks (FOREIGN_EPOCH).
     """
     address: _builtins.str
-    """host:port where clients reach the worker's WorkerService."""
+    """host:port where clients reach the worker's WorkerService. Empty: it serves no text, and Route never names it."""
     model_name: _builtins.str
     """Name of the model as people know it; for displays and for choosing."""
     model_fingerprint: _builtins.str
@@ -1271,9 +1271,14 @@ class DescribeResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_NODES_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    FORMER_LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_prefix_nodes: _builtins.int
     """Nodes of the prefix tree, over all workers."""
+    former_lease_remaining_ms: _builtins.int
+    """How long a lease of the manager's former life can still run: until then workers that are not listed may register again.
+    0: no longer, or there was no former life.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDescription]: ...
     @_builtins.property
@@ -1287,10 +1292,11 @@ class DescribeResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerDescription] | None = ...,
         num_prefix_nodes: _builtins.int = ...,
         budget: Global___Budget | None = ...,
+        former_lease_remaining_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "epoch", b"epoch", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "epoch", b"epoch", "former_lease_remaining_ms", b"former_lease_remaining_ms", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ def spoil_register(request: pb.RegisterRequest, name: str) -> None:
         case "worker_id ":
             request.worker_id = "w" * 129
         case "address":
-            request.address = ""
+            request.address = "a" * 257
         case "model_fingerprint":
             request.model_fingerprint = "é" * 65
         case "model_name":
