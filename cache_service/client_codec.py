@@ -1,4 +1,4 @@
-"""What clients and people see: the answers of Route, Describe and Check, encoded. Pure functions."""
+"""Answers of Route, Describe and Check, encoded. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .core.session import Sequence, Session
 from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load
 
 MAX_VIOLATIONS = 256
-"""Violations in one answer of Check; the first ones tell what happened, the rest is what followed."""
+"""In one answer of Check."""
 
 _BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
     State.FREE: cache_pb2.BLOCK_STATE_FREE,
@@ -116,7 +116,7 @@ def remaining_ms(end: float, now: float) -> int:
 
 
 def encode_budget(budget: Budget) -> cache_pb2.Budget:
-    """What all workers together have, and may have."""
+    """The budget of all workers and its limits."""
     return cache_pb2.Budget(
         num_blocks=budget.num_blocks,
         max_blocks=budget.max_blocks,
@@ -155,7 +155,7 @@ def _encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
 
 
 def encode_audit(audit: Audit) -> cache_pb2.CheckResponse:
-    """What was looked at, and the laws that do not hold."""
+    """Violations, and what was checked."""
     return cache_pb2.CheckResponse(
         violations=map(_encode_violation, audit.violations[:MAX_VIOLATIONS]),
         num_blocks_checked=audit.num_blocks,

@@ -1,7 +1,7 @@
-"""CacheService behind gRPC: each method decodes, makes one call into the core, and encodes.
+"""CacheService: each method decodes, makes one call into the core, and encodes.
 
-Everything runs on the event loop. Register awaits something before it touches the core, and Check between the slices of an audit,
-which other calls may not disturb: so the core has one owner.
+Everything runs on the event loop. Only Register awaits before it calls the core, and Check between the slices of an audit, so the
+core has one owner.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaita
 
 
 def answering(method: Method[Request, Response]) -> Method[Request, Response]:
-    """Turn what a method raises into the call's status, and count the call. A bug is logged with its traceback and never ends the
-    process."""
+    """Turn exceptions of a method into the call's status, and count the call. A bug is logged with its traceback and does not end
+    the process."""
     name = method.__name__
 
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
         began_at = self.clock()
         self.counts.on_begun()
-        code = code_pb2.CANCELLED  # unless it comes to another end
+        code = code_pb2.CANCELLED  # if nothing else is raised
         try:
             try:
                 self.require_serving()
@@ -121,7 +121,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise status.Unavailable("the manager is shutting down: register again when it is back")
 
     def refuse_calls(self) -> None:
-        """From now on every call is answered UNAVAILABLE, so that peers step back before the connection closes."""
+        """Answer every call from now on with UNAVAILABLE, before the connection closes."""
         self._stopping = True
 
     # -- sessions
@@ -152,7 +152,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
-        """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us, and if that is allowed.
+        """Raise the epoch above one that a worker has seen in another life of the manager, if that is allowed and needed.
 
         Such an epoch means that our state directory is older than the worker. The disk is written off the event loop; the core
         changes when the new epoch is durable. Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
@@ -178,8 +178,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._foreign_epochs.on_raised(self.clock())
             self._manager.raise_epoch(epoch)
-            # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
-            # tell the next life of the manager what to outgrow. So all register again.
+            # A worker must know the epoch of every stamp that it gets: if the disk loses this epoch too, the worker states it to
+            # the next life of the manager, which raises its own above it. So all register again.
             self._former_lease_end = self.clock() + self._manager.lease_seconds
             for session in self._manager.sessions:
                 self._manager.end_session(session.number, SessionEnd.EPOCH_RAISED)
@@ -188,8 +188,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
         if seen != self._manager.epoch:
             return seen > self._manager.epoch
-        # Whoever was in a session of ours has our epoch from us. That a Register of it has come is no sign: it may be one of long
-        # ago, from before it saw our epoch in another life.
+        # A worker that was in a session of ours has our epoch from us. An earlier Register of it does not show that: it may be from
+        # before the worker saw our epoch in another life.
         return not self._manager.has_numbered(last_session)
 
     @answering
@@ -198,11 +198,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         session, reply = self._manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         if self._manager.num_reports > num_reports:
             self.counts.report_seconds.observe(self.clock() - session.registered_at)
-        # What a part has made is old from here on: the collection at the next tick does not walk a whole report.
+        # Makes the objects of this part old: the collection at the next tick does not visit a whole report.
         collect_young()
         if request.last:
             log.info(
-                "report taken in",
+                "report complete",
                 worker_id=session.worker_id,
                 session=f"{session.number:#x}",
                 parts=request.part + 1,
@@ -241,7 +241,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Drain(self, request: cache_pb2.DrainRequest, context: Context[Any, Any]) -> cache_pb2.DrainResponse:
         grace = request.grace_ms / 1000 if request.HasField("grace_ms") else None
         session = self._manager.drain(request.worker_id, grace)
-        log.info("worker is asked to leave", worker_id=session.worker_id, session=f"{session.number:#x}")
+        log.info("worker draining", worker_id=session.worker_id, session=f"{session.number:#x}")
         return cache_pb2.DrainResponse(session=session.number)
 
     def _live(self, worker_id: str) -> Session | None:

@@ -67,7 +67,7 @@ assert _TABLE.keys() == set(Reason), "every reason has its status"
 
 
 class Unavailable(Exception):
-    """The manager cannot serve the call now, whatever it says, and has done nothing."""
+    """The manager cannot serve any call now. Nothing was done."""
 
 
 def ok() -> status_pb2.Status:
@@ -101,7 +101,7 @@ def of_unavailable(error: Unavailable) -> status_pb2.Status:
 
 
 def of_bug() -> status_pb2.Status:
-    """The status of a call that ran into a bug. What happened stands in the manager's log, and nowhere else."""
+    """The status of a call that ran into a bug. Only the manager's log has the details."""
     return _status(code_pb2.INTERNAL, INTERNAL, "the cache manager failed; its log has the traceback")
 
 

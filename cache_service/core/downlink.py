@@ -1,11 +1,11 @@
-"""The numbered list of what a session's worker must be told, repeated until it says that it was heard."""
+"""A session's downlink: the numbered entries that every reply repeats until the worker acknowledges them."""
 
 from __future__ import annotations
 
 from .messages import DownlinkEntry, Drain, Grant, Stop
 
 _ENTRY_WEIGHT = 16
-"""Of an entry that grants no blocks, in blocks: the id of a sequence is as long."""
+"""Weight in blocks of an entry that grants none: the id of a sequence is as long."""
 
 
 def _weight(entry: Grant | Stop | Drain) -> int:
@@ -14,10 +14,9 @@ def _weight(entry: Grant | Stop | Drain) -> int:
 
 
 class Downlink:
-    """The numbered list of entries that every reply repeats until the worker acknowledges them.
+    """The entries of one session.
 
-    A reply has entries of `max_blocks` blocks at most, or one that is larger; those after it are held back until some of these
-    are acknowledged.
+    A reply has entries of `max_blocks` blocks at most, or one that is larger; the rest waits until some of these are acknowledged.
     """
 
     def __init__(self, max_entries: int, max_blocks: int) -> None:
@@ -29,7 +28,7 @@ class Downlink:
 
     @property
     def is_full(self) -> bool:
-        """Whether the worker must acknowledge something before more can be pushed."""
+        """Whether the worker must acknowledge entries before more can be pushed."""
         return len(self._entries) >= self._max_entries
 
     def push(self, entry: Grant | Stop | Drain) -> None:
@@ -40,11 +39,11 @@ class Downlink:
         self._entries.append(DownlinkEntry(self._last_number, entry))
 
     def acknowledge(self, number: int) -> None:
-        """Drop entries up to `number`. An old acknowledgement that arrives late drops nothing more."""
+        """Drop entries up to `number`. A late acknowledgement drops nothing."""
         entries = self._entries
         if entries and entries[0].number <= number:
             self._entries = [entry for entry in entries if entry.number > number]
-            self._weight = sum(_weight(entry.entry) for entry in self._entries) if self._entries else 0
+            self._weight = sum(_weight(entry.entry) for entry in self._entries)
 
     @property
     def last_number(self) -> int:

@@ -1,15 +1,16 @@
-"""One registration of a worker: its pool, its live sequences, its lease and its numbered downlink."""
+"""A session: one registration of a worker, with its pool, lease, downlink and live sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from enum import Enum
-from typing import NamedTuple
 
 from .block_pool import BlockPool
 from .budget import Account
 from .downlink import Downlink
 from .messages import TOKEN_BYTES, Drain, Limits, Registration, SequenceKey, WorkerLoad
 from .prefix_tree import Node
+from .refusal import Reason, Refusal
 from .session_key import NO_KEY, SessionKey
 
 
@@ -19,22 +20,15 @@ class SessionEnd(Enum):
     EXPIRED = "expired"
     """Its lease ran out."""
     FENCED = "fenced"
-    """Its worker registered anew."""
+    """Its worker registered again."""
     DEREGISTERED = "deregistered"
     BAD_REPORT = "bad_report"
     OVER_BUDGET = "over_budget"
-    """Its report was of more than the manager may keep."""
+    """Its report has more than the budget leaves room for."""
     REPLY_TOO_LARGE = "reply_too_large"
-    """It asked for an answer that cannot be sent."""
+    """The answer to its Allocate exceeds the limit of a reply."""
     EPOCH_RAISED = "epoch_raised"
-    """The manager goes on under a larger epoch, and all register again."""
-
-
-class LimitExceeded(NamedTuple):
-    """In words: what there is, and what to change."""
-
-    there: str
-    cure: str
+    """The manager's epoch was raised; all workers register again."""
 
 
 class Session:
@@ -53,15 +47,15 @@ class Session:
     ) -> None:
         self.number = number
         self.key = key
-        """What every call of the session must carry."""
+        """The secret that every call of the session must carry."""
         self.registration = registration
         self.name = registration.worker_id.encode()
         """The worker's id as bytes, for hashes."""
         self.pool = pool
         self.account = account
-        """What it has of the budget of all workers."""
+        """Its part of the budget of all workers."""
         self.most_blocks_per_sequence = most_blocks_per_sequence
-        """Of a sequence that could ever be granted: the smallest of all limits."""
+        """Largest table that can ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0
@@ -75,42 +69,56 @@ class Session:
         """Blocks that the worker wants in its reserve."""
         self.load = WorkerLoad()
         self.recovering = False
-        """Its report is not complete yet; until then look-ups and calls pass the session by."""
+        """Its report is not complete: look-ups skip the session, and its other calls are refused."""
         self.num_report_parts = 0
-        """Parts of the report that this session began with, once it is complete."""
+        """Parts of its complete report; 0 before."""
         self.num_blockless_contents = 0
-        """Contents that this report has brought without a block; they count against the budget as blocks do."""
+        """Contents reported without a block; each counts as a block in the budget."""
         self.draining = False
-        """The worker takes no further requests: it was told so, or has said so."""
+        """The worker takes no new requests, by its own decision or by an order."""
         self.drain: Drain | None = None
-        """The order that was given, if one was."""
+        """The order."""
         self.num_calls = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
-        """Tokens that Append and Free have stated behind what was allocated."""
+        """Tokens stated by Append and Free, those allocated not included."""
 
     @property
     def worker_id(self) -> str:
         """Name of the worker."""
         return self.registration.worker_id
 
-    def limit_exceeded(self, num_blocks: int, limits: Limits) -> LimitExceeded:
-        """The smallest limit that a sequence of so many blocks, or of too many tokens, can never be within."""
+    def never_fits(self, num_blocks: int, limits: Limits, *, needed: str, cure: str, field: str) -> Refusal:
+        """The refusal of a table that can never be granted. It names the first limit that `num_blocks` exceeds; `needed` and `cure`
+        are what was asked for and what else the worker can do, in words."""
         capacity, budget = self.pool.capacity, self.account.budget
         if num_blocks > limits.max_blocks_per_sequence:
-            return LimitExceeded(
-                f"a sequence has at most {limits.max_blocks_per_sequence}",
-                "give the worker larger blocks (--block-size)",
-            )
-        if num_blocks > capacity:
-            return LimitExceeded(
-                f"the whole pool of worker {self.worker_id!r} has {capacity}",
-                "give the worker more blocks (--num-blocks, --kv-cache-memory)",
-            )
-        return LimitExceeded(
-            f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens",
-            "raise --max-total-blocks and --max-total-tokens of the manager",
+            limit = f"a sequence has at most {limits.max_blocks_per_sequence}"
+            setting = "give the worker larger blocks (--block-size)"
+        elif num_blocks > capacity:
+            limit = f"the whole pool of worker {self.worker_id!r} has {capacity}"
+            setting = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
+        else:
+            limit = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
+            setting = "raise --max-total-blocks and --max-total-tokens of the manager"
+        return Refusal(Reason.NEVER_FITS, f"{needed}; {limit}: {cure}, or {setting}", field=field)
+
+    def require_available(self, num_blocks: int, hits: List[int] = ()) -> None:
+        """Raise Refusal (NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS) unless `num_blocks` can be granted now while `hits`, which
+        may be cached blocks, are pinned."""
+        pool = self.pool
+        num_available = pool.num_available - pool.num_cached_of(hits)
+        if num_blocks <= num_available:
+            return
+        counts = pool.counts()
+        if num_blocks <= num_available + counts.withheld:
+            raise self.account.too_many_blocks(num_blocks - num_available + self.account.blocks_left)
+        raise Refusal(
+            Reason.NO_BLOCKS,
+            f"needed {num_blocks} blocks; worker {self.worker_id!r} has {counts.free} free and {num_available - counts.free} "
+            f"evictable of {counts.capacity} ({counts.held} held, {counts.reserved} reserved): wait until sequences end, or give "
+            "the worker more blocks (--num-blocks)",
         )
 
     def __repr__(self) -> str:
@@ -138,13 +146,13 @@ class Sequence:
         self.key = key
         self.session = session
         self.root = root
-        """Root node that `nodes` hang from."""
+        """Parent of the first node."""
         self.tokens = bytearray(tokens)
-        """All tokens known: the prompt and what Append has told since."""
+        """All tokens known: the prompt and those that Append has stated since."""
         self.table: list[int] = []
         """Block ids, from position 0."""
         self.nodes: list[Node] = []
-        """Path of the full blocks known: those of the prompt, and further ones as they are sealed."""
+        """Path of the prompt's full blocks, and of others as they are sealed."""
         self.num_sealed = 0
         """Leading blocks of the table that are sealed, hits included."""
         self.num_cached_tokens = 0
@@ -152,9 +160,9 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose KV the worker has reported as completed, hits included."""
         self.num_named = 0
-        """Leading entries of the table that the worker is known to know."""
+        """Leading entries of the table that the worker has named or was granted by Allocate."""
         self.fenced = False
-        """A larger attempt lives elsewhere; only Free is still accepted."""
+        """A larger attempt lives on another session; only Free is accepted."""
 
     def __repr__(self) -> str:
         key = self.key

@@ -1,4 +1,4 @@
-"""All that an audit looks at, as it is at any moment."""
+"""The objects that an audit checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class World(NamedTuple):
     sessions: Mapping[int, Session]
     """Live ones, by number."""
     retired: List[Session]
-    """Those whose sweep has not ended."""
+    """Those that are not swept yet."""
     last_generation: Callable[[], int]
 
     def all_sessions(self) -> list[Session]:

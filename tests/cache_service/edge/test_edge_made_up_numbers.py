@@ -56,7 +56,7 @@ class Life:
 
     async def former_lease_ms(self) -> int:
         """How long a worker of the life before may still come back."""
-        answer = await self.servicer.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
+        answer: pb.DescribeResponse = await self.servicer.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
         return answer.former_lease_remaining_ms
 
     @property
