@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "make format": "would write into the checkout",
     "make proto": "would write into the checkout; make check runs the same generator",
     "make test-compose": "needs a container engine, and is itself a test",
+    "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",
     "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
     "make hostile": "attacks a cluster for many minutes, and is itself a test; a small part of it runs with the tests",
     "make live": "kills and freezes services for half an hour, and is itself a test",

@@ -387,8 +387,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Applied in this order: logit_bias, stop.min_tokens, the three penalties in the order of these fields, temperature, top_k, top_p of what
-    is left, min_p of what is left. Log-probabilities are those of the model, before all this.
+    """Applied in this order: logit_bias, stop.min_tokens, the three penalties in the order of these fields, temperature, top_k, top_p of
+    what is left, min_p of what is left. Log-probabilities are those of the model, before all this.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
