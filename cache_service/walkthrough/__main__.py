@@ -53,7 +53,7 @@ def _run(name: str | None, *, plain: bool) -> int:
     if name is None:
         print("kvpool walkthrough CASE shows the manager's real core, one operation at a time. The cases:\n")
         print("\n".join(_case_lines()))
-        print("\nOn a terminal, → goes on, ← goes back and q ends it; piped, or with --plain, all steps come at once.")
+        print("\nOn a terminal, → is next, ← is back and q quits; piped, or with --plain, all steps come at once.")
         sys.stdout.flush()
         return 0
     if name not in CASES:

@@ -29,7 +29,13 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
         return
     console = stdout_console()
     if not workers:
-        console.print(f"manager {config.manager}: no live worker; start one with `kvpool worker`", markup=False)
+        is_new = response.former_lease_remaining_ms > 0
+        what = (
+            "has just started; its workers report in"
+            if is_new
+            else "has no live worker; start one with `kvpool worker`"
+        )
+        console.print(f"manager {config.manager} {what}", markup=False)
         return
     console.print(_table(workers))
     console.print(

@@ -128,7 +128,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_help_shows_defaults_and_units() -> None:
     done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=30, check=True)
     text = re.sub(r"\s+", " ", done.stdout)
-    assert "--port int TCP port to listen on; 0 takes any free one. (default: 50051)" in text
+    assert "--port int TCP port to listen on; 0: any free one. (default: 50051)" in text
     assert "--lease-seconds float Seconds without a KeepAlive" in text
     assert "(default: 6.0)" in text
     assert "$XDG_STATE_HOME or ~/.local/state" in text
