@@ -1,4 +1,4 @@
-"""A manager and its workers for a benchmark, each a process, and what they count."""
+"""A manager and its workers for a benchmark, each a process, and their counters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import Any, Final, NamedTuple, Self
 
 from bench.report import progress
 from kvpool.client.bench.load import Stalled
-from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import Children, ChildSpec
 from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port, require_free_port
 from kvpool.client.errors import Unavailable
 from tests.scrape import Scrape, scrape
 
 NOT_FOR_REQUESTS: Final = frozenset({"Register", "KeepAlive", "Deregister", "Drain", "Describe", "Check"})
-"""RPCs to the manager whose number does not grow with the load: those of a session's life, and those of observers."""
+"""RPCs to the manager that do not grow with the load: those of sessions, and those of observers."""
 IDLE_SECONDS: Final = 60.0
-"""For the manager to hear of the end of every request."""
+"""For the manager to be notified of the end of every request."""
 _IDLE_POLL_SECONDS: Final = 0.05
 
 
 class Counts(NamedTuple):
-    """What manager and workers count: since they started, or the increase between two moments."""
+    """Counters of manager and workers: since their start, or the increase between two moments."""
 
     rpcs: Counter[str]
     """RPCs that the manager answered, by method, without those of NOT_FOR_REQUESTS."""
     num_forwarded_tokens: int
     """Tokens that the workers' models computed."""
     num_decodes_that_waited: int
-    """Decodes that were left out of a step because their block had to be requested first."""
+    """Decodes that skipped a step because their block had to be requested first."""
 
     def since(self, earlier: Counts) -> Counts:
         """The increase since an earlier moment."""
@@ -86,7 +86,7 @@ class OurCluster:
                 **(environment or {}),
             },
         )
-        self._supervisor = Supervisor(lambda name, line: progress(f"{name}: {line}"), last=MANAGER_NAME)
+        self._children = Children(lambda name, line: progress(f"{name}: {line}"), last=MANAGER_NAME)
 
     @property
     def address(self) -> str:
@@ -94,9 +94,9 @@ class OurCluster:
         return self._spec.address
 
     async def __aenter__(self) -> Self:
-        await self._supervisor.__aenter__()
+        await self._children.__aenter__()
         try:
-            await Cluster(self._spec, self._supervisor).start(lambda line: None)
+            await Cluster(self._spec, self._children).start(lambda line: None)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -105,12 +105,11 @@ class OurCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._supervisor.__aexit__(kind, error, traceback)
+        await self._children.__aexit__(kind, error, traceback)
         self._folder.cleanup()
 
     async def counts(self) -> Counts:
-        """What has been counted so far, as soon as no sequence is live: until then, calls that end requests are to come. Raises
-        Stalled."""
+        """The counters once no sequence is live: until then, calls that end requests are to come. Raises Stalled."""
         ends_at = time.monotonic() + IDLE_SECONDS
         while any((manager := await self._page(MANAGER_NAME)).labelled("kvpool_manager_sequences", "worker").values()):
             if time.monotonic() > ends_at:
@@ -136,10 +135,10 @@ class OurCluster:
 
 
 def _free_ports(number: int) -> int:
-    """The first of that many ports in a row that are free at this moment."""
+    """The first of `number` consecutive ports that are free now."""
     while True:
         first = free_port()
-        with suppress(Unavailable, OverflowError):  # the latter beyond port 65535
+        with suppress(Unavailable, OverflowError):  # OverflowError: above port 65535
             for port in range(first, first + number):
                 require_free_port(HOST, port)
             return first

@@ -48,7 +48,7 @@ class Models:
         self._lock = asyncio.Lock()
 
     async def get(self, name: str | None, deadline: Deadline) -> Model:
-        """The model of that name or fingerprint; None: the one that all live workers serve. Asks nobody if it is known.
+        """The model of that name or fingerprint; None: the one that all live workers serve. Sends nothing if it is known.
 
         Unavailable (NO_WORKER) while no worker lives, or none serves a model that was served before; NotFound if none serves
         `name`, InvalidRequest if None is ambiguous.
@@ -69,7 +69,7 @@ class Models:
             self._lock.release()
 
     def forget(self, model: Model) -> None:
-        """Ask the manager anew who is meant by the names that led to `model`. What was fetched of it is kept."""
+        """Resolve the names that led to `model` again, at the manager. What was fetched of it is kept."""
         self._fingerprints = {
             name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
         }
@@ -84,16 +84,17 @@ class Models:
 
     async def _find(self, name: str | None, deadline: Deadline) -> Model:
         """Ask the manager who is meant, and a worker for the model if it was never fetched."""
-        response = await self._manager.describe(deadline)
+        # An engine that registers without an address serves no text.
+        workers = [worker for worker in (await self._manager.describe(deadline)).workers if worker.address]
         try:
-            fingerprint = resolve_fingerprint(response.workers, name)
+            fingerprint = resolve_fingerprint(workers, name)
         except NotFound as error:
             if not any(name in (model.name, model.fingerprint) for model in self._models.values()):
                 raise
             # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
             raise Unavailable(str(error), reason="NO_WORKER") from error
         if fingerprint not in self._models:
-            serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
+            serving = [worker for worker in workers if worker.model_fingerprint == fingerprint]
             self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
         self._models.move_to_end(fingerprint)
         self._remember(name, fingerprint)
@@ -122,7 +123,7 @@ class Models:
                     aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS, max_bytes=self._max_model_bytes
                 )
             except TimeoutError:
-                # If both times are over, the caller's own is what to tell of.
+                # If both times are over, the error names the caller's own.
                 deadline.check(f"asking {who} for its model")
                 failure = _silent(who, f"the facts of its model within {_FACTS_TIMEOUT_SECONDS:g} s")
                 continue
@@ -137,7 +138,8 @@ class Models:
                 call.cancel()
             if facts.model_fingerprint != fingerprint:
                 failure = Unavailable(
-                    f"{who} serves another model than the manager knows; it is registering anew", reason="MODEL_CHANGED"
+                    f"{who} serves another model than the manager knows; it is registering again",
+                    reason="MODEL_CHANGED",
                 )
                 continue
             # Reading a tokenizer of several megabytes takes a while; other requests go on meanwhile.
@@ -153,7 +155,7 @@ def _silent(who: str, what: str) -> Unavailable:
 
 
 def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:
-    """The fingerprint meant by `name` among live workers. Changes nothing; errors as Models.get."""
+    """The fingerprint meant by `name` among live workers that serve text. Changes nothing; errors as Models.get."""
     names = {worker.model_fingerprint: worker.model_name for worker in workers}
     if not names:
         raise Unavailable(

@@ -1,8 +1,9 @@
-"""`kvpool worker --dry-run`: what the worker would do with the memory, without loading the model."""
+"""`kvpool worker --dry-run`: the worker's memory plan, without loading the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -10,19 +11,29 @@ from rich.text import Text
 
 from kvpool.process.printable import printable
 
+from .model.candidate import find_candidate
 from .model.forward.kv_plan import KVCachePlan, show_bytes
 from .model.memory.plan import MemoryBudget
-from .model.outline import Outline, outline_model
-from .model.placement import dtype_name
 from .settings import WorkerSettings
 
+if TYPE_CHECKING:
+    from .model.outline import Outline
+
 _LENGTHS = (512, 2048, 8192)
-"""Tokens per sequence that the number of sequences is told for, beside the longest."""
+"""Lengths in tokens for which the number of sequences is shown, besides the longest."""
 
 
 def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str], None]) -> None:
-    """Print the plan that a start with these settings would make now. Raises ModelError where a start would."""
-    outline = outline_model(settings.model_settings(), progress)
+    """Print the plan that a start with these settings would make now. Raises ModelError where a start would.
+
+    The first line comes as soon as cache folder, model, device and length are found usable; `kvpool up` waits for no more.
+    """
+    candidate = find_candidate(settings.model_settings(), progress)
+    console.print(Text(printable(str(candidate))), soft_wrap=True)
+    # Here and not above: the import takes seconds.
+    from .model.outline import outline_model
+
+    outline = outline_model(candidate, settings.model_settings())
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
     console.print(_memory_table(budget))
@@ -30,6 +41,8 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
 
 
 def _model_table(outline: Outline) -> Table:
+    from .model.placement import dtype_name
+
     table = _table("Model", "")
     table.add_row("name", Text(printable(outline.name)))
     table.add_row("architecture", Text(printable(outline.architecture)))
@@ -52,7 +65,7 @@ def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
     table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
     table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
-    table.add_row("blocks", f"{plan.num_blocks:,}, of which {plan.capacity:,} can be used")
+    table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
     table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
         table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")

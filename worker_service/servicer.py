@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
 
 import grpc
 import structlog
-from google.rpc import status_pb2
-from grpc_status import rpc_status
 
+from kvpool.process.call_status import set_status
 from kvpool.process.rare_line import RareLine
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -26,10 +24,10 @@ log = structlog.get_logger("kvpool.worker")
 GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
 
 TOKENISE_IN_THREAD_CHARS = 1 << 13
-"""Longer texts are tokenised off the event loop: this many take some milliseconds."""
+"""Longer texts are tokenised off the event loop; one of this length takes some milliseconds."""
 
 TOKENISE_ALONE_CHARS = 1 << 15
-"""Of longer texts one is tokenised at a time: it may take seconds, and a hundred times its size in memory."""
+"""Longer texts are tokenised one at a time: each may take seconds, and a hundred times its size in memory."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -38,12 +36,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles, *, reader_seconds: float
     ) -> None:
-        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: for ever."""
+        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: no limit."""
         self._engine = engine
         self._reader_seconds = reader_seconds
         self._facts = facts
         self._files = files
-        self._slow_readers = RareLine(log, "readers that took nothing: their requests were ended")
+        self._slow_readers = RareLine(log, "readers took nothing: their requests were ended")
         self._long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
     async def GetModel(
@@ -66,34 +64,38 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             accepted = engine.submit(await self._decode(request))
         except EngineError as error:
             engine.stats.on_refused(error.kind)
-            await _abort(context, status.of_error(error))
+            set_status(context, status.of_error(error))
+            return
         except Exception:
+            log.exception("request failed")
             engine.stats.on_refused(ErrorKind.INTERNAL)
-            await _abort_with_bug(context)
+            bug = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
+            set_status(context, status.of_error(bug))
+            return
         reader = ReaderWatch(self._reader_seconds, lambda: self._give_up(accepted, context.peer()))
 
         def end(_: object = None) -> None:
             reader.end()
             engine.abort(accepted)
 
-        # A client that goes away while a message waits to be sent would leave the `finally` to the garbage collector.
+        # If the client goes away while a message waits to be sent, only the garbage collector would run the `finally`.
         context.add_done_callback(end)  # type: ignore[arg-type]
         try:
             while (chunk := await accepted.stream.get()) is not None:
                 for message in codec.encode_chunk(chunk):
                     reader.begin(message.ByteSize())
-                    yield message  # goes on when the transport has taken it
+                    yield message  # returns when the transport has taken it
                     reader.end()
                     if reader.is_slow:
-                        break  # the stream has an error by now
+                        break  # the next get() raises the stream's error
         except EngineError as error:
-            await _abort(context, status.of_error(error))
+            set_status(context, status.of_error(error))
         finally:
             end()  # at the end, and when gRPC cancels this coroutine
 
     def _give_up(self, request: Request, peer: str) -> None:
-        """End a request whose reader takes nothing. Its blocks are free from now on; the status follows when the reader takes the
-        message that waits before it, since a stream of HTTP/2 has one order."""
+        """End a request whose reader takes nothing. Its blocks are freed now; the reader gets the status after the message that
+        waits, since an HTTP/2 stream is ordered."""
         self._engine.give_up_reader(request, self._reader_seconds)
         self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
 
@@ -103,22 +105,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._engine.stats.on_refused(ErrorKind.INVALID)
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
-        """The engine's view of a request. What can be refused at once does not wait for its turn to be tokenised."""
-        decoded = (request, self._engine.prompts, self._facts.model_fingerprint)
-        codec.check_generate(*decoded)
+        """The request as the engine's parameters. The cheap checks come first, so that a refusal does not wait for tokenising."""
+        prompts = self._engine.prompts
+        codec.check_generate(request, prompts, self._facts.model_fingerprint)
         num_chars = len(request.text)
         if num_chars <= TOKENISE_IN_THREAD_CHARS:
-            return codec.decode_generate(*decoded)
+            return codec.decode_generate(request, prompts)
         thread = self._long_texts if num_chars > TOKENISE_ALONE_CHARS else None
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, *decoded)
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], answer: status_pb2.Status) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(answer))
-    raise AssertionError("abort_with_status raises")
-
-
-async def _abort_with_bug(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    log.exception("request failed")
-    error = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
-    await _abort(context, status.of_error(error))
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, request, prompts)

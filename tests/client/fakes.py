@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from tokenizers import Tokenizer
@@ -53,9 +52,7 @@ def error_status(
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata)
     for detail in (info, *details):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return status
 
 
@@ -228,6 +225,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         """Of Route and Describe."""
         self.before_describe: Callable[[], Awaitable[None]] | None = None
         self.address = ""
+        self.former_lease_ms = 0
 
     async def Route(
         self,
@@ -259,7 +257,9 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         await asyncio.sleep(self.seconds_to_answer)
         if self.before_describe is not None:
             await self.before_describe()
-        response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
+        response = cache_pb2.DescribeResponse(
+            epoch=7, num_prefix_nodes=3, former_lease_remaining_ms=self.former_lease_ms
+        )
         if self.drains:
             if self.num_describes_until_left == 0:
                 return response

@@ -72,7 +72,7 @@ class Shell:
             **os.environ,
             "KVPOOL_UP_PORT": str(self._port),
             "KVPOOL_MANAGER": f"127.0.0.1:{self._port}",
-            "KVPOOL_UP_KV_CACHE_MEMORY": "256MiB",
+            "KVPOOL_WORKER_KV_CACHE_MEMORY": "256MiB",
             "KVPOOL_UP_DEVICE": "cpu",
         }
         self._clusters: list[subprocess.Popen[bytes]] = []

@@ -12,11 +12,11 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool.process.call_status import details_of
 from kvpool.process.rare_line import RareLine
 from kvpool.process.request_guard import SMALL, RequestGuard, RequestLimit
 from tests import http2
 from tests.cluster.polling import eventually
-from tests.rich_status import reason_of, status_of
 
 NO_MESSAGE = bytes.fromhex("0a04fffefdfc")
 """A field of four bytes that are no UTF-8."""
@@ -110,8 +110,7 @@ async def refusal(channel: Any, method: str, request: bytes) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, method, request)
     assert caught.value.code() is INVALID
-    status = status_of(caught.value)
-    return reason_of(status), status.message
+    return details_of(caught.value).reason, caught.value.details() or ""
 
 
 OURS = ("/test/Unary", "/test/Stream", "/test/Written", "/test/Collect", "/test/Both")

@@ -14,6 +14,7 @@ import structlog
 
 from kvpool.client import Client, ResourceExhausted
 from kvpool.process import serving_loop
+from kvpool.process.call_status import details_of
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.prompt import TextBound
@@ -24,7 +25,6 @@ from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.truth import Truth
-from tests.rich_status import status_of
 from tests.tiny_models import Oracle, TinyModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -145,7 +145,8 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     """Code and message of a stream that fails, which it must, with its rich status."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
-    return caught.value.code(), status_of(caught.value).message
+    assert details_of(caught.value).reason
+    return caught.value.code(), caught.value.details() or ""
 
 
 @pytest.mark.parametrize("method", ["GetModel", "Generate"])

@@ -35,8 +35,8 @@ _OF_CALLERS_THAT_LEAVE = ("ExecuteBatchError raised in core", "Failed sending er
 
 
 class _CallersThatLeave(logging.Filter):
-    """grpc.aio tells it as an error, with a traceback, when a caller leaves at the very moment at which it is answered
-    (https://github.com/grpc/grpc/issues/31043). Nobody has to look at that."""
+    """grpc.aio logs an error, with a traceback, when a caller leaves at the very moment at which it is answered
+    (https://github.com/grpc/grpc/issues/31043). It needs no attention."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.getMessage().startswith(_OF_CALLERS_THAT_LEAVE):
@@ -46,8 +46,8 @@ class _CallersThatLeave(logging.Filter):
 
 
 def _printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Names and sentences of others stand in our lines and in those of libraries: they must not end a line, nor reach the
-    terminal as a command. (JSON escapes whatever is not printable ASCII.)"""
+    """Names and sentences of others are in our lines and in those of libraries: they must not end a line, nor reach the
+    terminal as a command. (JSON escapes what is not printable ASCII.)"""
     return {
         name: (printable_lines if name in _OF_SEVERAL_LINES else printable)(value) if isinstance(value, str) else value
         for name, value in event.items()
@@ -61,16 +61,34 @@ def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
     stream.write(printable_lines(text.getvalue()))
 
 
+class _Identity:
+    """Names the process in each line, unless the line's own fields say otherwise."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+
+    def __call__(self, _logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**self.fields, **event}
+
+
+_identity = _Identity()
+
+
+def identify_log_lines(**fields: str) -> None:
+    """Fields for every JSON line that this process logs from now on, e.g. its service and its worker_id."""
+    _identity.fields.update(fields)
+
+
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     """Send structlog and the standard library's logging to stderr. Call it once, at the start of the process."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    # Without the local variables, which structlog shows unless told otherwise: among them are prompts and session keys.
+    # Without the local variables, which structlog shows by default: among them are prompts and session keys.
     to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
-        [structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
+        [_identity, structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
         if log_format is LogFormat.json
         else [_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
     )

@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvpool.cache_service import status
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.server import Server
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.status import MAX_TEXT_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, run, tokens
@@ -30,32 +33,44 @@ CODE_COLUMN = 48
 HOST = common_pb2.TIER_HOST
 
 
+def spoil(message: Any, path: str, value: object) -> None:
+    """Set the field at a path like "pools[0].tier"; None clears it, a message is appended to it."""
+    *parents, name = re.findall(r"\w+", path)
+    for part in parents:
+        message = message[int(part)] if part.isdigit() else getattr(message, part)
+    if value is None:
+        message.ClearField(name)
+    elif isinstance(value, Message):
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
+
+
 @pytest.mark.parametrize(
-    ("field", "spoil"),
+    ("field", "value"),
     [
-        ("worker_id", lambda request: setattr(request, "worker_id", "")),
-        ("worker_id", lambda request: setattr(request, "worker_id", "w" * 129)),
-        ("address", lambda request: setattr(request, "address", "")),
-        ("model_fingerprint", lambda request: setattr(request, "model_fingerprint", "é" * 65)),
-        ("model_name", lambda request: setattr(request, "model_name", "m" * 10_000)),
-        ("kv_cache_config.block_size", lambda request: setattr(request.kv_cache_config, "block_size", 24)),
-        ("kv_cache_config.pools", lambda request: setattr(request.kv_cache_config.pools[0], "num_blocks", 1)),
-        ("kv_cache_config.pools", lambda request: setattr(request.kv_cache_config.pools[0], "num_blocks", 2**32 - 1)),
-        ("kv_cache_config.pools", lambda request: request.kv_cache_config.pools.add(tier=HOST, num_blocks=9)),
-        ("kv_cache_config.groups", lambda request: request.ClearField("kv_cache_config")),
-        ("kv_cache_config.groups[0].group", lambda request: setattr(request.kv_cache_config.groups[0], "group", 1)),
-        ("kv_cache_config.pools[0].group", lambda request: setattr(request.kv_cache_config.pools[0], "group", 1)),
-        ("kv_cache_config.pools[0].tier", lambda request: setattr(request.kv_cache_config.pools[0], "tier", HOST)),
-        ("highest_epoch_seen", lambda request: setattr(request, "highest_epoch_seen", 1 << 40)),
-        ("highest_epoch_seen", lambda request: setattr(request, "highest_epoch_seen", (1 << 64) - 1)),
+        ("worker_id", ""),
+        ("worker_id", "w" * 129),
+        ("address", "a" * 257),
+        ("model_fingerprint", "é" * 65),
+        ("model_name", "m" * 10_000),
+        ("kv_cache_config.block_size", 24),
+        ("kv_cache_config.pools[0].num_blocks", 1),
+        ("kv_cache_config.pools[0].num_blocks", (1 << 32) - 1),
+        ("kv_cache_config.pools", common_pb2.KVCachePool(tier=HOST, num_blocks=9)),
+        ("kv_cache_config.groups", None),
+        ("kv_cache_config.groups[0].group", 1),
+        ("kv_cache_config.pools[0].group", 1),
+        ("kv_cache_config.pools[0].tier", HOST),
+        ("highest_epoch_seen", 1 << 40),
+        ("highest_epoch_seen", (1 << 64) - 1),
     ],
 )
-async def test_a_malformed_registration_names_its_field(
-    server: Server, stub: Stub, field: str, spoil: Callable[[pb.RegisterRequest], object]
-) -> None:
+async def test_a_malformed_registration_names_its_field(server: Server, stub: Stub, field: str, value: object) -> None:
     request = registration()
-    spoil(request)
-    assert field_of(await refused(stub.Register(request), INVALID, "BAD_FIELD")) == field
+    spoil(request, field, value)
+    found = await refused(stub.Register(request), INVALID, "BAD_FIELD")
+    assert field_of(found) == field.removesuffix("[0].num_blocks")
     assert not (await stub.Describe(pb.DescribeRequest())).workers
     assert server.manager.epoch == 1
 
@@ -68,31 +83,32 @@ async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "spoil"),
+    ("field", "value"),
     [
-        ("key", lambda item: item.ClearField("key")),
-        ("root", lambda item: item.ClearField("root")),
-        ("key.sequence_id", lambda item: setattr(item.key, "sequence_id", "")),
-        ("key.sequence_id", lambda item: setattr(item.key, "sequence_id", "s" * 129)),
-        ("key.attempt", lambda item: setattr(item.key, "attempt", 0)),
-        ("root.model_fingerprint", lambda item: setattr(item.root, "model_fingerprint", "another model" * 1000)),
-        ("root.adapter", lambda item: setattr(item.root, "adapter", "a" * 257)),
-        ("root.tenant_salt", lambda item: setattr(item.root, "tenant_salt", "t" * 257)),
-        ("root.input_digest", lambda item: setattr(item.root, "input_digest", b"short")),
-        ("tokens", lambda item: setattr(item, "tokens", b"")),
-        ("tokens", lambda item: setattr(item, "tokens", b"\1\2\3\4\5")),
-        ("tokens", lambda item: setattr(item, "tokens", bytes(4 * ((1 << 20) + 1)))),
-        ("tokens", lambda item: setattr(item, "max_new_tokens", (1 << 32) - 1)),
+        ("key", None),
+        ("root", None),
+        ("key.sequence_id", ""),
+        ("key.sequence_id", "s" * 129),
+        ("key.attempt", 0),
+        ("root.model_fingerprint", "another model" * 1000),
+        ("root.adapter", "a" * 257),
+        ("root.tenant_salt", "t" * 257),
+        ("root.input_digest", b"short"),
+        ("tokens", b""),
+        ("tokens", b"\1\2\3\4\5"),
+        ("tokens", bytes(4 * ((1 << 20) + 1))),
+        ("max_new_tokens", (1 << 32) - 1),
     ],
 )
-async def test_a_malformed_item_spoils_only_itself(
-    worker: Worker, field: str, spoil: Callable[[pb.AllocateItem], object]
-) -> None:
+async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str, value: object) -> None:
     bad = item("bad", prompt(5))
-    spoil(bad)
+    spoil(bad, field, value)
     results = (await worker.allocate(item("a", prompt(5)), bad, item("c", prompt(5, first=50)))).results
     assert [result.status.code for result in results] == [0, code_pb2.INVALID_ARGUMENT, 0]
-    assert (reason_of(results[1].status), field_of(results[1].status)) == ("BAD_FIELD", field)
+    assert (reason_of(results[1].status), field_of(results[1].status)) == (
+        "BAD_FIELD",
+        field.replace("max_new_tokens", "tokens"),
+    )
     assert [result.WhichOneof("outcome") for result in results] == ["granted", None, "granted"]
 
 
@@ -219,7 +235,7 @@ async def test_a_long_name_in_a_message_is_clipped_to_what_headers_hold(stub: St
     found = await refused(
         stub.Describe(pb.DescribeRequest(worker_id="ü" * 2_000)), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER"
     )
-    assert len(found.message.encode()) <= status.MAX_MESSAGE_BYTES
+    assert len(found.message.encode()) <= MAX_TEXT_BYTES
     assert found.message.startswith("no live worker 'ü")
     assert found.message.endswith("live are: none")
 

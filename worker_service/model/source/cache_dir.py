@@ -1,4 +1,4 @@
-"""The folder on disk where a worker keeps what is expensive to make again."""
+"""The cache folder of a worker, for results that are expensive to compute."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import ModelError
+
+_LAYOUT = "1"
+"""Part of a conversion's name: a conversion that writes something else gets a new one."""
+
 
 def default_cache_dir() -> Path:
     """$KVPOOL_CACHE_DIR, else kvpool in the XDG cache folder."""
@@ -21,9 +26,21 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvpool"
 
 
+def open_cache_dir(given: Path | None) -> Path:
+    """The cache folder, `given` or the default, made if it is missing. Raises ModelError if that is not possible."""
+    folder = given or default_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"The cache folder {folder} cannot be made: {error.strerror}. Give another --cache-dir or KVPOOL_CACHE_DIR."
+        ) from error
+    return folder
+
+
 @contextmanager
 def locked(lock_file: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; waits for it. The lock ends with the process that holds it."""
+    """Hold an exclusive lock between processes; blocks until it is free. It is released when the process ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     with lock_file.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -31,9 +48,9 @@ def locked(lock_file: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file as a whole: readers see the old content or the new one. Safe when several processes write it at once."""
+    """Replace the whole file: readers get the old content or the new one. Safe if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not named after the process: in containers that share this folder all workers have the same number.
+    # Without the process id in its name: in containers that share this folder all workers have the same one.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
         file.write(content)
     os.chmod(file.name, 0o644)
@@ -42,18 +59,37 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def file_digest(path: Path, cache_dir: Path) -> str:
     """Hex SHA-256 of the file. A file with known path, size and modification time (ns) is not read again."""
-    stat = path.stat()
-    resolved = str(path.resolve())
-    version = {"path": resolved, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    name = hashlib.sha256(resolved.encode()).hexdigest()[:32]
-    record = cache_dir / "digests" / f"{name}.json"
-    known = _read(record)
-    if known is not None and all(known.get(key) == value for key, value in version.items()):
-        return str(known["sha256"])
+    if (known := known_digest(path, cache_dir)) is not None:
+        return known
+    version = _version(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_atomically(record, json.dumps({**version, "sha256": digest}).encode())
+    write_atomically(_record(version, cache_dir), json.dumps({**version, "sha256": digest}).encode())
     return digest
+
+
+def known_digest(path: Path, cache_dir: Path) -> str | None:
+    """The same if the cache has it; reads no more of the file than its size and time, and writes nothing."""
+    version = _version(path)
+    known = _read(_record(version, cache_dir))
+    if known is not None and all(known.get(key) == value for key, value in version.items()):
+        return str(known["sha256"])
+    return None
+
+
+def conversion_folder(gguf: Path, digest: str, cache_dir: Path) -> Path:
+    """Where the conversion of a GGUF file with this digest is kept; it is there when it is complete."""
+    return cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{_LAYOUT}"
+
+
+def _version(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _record(version: dict[str, Any], cache_dir: Path) -> Path:
+    name = hashlib.sha256(version["path"].encode()).hexdigest()[:32]
+    return cache_dir / "digests" / f"{name}.json"
 
 
 def _read(record: Path) -> dict[str, Any] | None:
