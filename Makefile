@@ -20,7 +20,7 @@ WHEELS ?=
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
-	@echo "make test         all tests"
+	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
@@ -55,7 +55,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)

@@ -1,15 +1,20 @@
-"""For all tests: GPU tests are left out where there is no GPU, and the summary says so."""
+"""For all tests: GPU tests are left out where there is no GPU; the summary counts them, and lists the time of each part."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
+from pathlib import PurePosixPath
+from typing import Any
 
 # Before anything imports torch: threads that spin while they wait make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import left_out
 
 # A machine that is busy for a moment says nothing of the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,8 +23,6 @@ settings.load_profile("patient")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in its background; services would inherit it, and tests send them Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_num_left_out = pytest.StashKey[int]()
 
 
 @pytest.fixture
@@ -39,15 +42,26 @@ def _has_cuda() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is marked `gpu` on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu or _has_cuda():
-        return
-    config.stash[_num_left_out] = len(on_gpu)
-    config.hook.pytest_deselected(items=on_gpu)
-    items[:] = [item for item in items if item not in on_gpu]
+    if on_gpu and not _has_cuda():
+        left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The hook of pytest-xdist for a process that has ended; only the process that started it prints a summary."""
+    left_out.take_over(node)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out and why."""
-    count = config.stash.get(_num_left_out, 0)
-    if count:
-        terminalreporter.write_line(f"{count} GPU tests were left out: torch finds no CUDA device here")
+    """Say what was left out and why, and how long each part took."""
+    for line in left_out.lines(config):
+        terminalreporter.write_line(line)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[str(PurePosixPath(report.nodeid.partition("::")[0]).parent)] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds of each part")
+        for part, duration in sorted(seconds.items(), key=lambda item: -item[1]):
+            terminalreporter.write_line(f"{duration:7.1f} {part}")

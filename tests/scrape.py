@@ -40,6 +40,7 @@ async def scrape(url: str) -> Scrape:
 
     def get() -> str:
         with urllib.request.urlopen(url, timeout=30) as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             return str(response.read().decode())
 
     return Scrape(await asyncio.to_thread(get))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.truth import NUM_TOP, Truth
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import NUM_TOP, truths_of
+from tests.tiny_models import TinyModel, make_tiny_model
 
 from .backends import TOLERANCE
 from .cases import AddRow
@@ -30,8 +30,7 @@ def compare_text(setup: Setup, add_row: AddRow, architecture: str) -> None:
 
 
 async def _compare(setup: Setup, add_row: AddRow, tiny: TinyModel, folder: Path) -> None:
-    oracle = Oracle.of(tiny.path)
-    truths = [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    truths = truths_of(tiny)
     async with Cluster(folder) as cluster:
         await cluster.start_manager()
         worker = cluster.start_worker(

@@ -248,14 +248,6 @@ def test_auto_takes_the_first_that_passes() -> None:
     assert undone == ["flash"]
 
 
-def test_a_wrong_backend_never_serves() -> None:
-    for wrong in WRONG.values():
-        if not isinstance(wrong, Writer):
-            needy = replace(SETTING, needs=ALL)
-            backend, _ = choose("auto", candidate("flash", lambda _, wrong=wrong: wrong), setting=needy)  # type: ignore[misc]
-            assert isinstance(backend, TorchAttention)
-
-
 def test_auto_says_why_the_others_do_not_serve() -> None:
     def unbuilt(_: AttentionSpec) -> AttentionBackend:
         raise OSError("libcudart.so.13 is missing")

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
@@ -223,6 +223,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.num_blocks: int | None = None
         self.seconds_to_answer = 0.0
         """Of Route and Describe."""
+        self.before_describe: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.former_lease_ms = 0
 
@@ -254,6 +255,8 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
         await asyncio.sleep(self.seconds_to_answer)
+        if self.before_describe is not None:
+            await self.before_describe()
         response = cache_pb2.DescribeResponse(
             epoch=7, num_prefix_nodes=3, former_lease_remaining_ms=self.former_lease_ms
         )

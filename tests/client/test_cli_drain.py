@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvpool.client import Client, ClientConfig, InvalidRequest, NotFound, SyncClient
+from kvpool.client import Client, InvalidRequest, NotFound
 from kvpool.client.cli.commands import drain as drain_module
 from tests.client.fakes import SESSION, FakeManager, FakeWorker, fake_cluster, serving
 from tests.client.test_cli_commands import kvpool
@@ -83,11 +83,3 @@ async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:
         with pytest.raises(NotFound):
             await client.drain("x", grace=0)
         assert len(manager.drains) == 2
-
-
-def test_the_blocking_client_has_it_too() -> None:
-    with (
-        SyncClient(config=ClientConfig(manager="127.0.0.1:1", first_contact=0.1)) as client,
-        pytest.raises(InvalidRequest),
-    ):
-        client.drain("w", grace=-1)

@@ -87,16 +87,6 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
     assert first.num_live == second.num_live == 0
 
 
-@pytest.mark.parametrize("num_delivered", range(len(WORDS) + 1))
-async def test_the_prompt_is_echoed_once(num_delivered: int) -> None:
-    """Also if the first worker goes away before its first token: the echo comes with that."""
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(num_delivered)), Storyteller("w2", story)
-    _, completion = await check(story, first, second, echo=True)
-    assert completion.text == bytes(PROMPT + WORDS).decode()
-    assert completion.num_attempts == 2
-
-
 async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     """Whoever holds what was generated, from an earlier request or a shared one, has the least to compute."""
     story = written(PROMPT, *WORDS)
@@ -104,20 +94,6 @@ async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         await read(client)
     assert [tuple(memoryview(route.tokens).cast("I")) for route in manager.routes] == [PROMPT, PROMPT + WORDS[:3]]
-
-
-@pytest.mark.parametrize("split", range(1, len(WORDS)))
-@pytest.mark.parametrize("stop", [["abce"], ["𝄞b"], ["é, a", "zzz"], [" abd abcx", "bd abce!!"]])
-async def test_a_stop_string_is_found_across_the_move(stop: list[str], split: int) -> None:
-    """Its beginning was withheld by the worker that died; or it looked like its beginning and comes out after all."""
-    story = written(PROMPT, *WORDS)
-    expected = await undisturbed(story, stop=stop)
-    async with (
-        fake_cluster(Storyteller("w1", story, Telling(split)), Storyteller("w2", story)) as manager,
-        quick(manager) as client,
-    ):
-        chunks, _ = await read(client, stop=stop)
-    assert joined(chunks) == (expected.token_ids, expected.text)
 
 
 async def test_a_seed_that_nobody_gave_is_kept() -> None:
@@ -353,16 +329,6 @@ async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
         with pytest.raises(Exception, match="closed while it looked"):
             await asyncio.wait_for(task, 30)
     assert len(worker.requests) == 1
-
-
-async def test_continuation_can_be_switched_off() -> None:
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    async with fake_cluster(first, second) as manager, quick(manager, continuation=False) as client:
-        with pytest.raises(Unavailable, match="w1") as caught:
-            await read(client)
-    assert caught.value.reason == "DRAINING"
-    assert not second.requests
 
 
 async def test_an_error_that_is_nobodys_absence_is_not_carried_on() -> None:

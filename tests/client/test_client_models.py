@@ -30,14 +30,6 @@ async def test_a_known_model_does_not_wait_for_the_fetch_of_another() -> None:
         assert (await fetch).name == "big"
 
 
-async def test_requests_that_meet_a_model_together_fetch_it_once() -> None:
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager, quick(manager) as client:
-        models = await asyncio.gather(*(client.model() for _ in range(8)))
-    assert {id(model) for model in models} == {id(models[0])}
-    assert (worker.num_model_calls, len(manager.describes)) == (1, 1)
-
-
 async def test_a_frozen_worker_is_passed_over_when_the_model_is_fetched() -> None:
     """It takes the call and says nothing; its lease still runs. The next one is asked after seconds, not half a minute."""
     frozen, live = FakeWorker("frozen"), FakeWorker("live")

@@ -16,7 +16,7 @@ from tests.live.workload import TINY
 
 SETTINGS = Settings(
     model=TINY,
-    kills=3,
+    kills=1,
     worker_faults=5,
     outage_seconds=0.0,
     reserve_seconds=15.0,
@@ -34,10 +34,10 @@ NUM_NEW = 300
 
 @pytest.mark.slow
 async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(tmp_path: Path) -> None:
-    """Three kills of the manager and each fault of a worker once, under load."""
+    """A kill of the manager and each fault of a worker once, under load."""
     result = await prove(SETTINGS, tmp_path, lambda what, done, of: None)
     assert json.loads(json.dumps(result.as_json()))["violations"] == []
-    assert [phase.faults for phase in result.phases] == [3, 5]
+    assert [phase.faults for phase in result.phases] == [1, 5]
     for phase in result.phases:
         assert phase.hit > 0
         assert phase.streams.num_streams >= SETTINGS.streams

@@ -69,20 +69,55 @@ async def small(tiny: TinyCluster, request: pytest.FixtureRequest) -> Tenant:
     return Tenant(tiny.cluster, TinyCluster.SMALL, request.node.name)
 
 
-def names(blocks: Sequence[cache_pb2.BlockDescription]) -> list[int]:
-    return [block.block_hash for block in blocks]
+THE_CAT, THE_DOG, THE_MAT = [1, 2, 3, 4], [1, 9, 3, 4], [1, 5, 6, 7]
+A = list(range(1, 9))
 
 
-async def test_eighteen_tokens_twice_are_four_entries(tenant: Tenant) -> None:
-    """16 of them are cached the second time, and nothing is kept twice."""
-    prompt = list(range(18))
-    assert await tenant.num_cached(prompt) == 0
-    first = await tenant.sealed()
-    assert [block.table_index for block in first] == [0, 1, 2, 3]
-    assert await tenant.num_cached(prompt) == 16
-    assert [(b.block_id, b.generation) for b in await tenant.sealed()] == [(b.block_id, b.generation) for b in first]
-    assert len(set(names(first))) == 4
-    assert all(block.state == cache_pb2.BLOCK_STATE_CACHED for block in first)
+@pytest.mark.parametrize(
+    ("asked", "sealed"),
+    [
+        # Eighteen tokens twice are four entries: nothing is kept twice.
+        ([(list(range(18)), 0), (list(range(18)), 16)], [0, 1, 2, 3]),
+        # 12 characters in common, one token each; the fourth block is never full.
+        ([("Hello world cat", 0), ("Hello world dog", 12)], [0, 1, 2]),
+        # "The cat sat on|the mat.!" and "The dog sat on|the mat.!", one token a word: equal blocks after different ones are
+        # two entries, and each is found after its own parent.
+        (
+            [
+                (THE_CAT + THE_MAT, 0),
+                (THE_DOG + THE_MAT, 0),
+                ([*THE_CAT, *THE_MAT, 8], 8),
+                ([*THE_DOG, *THE_MAT, 8], 8),
+            ],
+            [0, 0, 1, 1],
+        ),
+        # 22 and 20 tokens with nothing in common: no hit, five blocks each; a third request hits either set.
+        (
+            [
+                (list(range(22)), 0),
+                (list(range(100, 120)), 0),
+                ([*range(20), 200], 20),
+                ([*range(100, 120), 200], 20),
+            ],
+            [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        ),
+        # A full hit still computes its last block.
+        ([(list(range(16)), 0), (list(range(16)), 12), (list(range(16)), 12)], [0, 1, 2, 3]),
+        # A longer prompt reuses both blocks; a different first token is a different prefix.
+        ([(A, 0), ([*A, 9, 10], 8), ([0, *A[1:], 9, 10], 0)], [0, 0, 1, 1]),
+    ],
+    ids=["eighteen-tokens", "hello-world", "the-cat-and-the-dog", "nothing-in-common", "full-hit", "first-token"],
+)
+async def test_what_is_shared_is_kept_once_and_served(
+    tenant: Tenant, asked: list[tuple[Prompt, int]], sealed: list[int]
+) -> None:
+    """Each prompt with the tokens that the cache serves of it, and the places in their chains of all blocks sealed."""
+    for prompt, num_cached in asked:
+        assert await tenant.num_cached(prompt) == num_cached
+    blocks = await tenant.sealed()
+    assert [block.table_index for block in blocks] == sealed
+    assert len({block.block_hash for block in blocks}) == len(sealed)
+    assert {block.state for block in blocks} == {cache_pb2.BLOCK_STATE_CACHED}
 
 
 async def test_a_block_is_named_after_its_tokens_and_its_parents_name(tenant: Tenant) -> None:
@@ -93,53 +128,6 @@ async def test_a_block_is_named_after_its_tokens_and_its_parents_name(tenant: Te
     for index in range(1, 4):
         data = struct.pack("<Q4I", sealed[index - 1].block_hash, *prompt[4 * index : 4 * index + 4])
         assert sealed[index].block_hash == xxhash.xxh64_intdigest(data)
-
-
-async def test_hello_world_cat_and_dog_share_three_blocks(tenant: Tenant) -> None:
-    """12 characters in common, one token each; the fourth block is never full."""
-    assert await tenant.num_cached("Hello world cat") == 0
-    assert await tenant.num_cached("Hello world dog") == 12
-    assert [block.table_index for block in await tenant.sealed()] == [0, 1, 2]
-
-
-async def test_equal_blocks_behind_different_ones_are_two_entries(tenant: Tenant) -> None:
-    """ "The cat sat on|the mat.!" and "The dog sat on|the mat.!": one token a word, four words a block."""
-    the_cat, the_dog, the_mat = [1, 2, 3, 4], [1, 9, 3, 4], [1, 5, 6, 7]
-    assert await tenant.num_cached(the_cat + the_mat) == 0
-    assert await tenant.num_cached(the_dog + the_mat) == 0
-    sealed = await tenant.sealed()
-    assert [block.table_index for block in sealed] == [0, 0, 1, 1]
-    assert len(set(names(sealed))) == 4
-    # And each is found behind its own parent.
-    assert await tenant.num_cached([*the_cat, *the_mat, 8]) == 8
-    assert await tenant.num_cached([*the_dog, *the_mat, 8]) == 8
-    assert names(await tenant.sealed()) == names(sealed)
-
-
-async def test_prompts_with_nothing_in_common_keep_five_blocks_each(tenant: Tenant) -> None:
-    """22 and 20 tokens: no hit; a third request hits either set."""
-    one, other = list(range(22)), list(range(100, 120))
-    assert [await tenant.num_cached(one), await tenant.num_cached(other)] == [0, 0]
-    assert [block.table_index for block in await tenant.sealed()] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert await tenant.num_cached([*one[:20], 200]) == 20
-    assert await tenant.num_cached([*other, 200]) == 20
-    assert len(await tenant.sealed()) == 10
-
-
-async def test_a_full_hit_still_computes_its_last_block(tenant: Tenant) -> None:
-    """16 tokens again: 12 cached, and still four entries."""
-    prompt = list(range(16))
-    assert [await tenant.num_cached(prompt) for _ in range(3)] == [0, 12, 12]
-    assert len(set(names(await tenant.sealed()))) == 4
-
-
-async def test_a_longer_prompt_reuses_both_blocks_and_a_shifted_one_none(tenant: Tenant) -> None:
-    """A = [1 … 8], B = A + [9, 10], C = [0, 2, …, 8, 9, 10]: a different first token is a different prefix."""
-    a = list(range(1, 9))
-    assert await tenant.num_cached(a) == 0
-    assert await tenant.num_cached([*a, 9, 10]) == 8
-    assert await tenant.num_cached([0, *a[1:], 9, 10]) == 0
-    assert [block.table_index for block in await tenant.sealed()] == [0, 0, 1, 1]
 
 
 async def test_of_four_unrelated_blocks_the_last_three_remain(tiny: TinyCluster, small: Tenant) -> None:

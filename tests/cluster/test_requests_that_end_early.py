@@ -281,14 +281,6 @@ async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster
     await cluster.until_clean()
 
 
-async def test_leaving_the_block_of_a_stream_cancels_it(cluster: Cluster) -> None:
-    """The library's way: `async with client.generate(…)`."""
-    async with cluster.client() as client, client.generate([1, 2, 3], max_tokens=12_000) as stream:
-        while not (await anext(stream)).token_ids:
-            pass
-    await cluster.until_clean()
-
-
 async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluster, caller: Caller) -> None:
     """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on. One of another tenant takes the
     place of one of those that wait."""

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -23,9 +24,8 @@ from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
-from tests.cluster.truth import NUM_TOP, Truth
+from tests.cluster.truth import NUM_TOP, Truth, truths_of
 from tests.cluster.two_workers import TwoWorkers
-from tests.tiny_models import Oracle
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -67,13 +67,11 @@ class Subject(TwoWorkers):
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     folder = tmp_path_factory.mktemp("failures")
     model = make_endless_model(folder / "endless")
-    oracle = Oracle.of(model.path)
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
         await cluster.start_manager()
         for name in ("a", "b"):
             cluster.start_worker(name, model=model.path, block_size=4, num_blocks=65_537, grace_seconds=0.5)
-        truths = [Truth(oracle, prompt, model.num_new_tokens) for prompt in model.prompts]
-        yield Subject(cluster, truths)
+        yield Subject(cluster, truths_of(model))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -93,6 +91,18 @@ async def start_streams(client: Client, num_streams: int, first: int = 0) -> lis
         while not (await anext(stream)).token_ids:
             pass
     return streams
+
+
+@asynccontextmanager
+async def load_on(cluster: Cluster, name: str) -> AsyncIterator[list[GenerateStream]]:
+    """Six streams that stay with their workers; yields those of the worker `name`."""
+    async with cluster.client(continuation=False) as client:
+        streams = await start_streams(client, 6)
+        own = [stream for stream in streams if await runs_on(cluster, stream, name)]
+        assert own
+        yield own
+        for stream in streams:
+            await stream.aclose()
 
 
 async def end_of(stream: GenerateStream) -> KvpoolError | None:
@@ -158,27 +168,34 @@ async def test_a_manager_that_is_told_to_stop_exits_in_peace(subject: Subject) -
             await stream.aclose()
 
 
-async def test_a_worker_killed_under_load_comes_back_under_its_name(subject: Subject) -> None:
-    """Its streams end with UNAVAILABLE at once; the new incarnation fences the old one and starts with free blocks."""
+async def test_a_worker_killed_under_load_is_passed_over_and_returns_under_its_name(subject: Subject) -> None:
+    """Its streams end with UNAVAILABLE at once. The manager still ranks the holder of the prefix first; clients find it gone and
+    are served by the other. The new incarnation fences the old one and starts with free blocks, although the wall clock was an
+    hour ahead when the old one began."""
     cluster = subject.cluster
-    before = await cluster.worker("a")
-    async with cluster.client(continuation=False) as client:
-        streams = await start_streams(client, 6)
-        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
-        assert victims
-        cluster.kill("a")
-        for error in await ends_of(victims):
-            assert isinstance(error, Unavailable)
-        cluster.start_worker("a")
-        listening = await cluster.until_serving("a", or_not=True)
-        await cluster.until_registered("a")
-        after = await cluster.worker("a")
-        await subject.is_served_by("a")
-        assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
-        for stream in streams:
-            await stream.aclose()
+    async with cluster.client() as client, cluster.client() as newcomer:
+        victim = await subject.is_served(client)
+        other = {"a": "b", "b": "a"}[victim]
+        before = await cluster.worker(victim)
+        async with load_on(cluster, victim) as streams:
+            cluster.kill(victim)
+            for error in await ends_of(streams):
+                assert isinstance(error, Unavailable)
+        assert await subject.is_served(client) == other
+        assert await subject.is_served(newcomer) == other
+    found = incarnation._read(cluster.state_dir(victim))
+    assert found is not None
+    assert found[0] == before.incarnation
+    ahead = time.time_ns() + 3600 * 10**9
+    (cluster.state_dir(victim) / "incarnation").write_bytes(incarnation._encode(ahead, found[1]))
+    cluster.start_worker(victim)
+    listening = await cluster.until_serving(victim, or_not=True)
+    await cluster.until_registered(victim)
+    after = await cluster.worker(victim)
+    await subject.is_served_by(victim)
+    assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
     assert after.session > before.session
-    assert after.incarnation > before.incarnation
+    assert after.incarnation == ahead + 1
     assert after.counts[0].free == after.counts[0].capacity
 
 
@@ -200,21 +217,6 @@ async def runs_on(cluster: Cluster, stream: GenerateStream, name: str) -> bool:
     return any(key.sequence_id == stream.sequence_id for block in worker.blocks for key in block.owners)
 
 
-async def test_a_client_takes_the_next_worker_when_the_first_is_dead(subject: Subject) -> None:
-    """The manager still ranks the holder of the prefix first; the client finds it gone and is served by the other."""
-    cluster = subject.cluster
-    async with cluster.client() as client:
-        holder = await subject.is_served(client)
-        other = {"a": "b", "b": "a"}[holder]
-        cluster.kill(holder)
-        started = time.monotonic()
-        assert await subject.is_served(client) == other
-        assert time.monotonic() - started < SERVED_WITHIN_SECONDS
-        async with cluster.client() as newcomer:
-            assert await subject.is_served(newcomer) == other
-    cluster.start_worker(holder)
-
-
 async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject: Subject) -> None:
     """SIGSTOP: its connections stay open, yet requests go to the other worker. SIGCONT: it returns with what it held, and its
     streams, which nobody has moved, go on."""
@@ -222,27 +224,23 @@ async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject:
     async with cluster.client(continuation=False, liveness_interval=0.5) as client:
         frozen = await subject.is_served(client)
         other = {"a": "b", "b": "a"}[frozen]
-        streams = await start_streams(client, 6)
-        victims = [stream for stream in streams if await runs_on(cluster, stream, frozen)]
-        assert victims
-        before = await cluster.worker(frozen)
-        cluster.suspend(frozen)
-        # Not fenced yet, so still ranked first: this client waits for it, finds its lease ended, and goes on.
-        # Every hiccup of the manager lengthens the lease, so on a busy machine this may take a while.
-        async with asyncio.timeout(LEASE_SECONDS + 20.0):
+        async with load_on(cluster, frozen) as streams:
+            before = await cluster.worker(frozen)
+            cluster.suspend(frozen)
+            # Not fenced yet, so still ranked first: this client waits for it, finds its lease ended, and goes on.
+            # Every hiccup of the manager lengthens the lease, so on a busy machine this may take a while.
+            async with asyncio.timeout(LEASE_SECONDS + 20.0):
+                assert await subject.is_served(client) == other
+
+            async def is_fenced() -> bool:
+                return [worker.worker_id for worker in await cluster.describe()] == [other]
+
+            await eventually(is_fenced, "the frozen worker is fenced", 20.0)
             assert await subject.is_served(client) == other
-
-        async def is_fenced() -> bool:
-            return [worker.worker_id for worker in await cluster.describe()] == [other]
-
-        await eventually(is_fenced, "the frozen worker is fenced", 20.0)
-        assert await subject.is_served(client) == other
-        cluster.resume(frozen)
-        await until_known(cluster, victims)
-        after = await cluster.worker(frozen)
-        assert (after.incarnation, after.session > before.session) == (before.incarnation, True)
-        for stream in streams:
-            await stream.aclose()
+            cluster.resume(frozen)
+            await until_known(cluster, streams)
+            after = await cluster.worker(frozen)
+            assert (after.incarnation, after.session > before.session) == (before.incarnation, True)
         await subject.both_live()
         await subject.is_served_by(frozen)
 
@@ -252,10 +250,7 @@ async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) ->
     manager has refused it for some leases. The streams of the first one go on."""
     cluster = subject.cluster
     before = await cluster.worker("a")
-    async with cluster.client(continuation=False) as client:
-        streams = await start_streams(client, 6)
-        own = [stream for stream in streams if await runs_on(cluster, stream, "a")]
-        assert own
+    async with load_on(cluster, "a") as streams:
         here, elsewhere = cluster.start_rival("a"), cluster.start_rival("a", state_dir=cluster.state_dir("elsewhere"))
         try:
             assert await here.ended(START_SECONDS) == 1
@@ -267,31 +262,10 @@ async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) ->
         finally:
             here.kill()
             elsewhere.kill()
-        for stream in own:
+        for stream in streams:
             assert (await anext(stream)).token_ids
         after = await cluster.worker("a")
         assert (after.incarnation, after.address) == (before.incarnation, before.address)
-        for stream in streams:
-            await stream.aclose()
-
-
-async def test_a_worker_returns_although_the_clock_was_set_back(subject: Subject) -> None:
-    """Its last incarnation is of a wall clock that was an hour ahead; the next one is larger, and it is taken back at once."""
-    cluster = subject.cluster
-    state = cluster.state_dir("a")
-    ahead = time.time_ns() + 3600 * 10**9
-    before = await cluster.worker("a")
-    cluster.kill("a")
-    found = incarnation._read(state)
-    assert found is not None
-    assert found[0] == before.incarnation
-    (state / "incarnation").write_bytes(incarnation._encode(ahead, found[1]))
-    cluster.start_worker("a")
-    await cluster.until_registered("a")
-    after = await cluster.worker("a")
-    assert after.incarnation == ahead + 1
-    assert after.session > before.session
-    await subject.is_served_by("a")
 
 
 async def until_it_knows_that_it_drains(worker: Process, told: int) -> None:
@@ -332,46 +306,22 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
     cluster.start_worker("a")
 
 
-async def test_a_second_signal_cuts_the_grace_short(subject: Subject) -> None:
-    """Whoever presses Ctrl-C twice does not want to wait; blocks are freed and the manager is told all the same."""
+async def test_a_signal_cuts_the_grace_short(subject: Subject) -> None:
+    """SIGTERM while it drains: streams end with UNAVAILABLE, blocks are freed, the manager forgets the worker before its lease
+    would end, and the exit status is 0."""
     cluster = subject.cluster
-    async with cluster.client(continuation=False) as client:
-        streams = await start_streams(client, 6)
-        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
-        assert victims
+    async with cluster.client() as client, load_on(cluster, "a") as streams:
         worker = cluster.processes["a"]
         told = len(worker.log)
         await client.drain("a", grace=3600.0)
         await until_it_knows_that_it_drains(worker, told)
         assert worker.status is None
         worker.send(signal.SIGTERM)
-        for error in await ends_of(victims):
+        for error in await ends_of(streams):
             assert isinstance(error, Unavailable)
             assert error.reason == "DRAINING"
         assert await worker.ended() == 0
         assert [description.worker_id for description in await cluster.describe()] == ["b"]
-        for stream in streams:
-            await stream.aclose()
-    cluster.start_worker("a")
-
-
-async def test_a_worker_that_is_told_to_stop_takes_leave_at_once(subject: Subject) -> None:
-    """SIGTERM under load: streams get their grace and then UNAVAILABLE, the manager forgets the worker before its lease
-    would end, and the exit status is 0."""
-    cluster = subject.cluster
-    async with cluster.client(continuation=False) as client:
-        streams = await start_streams(client, 6)
-        victims = [stream for stream in streams if await runs_on(cluster, stream, "a")]
-        assert victims
-        worker = cluster.processes["a"]
-        worker.send(signal.SIGTERM)
-        errors = await ends_of(victims)
-        assert await worker.ended() == 0
-        assert [description.worker_id for description in await cluster.describe()] == ["b"]
-        for error in errors:
-            assert isinstance(error, Unavailable)
-        for stream in streams:
-            await stream.aclose()
         assert await subject.is_served(client) == "b"
     assert "lease expired" not in cluster.processes[MANAGER].log.rpartition("deregistered")[2]
     cluster.start_worker("a")

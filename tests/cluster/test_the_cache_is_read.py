@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.client import Completion
 from kvpool.v1 import cache_pb2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
-from tests.cluster.truth import NUM_TOP, Truth, check_all
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import NUM_TOP, Truth, truths_of
+from tests.tiny_models import TinyModel, make_tiny_model
 
 BLOCK_SIZE = 4
 
@@ -26,23 +25,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def truths(tiny: TinyModel) -> list[Truth]:
-    oracle = Oracle.of(tiny.path)
-    return [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    return truths_of(tiny)
 
 
 @pytest.fixture
 async def cluster(tiny: TinyModel, tmp_path: Path) -> AsyncIterator[InProcessCluster]:
     async with in_process_cluster(tiny.path, tmp_path, block_size=BLOCK_SIZE, num_blocks=129) as cluster:
         yield cluster
-
-
-def num_to_forward(completions: list[Completion]) -> int:
-    """Tokens that must be computed for these answers, no more and no fewer: the last token's KV never is."""
-    assert all(completion.num_preemptions == 0 for completion in completions)
-    return sum(
-        completion.num_prompt_tokens - completion.num_cached_tokens + len(completion.token_ids) - 1
-        for completion in completions
-    )
 
 
 async def test_altering_one_cached_block_changes_the_next_sharers_text(
@@ -69,25 +58,6 @@ async def test_altering_one_cached_block_changes_the_next_sharers_text(
         assert stranger.num_cached_tokens == 0
         truth.check(stranger)
         truth.check(await cluster.complete(truth.prompt, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
-
-
-async def test_no_token_is_forwarded_twice_and_none_is_left_out(
-    cluster: InProcessCluster, tiny: TinyModel, truths: list[Truth]
-) -> None:
-    """num_forwarded_tokens = Σ(prompt − cached + generated − 1): alone, together, warm, and where 16 arrive as one."""
-    engine = cluster.worker.engine
-    for _ in range(2):
-        before = engine.stats.num_forwarded_tokens
-        completions = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
-        check_all(truths, completions)
-        assert engine.stats.num_forwarded_tokens - before == num_to_forward(completions)
-
-    before = engine.stats.num_forwarded_tokens
-    common = tuple(range(100, 164))
-    prompts = [(*common, 200 + index) for index in range(16)]
-    completions = await cluster.all_at_once(prompts, max_tokens=2)
-    assert engine.stats.num_forwarded_tokens - before == num_to_forward(completions)
-    assert sorted(completion.num_cached_tokens for completion in completions) == [0] + [64] * 15
 
 
 async def test_a_text_that_stops_early_costs_only_what_it_computed(

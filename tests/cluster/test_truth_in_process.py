@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.in_process import in_process_cluster
-from tests.cluster.truth import NUM_TOP, Truth, check_all
-from tests.tiny_models import ARCHITECTURES, Oracle, make_tiny_model
+from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
+from tests.tiny_models import ARCHITECTURES, make_tiny_model
 
 # Chunks of 7, blocks of 4, and a pool that holds the longest sequence (14 blocks) but never all five (47).
 TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
@@ -22,8 +22,7 @@ CAPACITY = 20
 async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, tmp_path: Path) -> None:
     """Cold, warm, at once, alone; with eviction and preemption on the way; and with the cache switched off."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
-    oracle = Oracle.of(tiny.path)
-    truths = [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    truths = truths_of(tiny)
     async with in_process_cluster(tiny.path, tmp_path, **TIGHT) as cluster:
         num_preemptions = 0
         for salt in ("", *"abcd"):
@@ -56,8 +55,7 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
 async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dict[str, float], tmp_path: Path) -> None:
     """Hundreds of requests of all lengths, at random times, many of them cancelled: each token delivered is the right one."""
     tiny = make_tiny_model("llama", tmp_path / "llama")
-    oracle = Oracle.of(tiny.path)
-    truths = [Truth(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
+    truths = truths_of(tiny)
     numbers = random.Random(11)
     async with in_process_cluster(tiny.path, tmp_path, **{**TIGHT, "num_blocks": 16}, **settings) as cluster:
 

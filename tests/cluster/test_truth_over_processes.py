@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 WORKERS = (TinyCluster.ROOMY, *TinyCluster.TIGHT)
 
 
-async def test_four_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyCluster) -> None:
+async def test_several_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyCluster) -> None:
     """All prompts of all models at the same instant, twice; the client chooses the worker by its model."""
     truths = {name: tiny.truths(name) for name in WORKERS}
     num_preemptions = dict.fromkeys(WORKERS, 0)

@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
-from tests.cluster.truth import Truth
-from tests.tiny_models import Oracle, TinyModel, make_tiny_model
+from tests.cluster.truth import Truth, truths_of
+from tests.tiny_models import TinyModel, make_tiny_model
 
 
 @dataclass(frozen=True)
 class TinyCluster:
-    """One manager and five workers of block size 4, each with a model of its own, all in float32."""
+    """One manager and four workers of block size 4, each with a model of its own, all in float32."""
 
     cluster: Cluster
     models: dict[str, TinyModel]
@@ -25,14 +25,12 @@ class TinyCluster:
     """A llama with a tokenizer of one token per character, over 1,024 blocks."""
     SMALL: ClassVar = "small"
     """Another model, over 3 blocks."""
-    TIGHT: ClassVar = ("gpt2", "qwen2", "gemma2")
+    TIGHT: ClassVar = ("gpt2", "gemma2")
     """Under pressure: chunks of 7, and 20 blocks, which the longest sequence fits but never all of them."""
 
     def truths(self, name: str) -> list[Truth]:
         """What the worker must answer to its model's prompts."""
-        model = self.models[name]
-        oracle = Oracle.of(model.path)
-        return [Truth(oracle, prompt, model.num_new_tokens) for prompt in model.prompts]
+        return truths_of(self.models[name])
 
 
 @asynccontextmanager

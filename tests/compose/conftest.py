@@ -13,28 +13,18 @@ import pytest_asyncio
 
 from tests.compose.containers import SERVICES, START_SECONDS, Containers
 from tests.compose.project import ROOT, compose_command, compose_environment, docker_problem, leftovers
+from tests.left_out import leave_out
 
 VARIABLE = "KVPOOL_COMPOSE_TEST"
 """Set by `make test-compose`."""
 FOLDER = Path(__file__).parent
-_num_left_out = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is in this folder, except for `make test-compose`."""
-    ours = [item for item in items if item.path.is_relative_to(FOLDER)]
-    if not ours or VARIABLE in os.environ:
-        return
-    config.stash[_num_left_out] = len(ours)
-    config.hook.pytest_deselected(items=ours)
-    items[:] = [item for item in items if item not in ours]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Report how many tests were left out, and what runs them."""
-    count = config.stash.get(_num_left_out, 0)
-    if count:
-        terminalreporter.write_line(f"{count} tests of containers were left out: `make test-compose` runs them")
+    if VARIABLE not in os.environ:
+        ours = [item for item in items if item.path.is_relative_to(FOLDER)]
+        leave_out(config, items, ours, "tests of containers were left out: `make test-compose` runs them")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.v1 import cache_pb2
+from tests import manager_calls
 
 REQUESTS: dict[str, type[Message]] = {
     "Register": cache_pb2.RegisterRequest,
@@ -56,33 +56,10 @@ def response_of(letter: Letter) -> Any:
 def execute(manager: CacheManager, letter: Letter, now: float) -> Letter:
     """Let the manager execute a request, as its servicer does; returns the answer."""
     try:
-        response = _execute(manager, letter.method, request_of(letter), now)
+        response = manager_calls.execute(manager, letter.method, request_of(letter), now)
     except Refusal as refusal:
         return letter._replace(payload=b"", is_reply=True, refusal=refusal.reason.value)
     return letter._replace(payload=response.SerializeToString(deterministic=True), is_reply=True)
-
-
-def _execute(manager: CacheManager, method: str, request: Any, now: float) -> Message:
-    if method == "Register":
-        epoch, session = manager.register(worker_codec.decode_registration(request), now)
-        return cache_pb2.RegisterResponse(epoch=epoch, session=session, report_wanted=request.holds_state)
-    if method == "KeepAlive":
-        reply = manager.keep_alive(request.session, request.downlink_ack, worker_codec.decode_load(request.load), now)
-        return cache_pb2.KeepAliveResponse(downlink=worker_codec.encode_downlink(reply))
-    uplink = worker_codec.decode_uplink(request)
-    if method == "Report":
-        _, reply = manager.report(uplink, worker_codec.decode_report(request))
-        return cache_pb2.ReportResponse(downlink=worker_codec.encode_downlink(reply))
-    if method == "Allocate":
-        allocated, reply = manager.allocate(uplink, [worker_codec.decode_allocate_item(item) for item in request.items])
-        results = map(worker_codec.encode_allocate_outcome, allocated)
-        return cache_pb2.AllocateResponse(downlink=worker_codec.encode_downlink(reply), results=results)
-    if method == "Append":
-        appended, reply = manager.append(uplink, [worker_codec.decode_append_item(item) for item in request.items])
-        answers = map(worker_codec.encode_append_outcome, appended)
-        return cache_pb2.AppendResponse(downlink=worker_codec.encode_downlink(reply), results=answers)
-    reply = manager.free(uplink, worker_codec.decode_free_items(request.items))
-    return cache_pb2.FreeResponse(downlink=worker_codec.encode_downlink(reply))
 
 
 class Form(NamedTuple):

@@ -69,7 +69,7 @@ class Arena:
 
     def right_answer(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Greedy, of NUM_TOKENS tokens. AssertionError if it hangs on rounding."""
-        return tuple(Truth(self.oracle, prompt, NUM_TOKENS).tokens)
+        return tuple(Truth.of(self.oracle, prompt, NUM_TOKENS).tokens)
 
     # -- processes
 

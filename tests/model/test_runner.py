@@ -64,17 +64,6 @@ def test_random_sampling_does_not_depend_on_the_batch(loaded: LoadedModel) -> No
     assert other.token_ids != alone.token_ids
 
 
-def test_a_sampled_text_can_be_continued_elsewhere(loaded: LoadedModel) -> None:
-    """The draw depends on the token's position, not on where prefill ended: what a new attempt relies on."""
-    sampling = SamplingParams(temperature=1.0, seed=5)
-    paged = PagedModel(loaded)
-    whole = paged.request(range(20), 10, sampling=sampling)
-    paged.run([whole])
-    rest = paged.request([*range(20), *whole.token_ids[:4]], 6, sampling=sampling)
-    paged.run([rest])
-    assert rest.token_ids == whole.token_ids[4:]
-
-
 def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> None:
     """A prompt of n tokens is followed by the token at position n, also when its last tokens come in a chunk."""
     runner, sampling = PagedModel(loaded).runner, SamplingParams(temperature=2.0, seed=5)

@@ -149,18 +149,6 @@ def test_a_seed_that_is_no_word_is_refused(seed: int, position: int) -> None:
         uniforms([0, seed, 0], [0, position, 0])
 
 
-def test_greedy_takes_the_lowest_of_equal_ids() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
-    assert tokens_of(logits, [Row()]) == [1]
-    assert tokens_of(logits, [Row(banned_ids=[1])]) == [3]
-    assert tokens_of(logits, [Row(SamplingParams(logit_bias={4: 0.5}))]) == [4]
-
-
-def test_top_k_of_equal_logits_keeps_the_lowest_ids() -> None:
-    params = SamplingParams(temperature=1.0, top_k=2, seed=3)
-    assert set(tokens_of(torch.ones(50, 6), [Row(params, position=position) for position in range(50)])) == {0, 1}
-
-
 class LargeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is done with tensors as large as the logits."""
 

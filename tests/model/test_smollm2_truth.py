@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.model.source.resolve import resolve_model
+from tests.cluster import smollm2
+from tests.cluster.truth import LOGPROB_TOLERANCE, Truth
 from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, quiet
-from tests.tiny_models import Oracle
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,25 +30,19 @@ def loaded() -> LoadedModel:
     return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1), quiet)
 
 
+@pytest.fixture(scope="module")
+def truths() -> list[Truth]:
+    return smollm2.compute(smollm2.oracle(), TEXTS, NUM_NEW)
+
+
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-def test_smollm2_equals_generate(loaded: LoadedModel, min_shared_tokens: int) -> None:
-    folder = resolve_model("smollm2", default_cache_dir(), quiet).path
-    oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    assert loaded.facts.tokenizer_json is not None
-    tokenizer = Tokenizer.from_str(loaded.facts.tokenizer_json.decode())
-    prompts = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
+def test_smollm2_equals_generate(loaded: LoadedModel, truths: list[Truth], min_shared_tokens: int) -> None:
     paged = PagedModel(loaded, min_shared_tokens=min_shared_tokens, shapes=SHORT_SEGMENTS)
-    first = paged.request(prompts[3], NUM_NEW)
+    first = paged.request(truths[3].prompt, NUM_NEW)
     paged.run([first])
-    shared = first.table[: len(tokenizer.encode(COMMON).ids) // BLOCK_SIZE]
-    requests = [
-        *(paged.request(prompt, NUM_NEW) for prompt in prompts[:3]),
-        *(paged.request(prompt, NUM_NEW, shared) for prompt in prompts[3:]),
-    ]
+    shared = first.table[: len(smollm2.tokenizer().encode(COMMON).ids) // BLOCK_SIZE]
+    requests = [paged.request(truth.prompt, NUM_NEW, shared if at >= 3 else ()) for at, truth in enumerate(truths)]
     paged.run(requests, chunk=16, stagger=1)
-    for request, prompt in zip(requests, prompts, strict=True):
-        tokens, logits = oracle.logits(prompt, NUM_NEW)
-        assert request.token_ids == tokens
-        logprobs = torch.log_softmax(logits, dim=-1)
-        expected = [float(logprobs[index, token]) for index, token in enumerate(tokens)]
-        assert request.logprobs == pytest.approx(expected, abs=1e-4)
+    for request, truth in zip(requests, truths, strict=True):
+        assert request.token_ids == truth.tokens
+        assert request.logprobs == pytest.approx([best[0] for best in truth.best], abs=LOGPROB_TOLERANCE)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import urllib.error
-import urllib.request
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.process.address import PortError
 from kvpool.process.histogram import Histogram
@@ -18,6 +16,7 @@ from kvpool.process.metrics import (
     MetricsServer,
     listen_for_metrics,
 )
+from tests.scrape import scrape
 
 HOST = "127.0.0.1"
 
@@ -43,20 +42,9 @@ async def ask(server: MetricsServer, request: bytes) -> bytes:
     return answer
 
 
-async def scrape(server: MetricsServer) -> str:
-    """What an ordinary HTTP client gets."""
-
-    def get() -> str:
-        with urllib.request.urlopen(server.url, timeout=10) as response:
-            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            return str(response.read().decode())
-
-    return await asyncio.to_thread(get)
-
-
 async def test_a_client_reads_what_the_page_was_filled_with() -> None:
     async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
-        families = {family.name: family for family in text_string_to_metric_families(await scrape(server))}
+        families = (await scrape(server.url)).families
     assert families["kvpool_blocks"].type == "gauge"
     assert [(s.labels["state"], s.value) for s in families["kvpool_blocks"].samples] == [
         ("free", 3.0),
@@ -110,9 +98,9 @@ async def test_a_page_that_cannot_be_filled_is_an_error_and_the_next_one_is_whol
 
     async with MetricsServer(listen_for_metrics(HOST, 0), fill_or_fail) as server:
         with pytest.raises(urllib.error.HTTPError, match="500"):
-            await scrape(server)
+            await scrape(server.url)
         is_broken = False
-        assert "kvpool_calls_total 7.0" in await scrape(server)
+        assert "kvpool_calls_total 7.0" in (await scrape(server.url)).text
 
 
 async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() -> None:
@@ -127,7 +115,7 @@ async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() 
             writer.close()
         while server._connections:
             await asyncio.sleep(0.01)
-        assert "kvpool_calls_total" in await scrape(server)
+        assert "kvpool_calls_total" in (await scrape(server.url)).text
 
 
 async def test_a_stop_does_not_wait_for_those_who_say_nothing() -> None:

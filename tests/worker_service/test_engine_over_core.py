@@ -49,35 +49,6 @@ async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int
         assert world.engine.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_texts_stay_right_when_the_pool_is_far_too_small(seed: int) -> None:
-    """Eviction and preemption by recompute change no text, and somebody always makes progress."""
-    rng = random.Random(seed)
-    prompts = prompts_with_shared_beginnings(rng, 20, 24)
-    world = World(num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
-    async with world.running():
-        for _ in range(5):
-            texts = await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
-            assert texts == [expected_text(prompt, 20) for prompt in prompts]
-            if world.engine.scheduler.num_preemptions:  # nearly always at once
-                break
-        assert world.engine.scheduler.num_preemptions > 0
-        assert world.manager.worker("w0").pool.num_evicted > 0
-
-
-async def test_without_preemption_each_token_is_forwarded_once() -> None:
-    """Tokens forwarded = Σ (prompt − cached + generated − 1)."""
-    rng = random.Random(7)
-    world = World(num_blocks=2000, block_size=4, max_num_batched_tokens=64)
-    async with world.running():
-        requests = [world.submit(prompt, 9) for prompt in prompts_with_shared_beginnings(rng, 30, 50)]
-        await asyncio.gather(*map(read, requests))
-        usages = [request.usage() for request in requests]
-        forwarded = sum(u.num_prompt_tokens - u.num_cached_tokens + u.num_generated_tokens - 1 for u in usages)
-        assert world.model.num_forwarded == world.engine.stats.num_forwarded_tokens == forwarded
-        assert sum(u.num_cached_tokens for u in usages) > 0
-
-
 async def test_a_thousand_calls_compute_their_common_prompt_once() -> None:
     """One 512-token system prompt, 64 at a time: 512 tokens computed once, 999 × 512 = 511,488 not again."""
     rng = random.Random(1)
@@ -97,18 +68,6 @@ async def test_a_thousand_calls_compute_their_common_prompt_once() -> None:
         assert sum(cached) == 511_488
         assert world.model.num_forwarded == 512 + 1000 * (16 + 3)
         assert world.cache.num_reserve_waits == 0
-
-
-async def test_sixteen_at_the_same_instant_compute_their_prefix_once() -> None:
-    """The fifteen others wait for the prefix in flight and are then served from the cache."""
-    system = list(range(512))
-    world = World(num_blocks=1000, block_size=16)
-    async with world.running():
-        requests = [world.submit([*system, 1000 + i], 3) for i in range(16)]
-        texts = await asyncio.gather(*map(read, requests))
-        assert texts == [expected_text([*system, 1000 + i], 3) for i in range(16)]
-        assert sorted(request.num_cached_tokens for request in requests) == [0] + [512] * 15
-        assert world.model.num_forwarded == 512 + 16 * (1 + 2)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "preempted", "stopped"])
@@ -162,62 +121,6 @@ async def test_a_bad_wire_changes_no_text_and_leaks_nothing(seed: int) -> None:
                 assert await read(request) == expected_text(prompt, 10)
             except EngineError as error:
                 assert error.message == "gone"  # noqa: PT017 - most of these requests do not fail
-
-
-async def test_a_cut_wire_stops_nobody_who_decodes_from_the_reserve() -> None:
-    """While the manager is away, running sequences go on as long as the reserve lasts, and lose nothing."""
-    world = World(num_blocks=200, block_size=4)
-    async with world.running():
-        requests = [world.submit([i, i, i, i, i], 12) for i in range(3)]
-        while not all(request.num_generated >= 2 and world.cache.num_spare_blocks >= 3 for request in requests):
-            await asyncio.sleep(0)
-        world.wire.is_cut = True
-        before = [request.num_generated for request in requests]
-        for _ in range(200):
-            await asyncio.sleep(0.001)
-        assert all(request.num_generated > count for request, count in zip(requests, before, strict=True))
-        world.wire.is_cut = False
-        assert await asyncio.gather(*map(read, requests)) == [expected_text([i] * 5, 12) for i in range(3)]
-
-
-async def test_an_idle_worker_finds_a_restarted_manager_too() -> None:
-    """Nothing is in flight but heartbeats; the worker registers again all the same."""
-    world = World(num_blocks=100, block_size=4)
-    async with world.running():
-        for epoch in (2, 3):
-            world.wire.manager = CacheManager(epoch)
-            async with asyncio.timeout(30):
-                while not (world.cache.is_ready() and world.is_known()):
-                    await asyncio.sleep(0.005)
-            assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
-
-
-async def test_cancelling_at_any_moment_frees_everything() -> None:
-    """Waiting, allocating, parked, running, in a step: `running()` asserts that nothing stays held."""
-    rng = random.Random(3)
-    world = World(num_blocks=60, block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
-    async with world.running():
-        for _ in range(60):
-            requests = [world.submit(prompt, 8) for prompt in prompts_with_shared_beginnings(rng, 3, 30)]
-            for _ in range(rng.randrange(12)):
-                await asyncio.sleep(0)
-            for request in requests:
-                world.engine.abort(request)
-                await asyncio.sleep(rng.choice([0, 0, 0.001]))
-
-
-async def test_cancelling_while_the_allocate_is_in_flight_frees_what_it_brings() -> None:
-    """The grant arrives after the reader has gone."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
-        world.wire.gate = asyncio.Event()
-        request = world.submit(list(range(30)), 4)
-        while request.sequence.state is not SequenceState.ALLOCATING:
-            await asyncio.sleep(0)
-        world.engine.abort(request)
-        world.wire.gate.set()
-        await world.until_idle()
-        assert world.manager.worker("w0").num_prompt_tokens == 30, "it was granted"
 
 
 async def test_a_failed_step_ends_its_streams_and_no_others() -> None:

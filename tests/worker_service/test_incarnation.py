@@ -110,7 +110,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         module._encode(12, bytes(16))[:-1],
         module._encode(MAX_INCARNATION, bytes(16)),
         module._encode((1 << 63) + 5, bytes(16)),
-        os.urandom(64),
+        bytes(range(192, 256)),
     ],
 )
 def test_a_damaged_file_is_logged_and_begun_anew(tmp_path: Path, damage: bytes) -> None:

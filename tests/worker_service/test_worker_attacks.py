@@ -102,7 +102,7 @@ async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
     monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", known)
     async with in_process_cluster(model.path, tmp_path, max_model_len=MAX_MODEL_LEN, num_blocks=1025) as cluster:
         prompt, num_tokens = model.prompts[0], 120
-        truth = Truth(Oracle.of(model.path), prompt, 16)
+        truth = Truth.of(Oracle.of(model.path), prompt, 16)
         undisturbed = await cluster.complete(prompt, max_tokens=num_tokens)
         session = cluster.worker.engine.cache.session
         stream = cluster.client.generate(prompt, max_tokens=num_tokens, ignore_eos=True)

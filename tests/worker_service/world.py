@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from kvpool.cache_service import status, worker_codec
+from kvpool.cache_service import status
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
-from kvpool.cache_service.core.session_key import SessionKey
+from kvpool.cache_service.core.session_key import NO_KEY
 from kvpool.cache_service.keys import make_session_key
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
@@ -23,6 +23,7 @@ from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.manager_link import ManagerLink
+from tests import manager_calls
 from tests.tracer import VOCAB_SIZE
 from tests.worker_service.tracer_model import TracerModel
 
@@ -88,44 +89,13 @@ class Wire:
         return response
 
     def _execute(self, name: str, request: Any) -> Any:
-        manager = self.manager
+        key = make_session_key() if name == "Register" else NO_KEY
+        response: Any = manager_calls.execute(self.manager, name, request, self.now(), key)
         if name == "Register":
-            key = make_session_key()
-            epoch, session = manager.register(worker_codec.decode_registration(request), self.now(), key)
-            return cache_pb2.RegisterResponse(
-                epoch=epoch,
-                session=session,
-                lease_ms=self.lease_ms,
-                keep_alive_interval_ms=50,
-                report_wanted=request.holds_state,
-                session_key=key,
-            )
-        if name == "KeepAlive":
-            load = worker_codec.decode_load(request.load)
-            key = SessionKey(request.session_key)
-            reply = manager.keep_alive(
-                request.session, request.downlink_ack, load, self.now(), draining=request.draining, key=key
-            )
-            return cache_pb2.KeepAliveResponse(lease_ms=6000, downlink=worker_codec.encode_downlink(reply))
-        if name == "Deregister":
-            manager.deregister(request.session, SessionKey(request.session_key))
-            return cache_pb2.DeregisterResponse()
-        uplink = worker_codec.decode_uplink(request)
-        if name == "Report":
-            _, reply = manager.report(uplink, worker_codec.decode_report(request))
-            return cache_pb2.ReportResponse(downlink=worker_codec.encode_downlink(reply))
-        if name == "Allocate":
-            allocated, reply = manager.allocate(
-                uplink, [worker_codec.decode_allocate_item(item) for item in request.items]
-            )
-            results = [worker_codec.encode_allocate_outcome(outcome) for outcome in allocated]
-            return cache_pb2.AllocateResponse(downlink=worker_codec.encode_downlink(reply), results=results)
-        if name == "Append":
-            appended, reply = manager.append(uplink, [worker_codec.decode_append_item(item) for item in request.items])
-            answers = [worker_codec.encode_append_outcome(outcome) for outcome in appended]
-            return cache_pb2.AppendResponse(downlink=worker_codec.encode_downlink(reply), results=answers)
-        reply = manager.free(uplink, worker_codec.decode_free_items(request.items))
-        return cache_pb2.FreeResponse(downlink=worker_codec.encode_downlink(reply))
+            response.lease_ms, response.keep_alive_interval_ms = self.lease_ms, 50
+        elif name == "KeepAlive":
+            response.lease_ms = 6000
+        return response
 
     def __getattr__(self, name: str) -> Any:
         """The stub's methods: `await wire.Allocate(request, timeout=…)`."""

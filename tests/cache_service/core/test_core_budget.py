@@ -16,7 +16,6 @@ from kvpool.cache_service.core.messages import (
     ReportPart,
     ReservedBlock,
     SequenceUpdate,
-    TableEntry,
     Uplink,
     WorkerLoad,
 )
@@ -185,19 +184,6 @@ def test_a_batch_ends_where_the_answer_is_full() -> None:
     assert manager.sessions == ()
     assert manager.ended[SessionEnd.REPLY_TOO_LARGE] == 1
     assert manager.check().violations == []
-
-
-def test_as_many_blocks_as_there_are_in_the_reserve_are_bound_in_one_pass() -> None:
-    """Each named block is looked up once among those named before it, and named once."""
-    (worker,) = desks(Limits(), 65)
-    worker.grant("a", [1])
-    reserve = worker.refill(3)
-    twice = [*reserve[:2], reserve[0]]
-    bound = [(1 + i, block.block, block.generation) for i, block in enumerate(twice)]
-    update = SequenceUpdate(key("a"), bound=tuple(TableEntry(*entry) for entry in bound))
-    (outcome,), _ = worker.manager.append(worker.uplink(), [AppendItem(update)])
-    assert isinstance(outcome, Refusal)
-    assert outcome.reason is Reason.STALE_GENERATION
 
 
 # -- reports

@@ -23,6 +23,7 @@ from kvpool.cache_service.core.messages import (
     Uplink,
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.session_key import SessionKey
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused
@@ -179,7 +180,7 @@ def test_what_can_never_fit_is_told_so_with_the_figures() -> None:
     """A request larger than the whole pool is not kept waiting: it names blocks needed, blocks there, and the settings."""
     worker = Desk(num_blocks=5, block_size=4)
     refusal = item_refusal(worker, GOOD._replace(max_new_tokens=13))
-    assert refusal.reason is Reason.NEVER_FITS
+    assert (refusal.reason, refusal.field) == (Reason.NEVER_FITS, "tokens")
     words = ["5 prompt tokens", "13 new", "5 blocks of 4", "has 4", "--num-blocks", "--kv-cache-memory", "max_tokens"]
     assert all(word in refusal.message for word in words), refusal.message
     # The KV of the last token is never computed: one new token less fits exactly.
@@ -392,6 +393,14 @@ def test_one_block_cannot_be_bound_twice_in_one_update() -> None:
     (block,) = worker.refill(1)
     twice = (TableEntry(2, *block), TableEntry(3, *block))
     assert item_refusal(worker, AppendItem(UPDATE._replace(bound=twice))).reason is Reason.STALE_GENERATION
+
+
+def test_a_session_without_a_key_takes_none() -> None:
+    """Of a caller in the same process; one that states a key means another session. Sessions with keys: test_edge_strangers.py."""
+    worker = desk()
+    with_key = Uplink(worker.number, 1, key=SessionKey(range(16)))
+    assert refused(lambda: worker.manager.allocate(with_key, [])).reason is Reason.WRONG_KEY
+    worker.lockstep.allocate(Uplink(worker.number, 1))
 
 
 def test_route_is_bounded_by_the_same_token_limit() -> None:

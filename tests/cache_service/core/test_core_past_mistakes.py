@@ -23,6 +23,7 @@ from kvpool.cache_service.core.messages import (
     SequenceUpdate,
     TableEntry,
     Uplink,
+    WorkerLoad,
 )
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -79,13 +80,6 @@ def test_a_block_is_no_hit_before_its_kv_is_computed() -> None:
     assert granted.num_cached_tokens == 0
     worker.report("first", 7)
     assert worker.grant("third", range(9), no_wait=True).num_cached_tokens == 4
-
-
-def test_the_tail_that_is_not_full_is_no_hit() -> None:
-    """Only full blocks are sealed: a prompt that ends inside a block leaves its tail to itself."""
-    worker = Desk()
-    worker.serve("first", range(7))
-    assert worker.grant("second", range(7)).num_cached_tokens == 4
 
 
 def test_a_recycled_block_has_no_stale_entry() -> None:
@@ -434,6 +428,9 @@ def _live_a_life(manager: CacheManager, life: int) -> int:
             call_no += 1
             told = manager.worker("w1").downlink.last_number
             manager.free(Uplink(session, call_no + 1, downlink_ack=told if turn else 0), leaving)
+            manager.keep_alive(session, told if turn else 0, WorkerLoad(), 0.0)
+            manager.route(ROOT, token_bytes(tokens))
+            manager.describe_blocks("w1")
         with pytest.raises(Refusal):
             manager.allocate(Uplink(session, 1), [])
     return session

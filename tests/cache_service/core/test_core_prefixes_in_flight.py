@@ -101,13 +101,6 @@ def test_nobody_waits_for_another_attempt_of_itself() -> None:
     assert worker.allocate("other", PROMPT) == Wait(key("s", attempt=2), 16)
 
 
-def test_a_granted_sequence_that_asks_again_does_not_wait_for_itself() -> None:
-    """A retry after a lost reply gets its table, whoever leads."""
-    worker = Desk()
-    granted = worker.grant("s", PROMPT)
-    assert worker.allocate("s", PROMPT) == granted
-
-
 def test_all_leaders_of_a_node_are_remembered() -> None:
     """Several were let in with no_wait: as each ends, those who ask again wait for the next oldest."""
     worker = Desk()

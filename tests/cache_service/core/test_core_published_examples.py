@@ -67,14 +67,6 @@ def test_prompts_of_22_and_20_tokens_with_nothing_in_common_seal_5_blocks_each(h
     assert worker.serve("fourth", [*second, 7]) == 20
 
 
-def test_a_16_token_prompt_repeated_has_12_cached(hash_name: str) -> None:
-    """A full hit still computes one token, hence the whole last block (rule 9)."""
-    worker = desk(hash_name)
-    prompt = list(range(16))
-    assert worker.serve("first", prompt) == 0
-    assert worker.serve("second", prompt) == 12
-
-
 def test_room_for_three_cached_blocks_keeps_exactly_the_last_three(hash_name: str) -> None:
     """Eviction takes the least recently used: of four unrelated one-block prompts the first is gone."""
     worker = desk(hash_name, num_blocks=4)

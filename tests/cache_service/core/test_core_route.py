@@ -7,7 +7,6 @@ import random
 import pytest
 import xxhash
 
-from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.routing import SEQUENCE_COST_TOKENS
@@ -125,11 +124,6 @@ def test_only_workers_of_the_model_are_candidates() -> None:
     assert ranking(worker, PROMPT) == ["w0"]
     assert ranking(worker, PROMPT, Root("model-b")) == ["other"]
     assert ranking(worker, PROMPT, Root("unknown")) == []
-
-
-def test_without_workers_there_is_nobody() -> None:
-    """An empty cluster answers with an empty list, not with a refusal."""
-    assert CacheManager(1).route(Root(""), token_bytes(PROMPT)) == []
 
 
 def test_workers_with_different_block_sizes_are_compared_in_tokens() -> None:

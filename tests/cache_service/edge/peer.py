@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
 
 import grpc
 import pytest
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from google.rpc import status_pb2
 
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-
-Detail = TypeVar("Detail", bound=Message)
+from tests.rich_status import reason_of, status_of
 
 BLOCK_SIZE = 4
 FINGERPRINT = "model-a"
@@ -148,44 +144,6 @@ async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -
     """The rich status of a call that fails as a whole, which it must, so."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    assert caught.value.code() is code, caught.value
-    metadata = caught.value.trailing_metadata()
-    assert metadata is not None
-    found = next(value for name, value in metadata if name == "grpc-status-details-bin")
-    status = status_pb2.Status.FromString(found)
-    assert rpc_status.to_status(status).code is code
-    assert (status.message, reason_of(status)) == (caught.value.details(), reason)
+    status = status_of(caught.value)
+    assert (caught.value.code(), reason_of(status)) == (code, reason), caught.value
     return status
-
-
-def reason_in(error: grpc.aio.AioRpcError) -> str:
-    """The ErrorInfo's reason of a call that has failed."""
-    found = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
-    assert isinstance(found, bytes), error
-    return reason_of(status_pb2.Status.FromString(found))
-
-
-def detail(status: status_pb2.Status, kind: type[Detail]) -> Detail:
-    """The one detail of a kind that a status has."""
-    found = kind()
-    (packed,) = [packed for packed in status.details if packed.Is(kind.DESCRIPTOR)]
-    packed.Unpack(found)
-    return found
-
-
-def reason_of(status: status_pb2.Status) -> str:
-    """The ErrorInfo's reason; its domain must be ours."""
-    info = detail(status, error_details_pb2.ErrorInfo)
-    assert info.domain == "kvpool"
-    return str(info.reason)
-
-
-def position_of(status: status_pb2.Status) -> int:
-    """The position that a GAP or TOKENS_DIFFER names."""
-    return int(detail(status, error_details_pb2.ErrorInfo).metadata["position"])
-
-
-def field_of(status: status_pb2.Status) -> str:
-    """The field that a bad request names."""
-    (violation,) = detail(status, error_details_pb2.BadRequest).field_violations
-    return str(violation.field)

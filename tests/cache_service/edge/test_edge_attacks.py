@@ -42,18 +42,6 @@ async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
                 asked.discard(frame.stream)
 
 
-async def test_sessions_blocks_and_leases_outlive_bad_paths(server: Server, worker: Worker) -> None:
-    first = await worker.allocate(item("a", prompt(9)))
-    async with await http2.Connection.open(server.port) as connection:
-        await refused_paths(connection)
-        described = await worker.stub.Describe(pb.DescribeRequest())
-        assert [(found.worker_id, found.session) for found in described.workers] == [("w", worker.session)]
-        assert described.epoch == worker.registered.epoch
-        assert (await worker.keep_alive()).lease_ms
-        again = await worker.allocate(item("a", prompt(9)))
-        assert again.results[0].granted == first.results[0].granted
-
-
 async def until_rebuilt(server: Server, number: int) -> None:
     async def rebuilt() -> bool:
         return server._grpc.num_rebuilds >= number
@@ -78,15 +66,6 @@ async def test_sessions_blocks_and_leases_outlive_the_server(
             assert (await worker.keep_alive()).lease_ms
             again = await worker.allocate(item("a", prompt(9)))
             assert again.results[0].granted == first.results[0].granted
-
-
-async def test_a_manager_that_stops_afterwards_stops_as_ever(loop_of_grpcio: None, server: Server) -> None:
-    async with await http2.Connection.open(server.port) as connection:
-        await connection.request(b"/\xff")
-        await until_rebuilt(server, 1)
-    await server.stop(notice_seconds=0)
-    with pytest.raises(ConnectionRefusedError):
-        await http2.Connection.open(server.port)
 
 
 async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_second_manager_is_told_who_holds_the_directory(tmp_path: Path) -> Non
         b"kvpool epoch 1 83dcefb7",
         b"1\n",
         b"kvpool epoch 01 83dcefb7\n",
-        os.urandom(64),
+        bytes(range(192, 256)),
     ],
 )
 def test_a_torn_or_foreign_file_is_an_error_and_never_a_smaller_epoch(tmp_path: Path, damage: bytes) -> None:

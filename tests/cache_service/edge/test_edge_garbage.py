@@ -1,4 +1,7 @@
-"""The process runs without automatic garbage collection: the core leaves no cycles, and gRPC's are taken away young."""
+"""The process runs without automatic garbage collection: gRPC's cycles are taken away young.
+
+That the core leaves none: core/test_core_past_mistakes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import (
-    AllocateItem,
-    AppendItem,
-    PoolConfig,
-    Registration,
-    Root,
-    SequenceKey,
-    SequenceUpdate,
-    TableEntry,
-    Uplink,
-    WorkerLoad,
-)
 from kvpool.cache_service.garbage import collect_young
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import prompt, refused
-
-ROOT = Root("model-a")
+from tests.cache_service.edge.peer import refused
 
 
 @pytest.fixture
@@ -39,52 +27,6 @@ def collector_off() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def run_workload(manager: CacheManager) -> None:
-    """A life in which everything happens: hits, waits, eviction, refusals, sealing, fencing, leases, deregistering, sweeps."""
-    for life in range(3):
-        for worker_id in ("v", "w"):
-            pool = PoolConfig(4, 17)
-            manager.register(Registration(worker_id, 1, life + 1, "a:1", "m", "model-a", pool), float(life))
-        first, second = manager.sessions
-        for call_no in range(1, 40):
-            session = (first, second)[call_no % 2]
-            key = SequenceKey(f"s{call_no}", 1 + call_no % 3, 0)
-            shared = prompt(8) + prompt(1 + call_no % 20, first=100 * (call_no % 7))
-            items = [
-                AllocateItem(key, ROOT, shared, 4, no_wait=call_no % 4 > 0),
-                AllocateItem(SequenceKey("never", 1, 0), ROOT, prompt(100)),
-                AllocateItem(SequenceKey("bad", 0, 0), ROOT, b"\1"),
-                AllocateItem(SequenceKey("full", 1, 0), ROOT, prompt(56, first=call_no)),
-                AllocateItem(SequenceKey("behind", 1, 0), ROOT, prompt(4)),
-            ]
-            manager.allocate(Uplink(session.number, 3 * call_no, 0, 2), items)
-            update = SequenceUpdate(key, len(shared) // 4, prompt(2), len(shared) // 4, (TableEntry(9, 9, 9),))
-            updates = [update, update._replace(bound=()), update._replace(start=99)]
-            manager.append(Uplink(session.number, 3 * call_no + 1), [AppendItem(update) for update in updates])
-            if call_no % 5:
-                manager.free(Uplink(session.number, 3 * call_no + 2), [update, update._replace(bound=())])
-            manager.keep_alive(session.number, session.downlink.last_number, WorkerLoad(), float(life))
-        manager.route(ROOT, prompt(30))
-        manager.describe_blocks("w")
-        assert manager.check().violations == []
-    manager.deregister(manager.sessions[0].number)
-    for now in range(3, 20):
-        manager.tick(now / 2)
-    assert not manager.sessions
-    while manager.sweep():
-        pass
-    assert manager.check().violations == []
-    assert manager.num_prefix_nodes == 0
-
-
-def test_the_core_leaves_no_cycles(collector_off: None) -> None:
-    manager = CacheManager(1)
-    run_workload(manager)
-    assert gc.collect() == 0
-    del manager
-    assert gc.collect() == 0
 
 
 class Cycle:

@@ -14,44 +14,11 @@ from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, item, key, prompt, reason_of, refused, registration, run
+from tests.cache_service.edge.peer import Worker, item, key, prompt, refused, registration, run
+from tests.rich_status import reason_of
 
 Stub = cache_pb2_grpc.CacheServiceStub
 STALE = grpc.StatusCode.FAILED_PRECONDITION
-
-
-async def test_after_a_lost_reply_the_state_goes_out_again_and_nothing_happens_twice(
-    stub: Stub, worker: Worker
-) -> None:
-    """A repeat under a larger call_no gets the same table; the reserve is not granted twice."""
-    lost = await worker.allocate(item("a", prompt(9)), wish=3)
-    heard = await worker.allocate(item("a", prompt(9)), wish=3)
-    assert list(lost.results) == list(heard.results)
-    assert list(lost.downlink.entries) == list(heard.downlink.entries)
-    (counts,) = heard.downlink.counts
-    assert (counts.held, counts.reserved) == (3, 3)
-
-
-async def test_the_downlink_is_repeated_until_it_is_acknowledged(worker: Worker) -> None:
-    first = await worker.append(wish=1)
-    second = await worker.append(wish=2)
-    assert [entry.number for entry in second.downlink.entries] == [1, 2]
-    assert second.downlink.entries[0] == first.downlink.entries[0]
-    assert [entry.number for entry in (await worker.keep_alive()).downlink.entries] == [1, 2]
-    worker.downlink_ack = 1
-    assert [entry.number for entry in (await worker.keep_alive()).downlink.entries] == [2]
-    worker.downlink_ack = 2
-    assert not (await worker.append()).downlink.entries
-
-
-async def test_an_overtaken_call_is_refused_and_does_nothing(stub: Stub, worker: Worker) -> None:
-    delayed = pb.AllocateRequest(uplink=worker.uplink(), items=[item("late", prompt(9))])
-    await worker.allocate(item("a", prompt(9)))
-    await worker.free(pb.SequenceUpdate(key=key("a")))
-    for _ in range(2):
-        status = await refused(stub.Allocate(delayed), STALE, "STALE_CALL")
-        assert "send the state again under a larger call_no" in status.message
-    assert (await worker.keep_alive()).downlink.counts[0].held == 0
 
 
 async def test_every_call_of_a_session_that_is_not_live_is_refused(stub: Stub, worker: Worker) -> None:
@@ -88,33 +55,6 @@ async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worke
 # -- registration
 
 
-async def test_registering_again_fences_the_earlier_session(stub: Stub, worker: Worker) -> None:
-    await worker.allocate(item("a", prompt(9)))
-    earlier = worker.session
-    again = await worker.register()
-    assert again.session > earlier
-    assert again.epoch == 1
-    request = pb.KeepAliveRequest(session=earlier)
-    await refused(stub.KeepAlive(request), STALE, "STALE_SESSION")
-    assert (await worker.keep_alive()).downlink.counts[0].free == 16
-
-
-async def test_an_overtaken_register_is_refused(stub: Stub, worker: Worker) -> None:
-    status = await refused(stub.Register(registration()), STALE, "STALE_REGISTER")
-    assert "larger" in status.message
-    assert (await worker.keep_alive()).downlink.counts
-
-
-async def test_a_newer_incarnation_fences_and_an_older_is_refused(stub: Stub, worker: Worker) -> None:
-    newer = registration()
-    newer.incarnation, newer.process_key, newer.predecessor_key = 2, b"second", newer.process_key
-    await stub.Register(newer)
-    await refused(worker.keep_alive(), STALE, "STALE_SESSION")
-    older = registration(register_no=9)
-    status = await refused(stub.Register(older), STALE, "STALE_INCARNATION")
-    assert "two processes use the same worker_id" in status.message
-
-
 async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_answered(
     settings: ManagerSettings, stub: Stub
 ) -> None:
@@ -142,13 +82,6 @@ async def test_workers_that_register_at_once_with_a_larger_epoch_raise_ours_once
     registered = await asyncio.gather(*map(stub.Register, requests))
     assert len({answer.session for answer in registered}) == 8
     assert {answer.epoch for answer in registered} == {6}
-
-
-async def test_a_corrupt_epoch_is_refused_and_uses_none_up(server: Server, stub: Stub) -> None:
-    request = registration()
-    request.highest_epoch_seen = (1 << 64) - 1
-    await refused(stub.Register(request), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
-    assert server.manager.epoch == 1
 
 
 async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothing(

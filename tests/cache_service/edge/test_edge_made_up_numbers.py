@@ -16,7 +16,8 @@ from kvpool.cache_service.server import Server
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, detail, item, prompt, refused, registration
+from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration
+from tests.rich_status import detail
 from tests.simulation.rpc import Context
 
 LEASE = 6.0

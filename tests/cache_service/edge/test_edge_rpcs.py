@@ -19,7 +19,6 @@ from tests.cache_service.edge.peer import (
     item,
     key,
     prompt,
-    reason_of,
     refused,
     registration,
     run,
@@ -91,13 +90,6 @@ async def test_append_with_want_blocks_returns_the_entries_the_engine_has_not_na
     assert list(first) == list(again)
     named = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4, bound=first)
     assert not (await worker.append(named, want_blocks=3)).results[0].tables
-
-
-async def test_a_batch_ends_at_the_first_item_without_blocks(worker: Worker) -> None:
-    fits, full, behind = item("a", prompt(48)), item("b", prompt(40, first=100)), item("c", prompt(4, first=200))
-    results = (await worker.allocate(fits, full, behind)).results
-    assert results[0].status.code == 0
-    assert [reason_of(result.status) for result in results[1:]] == ["NO_BLOCKS", "NOT_TRIED"]
 
 
 async def test_keep_alive_carries_the_load_and_describe_shows_it(stub: Stub, worker: Worker) -> None:

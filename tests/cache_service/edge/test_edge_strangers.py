@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,9 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.core.lockstep import snapshot
-from tests.cache_service.edge.peer import (
-    BLOCK_SIZE,
-    Worker,
-    detail,
-    field_of,
-    item,
-    key,
-    prompt,
-    refused,
-    registration,
-    run,
-    tokens,
-)
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, refused, registration, run, tokens
+from tests.rich_status import detail, field_of
+from tests.scrape import scrape
 
 Stub = cache_pb2_grpc.CacheServiceStub
 DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -210,7 +198,9 @@ async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
                 await stub.Free(pb.FreeRequest(uplink=wrong))
             shown.append(repr((caught.value, caught.value.trailing_metadata())).encode())
         assert server.metrics is not None
-        shown.append(await asyncio.to_thread(_read, server.metrics.url))
+        page = (await scrape(server.metrics.url)).text
+        assert "kvpool_manager_sessions" in page
+        shown.append(page.encode())
         session = server.manager.worker("w")
         uplink = worker_codec.decode_uplink(pb.FreeRequest(uplink=worker.uplink()))
         assert uplink.key == session.key == worker.session_key
@@ -221,13 +211,6 @@ async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
     secret = worker.session_key
     forms = (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret)[2:-1].encode())
     assert [form for form in forms for text in shown if form in text] == []
-
-
-def _read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as page:
-        text: bytes = page.read()
-    assert b"kvpool_manager_sessions" in text
-    return text
 
 
 # -- the second line: numbers have bounds

@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
+from tests.worker_service.test_detokenizer import BYTES, pieces_of
 
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIALS = ["<s>", "</s>", "[TOOL]"]
 PIECES = ["▁hello", "▁world", "▁the", "▁a", "lo", "▁", "▁▁", "é", "€uro", "!"]
 
@@ -67,18 +67,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return KINDS[request.param]()
 
 
-def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (), stop: str = "") -> list[str]:
-    decoder = TextDecoder(tokenizer, list(prompt), [stop] if stop else [])
-    pieces: list[str] = []
-    for token_id in ids:
-        pieces.append(decoder.add(token_id))
-        if decoder.is_stopped:
-            return pieces
-    return [*pieces, decoder.finish()]
-
-
 def text_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-    return "".join(pieces_of(tokenizer, ids, prompt))
+    return "".join(pieces_of(TextDecoder(tokenizer, list(prompt), []), ids))
 
 
 def stream_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -164,7 +154,7 @@ def test_a_special_token_takes_no_space_away(kind: str, tokens: tuple[str, ...],
 def test_a_stop_string_that_begins_with_a_space_is_found_after_special_tokens(kind: str, specials: int) -> None:
     tokenizer = KINDS[kind]()
     ids = ids_of(tokenizer, "▁world", *["</s>"] * specials, "▁the", "▁a")
-    pieces = pieces_of(tokenizer, ids, ids_of(tokenizer, "<s>", "▁hello"), stop=" the")
+    pieces = pieces_of(TextDecoder(tokenizer, ids_of(tokenizer, "<s>", "▁hello"), [" the"]), ids)
     assert "".join(pieces) == " world"
     assert len(pieces) == len(ids) - 1  # the text ends with the token that completes the stop string
 

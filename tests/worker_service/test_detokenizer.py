@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -29,13 +30,7 @@ def byte_fallback() -> Tokenizer:
 def text_of(
     tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, stops: list[str] | None = None
 ) -> str:
-    decoder = TextDecoder(tokenizer, prompt or [], stops or [])
-    text = ""
-    for token_id in ids:
-        text += decoder.add(token_id)
-        if decoder.is_stopped:
-            break
-    return text + decoder.finish()
+    return "".join(pieces_of(TextDecoder(tokenizer, prompt or [], stops or []), ids))
 
 
 def test_characters_made_of_several_tokens_come_out_whole(byte_fallback: Tokenizer) -> None:
@@ -86,7 +81,7 @@ def test_stop_strings_are_found_across_tokens_and_left_out(byte_fallback: Tokeni
     assert text_of(byte_fallback, list(whole.encode()), stops=stops) == whole[:cut]
 
 
-def pieces_of(decoder: TextDecoder, ids: list[int]) -> list[str]:
+def pieces_of(decoder: TextDecoder, ids: Sequence[int]) -> list[str]:
     """What each token makes certain; behind a stop string nothing, behind the last token also what was held back."""
     pieces: list[str] = []
     for token_id in ids:
