@@ -66,8 +66,13 @@ def _blocks() -> str:
     with _manager() as address:
         asyncio.run(_serve_chats(address))
         command = [sys.executable, "-m", "kvpool.client.cli", "blocks", "--manager", address]
-        environment = {**os.environ, "COLUMNS": str(_WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, env=_environment(), check=True, capture_output=True, text=True).stdout
+
+
+def _environment() -> dict[str, str]:
+    """A terminal with colours and this width, and no setting of kvpool."""
+    kept = {name: value for name, value in os.environ.items() if not re.match("KVPOOL_|NO_COLOR|COLORTERM", name)}
+    return {**kept, "COLUMNS": str(_WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
 
 
 @contextmanager
@@ -76,7 +81,7 @@ def _manager() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "kvpool.cache_service", "--port", str(port), "--state-dir", folder]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 grpc.channel_ready_future(channel).result(_SECONDS)

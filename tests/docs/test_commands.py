@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,8 @@ PACKAGES = [
 ]
 OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-HAVE_TESTS_OF_THEIR_OWN = {"PROTOCOL.md": "tests/docs/test_protocol.py"}
+RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"]
+"""tests/docs/test_protocol.py runs the calls of that one."""
 SHOW_OUTPUT = {"README.md", "OPERATING.md"}
 """Where a text block is what the commands before it print. (tests/docs/test_learn.py compares LEARN.md's to the letter.)"""
 
@@ -69,7 +69,6 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         port = free_port()
-        self._port = port
         self._environment = {
             **os.environ,
             "KVPOOL_UP_PORT": str(port),
@@ -77,59 +76,49 @@ class Shell:
             "KVPOOL_WORKER_DEVICE": "cpu",
             "XDG_STATE_HOME": str(folder),
         }
-        self._cluster: subprocess.Popen[bytes] | None = None
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._log_of_up = ""
 
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
-        # A checkout's own environment is wherever these tests run.
-        command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
         done = subprocess.run(
-            ["bash", "-c", command],
+            ["bash", "-c", _here(command)],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def up(self, command: str = ".venv/bin/kvpool up --workers 2") -> str:
-        """Start the cluster, or use the one that runs; returns its log up to where it is ready."""
-        log = self._folder / "up.log"
-        if self._cluster is None:
-            self._cluster = self._start(command, log)
-        self._wait_for(lambda: "ready: in" in log.read_text(), self._cluster, log)
-        return log.read_text()
-
-    def add_worker(self, command: str) -> None:
-        """Start a worker and leave it running."""
-        words = shlex.split(command, comments=True)
-        worker_id = words[words.index("--worker-id") + 1]
-        log = self._folder / f"{worker_id}.log"
-        self._workers.append(self._start(command, log))
-        self._wait_for(lambda: worker_id in self._live_workers(), self._workers[-1], log)
-
-    def _live_workers(self) -> list[str]:
-        status = json.loads(self.run(".venv/bin/kvpool status --json"))
-        return [worker["worker_id"] for worker in status["workers"]]
-
-    def _start(self, command: str, log: Path) -> subprocess.Popen[bytes]:
-        words = shlex.split(command.replace(".venv/bin/", f"{Path(sys.executable).parent}/"), comments=True)
+    def start(self, command: str, ready: str) -> str:
+        """Start a service and leave it running; returns its log up to the word that says that it is ready."""
+        log = self._folder / f"{len(self._running)}.log"
         with log.open("wb") as output:
-            return subprocess.Popen(words, cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT)
-
-    @staticmethod
-    def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {_here(command)}"],
+                cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self._running.append(process)
         end = time.monotonic() + 240
-        while not condition():
+        while ready not in log.read_text():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
+        return log.read_text()
+
+    def up(self, command: str = ".venv/bin/kvpool up --workers 2") -> str:
+        """Start the cluster unless it runs; returns its log up to where it was ready."""
+        self._log_of_up = self._log_of_up or self.start(command, "ready: in")
+        return self._log_of_up
 
     def close(self) -> None:
         """Stop what was started; all of it must end well."""
-        running = [*self._workers, *([self._cluster] if self._cluster else [])]
-        for process in running:
+        for process in reversed(self._running):
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
+
+
+def _here(command: str) -> str:
+    """A checkout's own environment is wherever these tests run."""
+    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +147,7 @@ def execute(shell: Shell, command: str) -> str:
     elif words[1:2] == ["up"] and "--help" not in words:
         return shell.up(command)
     elif words[1:3] == ["worker", "--worker-id"]:
-        shell.add_worker(command)
+        return shell.start(command, " registered ")
     else:
         return shell.run(command)
     return ""
@@ -192,11 +181,8 @@ def command_names() -> set[str]:
     return set(typer.main.get_group(app).commands)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", RUN_HERE, ids=lambda path: path.name)
 def test_the_commands_and_programs_of_a_document_work_in_their_order(document: Path, shell: Shell) -> None:
-    if document.name in HAVE_TESTS_OF_THEIR_OWN:
-        assert (ROOT / HAVE_TESTS_OF_THEIR_OWN[document.name]).is_file()
-        return
     output = ""
     for block in blocks(document):
         if block.language == "sh":
