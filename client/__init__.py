@@ -12,8 +12,8 @@ with SyncClient() as client:  # 127.0.0.1:50051, or KVPOOL_MANAGER
     client.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=7, max_tokens=40).collect()
 ```
 
-The default temperature is 0: the most likely token each time, the same answer each time. `Client` has the same methods for
-asyncio: `async for chunk in client.chat(…)`, and `await client.chat(…).collect()`. All errors are subclasses of `KvpoolError`.
+The default temperature is 0: always the most likely token. `Client` has the same methods for asyncio: `async for chunk in
+client.chat(…)`, and `await client.chat(…).collect()`. All errors are subclasses of `KvpoolError`.
 """
 
 from .chunk import Chunk, FinishReason, TokenLogprobs, Usage

@@ -37,7 +37,7 @@ _SYSTEM: Final = tuple(range(600))
 _CHATS: Final = {"chat-a": 230, "chat-b": 90, "chat-c": 400, "chat-d": 150}
 """Tokens of each chat after the system prompt."""
 _FREED: Final = "chat-b"
-_SECONDS: Final = 30.0
+_SECONDS: Final = 60.0
 
 
 def pictures() -> dict[str, str]:
@@ -81,6 +81,7 @@ def _manager() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "kvpool.cache_service", "--port", str(port), "--state-dir", folder]
+        command += ["--lease-seconds", "3600"]  # no KeepAlive is sent, and the machine may be busy
         process = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

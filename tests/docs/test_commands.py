@@ -37,8 +37,6 @@ OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"]
 """tests/docs/test_protocol.py runs the calls of that one."""
-SHOW_OUTPUT = {"README.md", "OPERATING.md"}
-"""Where a text block is what the commands before it print. (tests/docs/test_learn.py compares LEARN.md's to the letter.)"""
 
 NOT_RUN = {
     "make test": "is what runs this",
@@ -58,6 +56,7 @@ NOT_RUN = {
     "make gpu": "needs a GPU; tests/gpu runs its miniature on a CPU",
     "make gpu-wheels": "downloads, and needs the network",
     "docker compose": "needs a container engine; make test-compose runs these commands",
+    ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
     ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/client/test_cli_up.py joins two clusters",
 }
 """How commands begin that are only looked at here, and why."""
@@ -67,7 +66,6 @@ class Shell:
     """Runs commands in the checkout against one cluster, which the first `kvpool up` of a document starts."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         port = free_port()
         self._environment = {
             **os.environ,
@@ -76,8 +74,8 @@ class Shell:
             "KVPOOL_WORKER_DEVICE": "cpu",
             "XDG_STATE_HOME": str(folder),
         }
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._log_of_up = ""
+        self._log = folder / "up.log"
+        self._cluster: subprocess.Popen[bytes] | None = None
 
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
@@ -88,32 +86,26 @@ class Shell:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def start(self, command: str, ready: str) -> str:
-        """Start a service and leave it running; returns its log up to the word that says that it is ready."""
-        log = self._folder / f"{len(self._running)}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                ["bash", "-c", f"exec {_here(command)}"],
-                cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        self._running.append(process)
-        end = time.monotonic() + 240
-        while ready not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
-        return log.read_text()
-
     def up(self, command: str = ".venv/bin/kvpool up --workers 2") -> str:
-        """Start the cluster unless it runs; returns its log up to where it was ready."""
-        self._log_of_up = self._log_of_up or self.start(command, "ready: in")
-        return self._log_of_up
+        """Start the cluster unless it runs; returns its log, up to where it is ready at least."""
+        if self._cluster is None:
+            with self._log.open("wb") as output:
+                self._cluster = subprocess.Popen(
+                    ["bash", "-c", f"exec {_here(command)}"],
+                    cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+        end = time.monotonic() + 240
+        while "ready: in" not in (log := self._log.read_text()):
+            assert self._cluster.poll() is None, log
+            assert time.monotonic() < end, log
+            time.sleep(0.1)
+        return log
 
     def close(self) -> None:
-        """Stop what was started; all of it must end well."""
-        for process in reversed(self._running):
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+        """Stop the cluster; it must end well."""
+        if self._cluster is not None:
+            self._cluster.send_signal(signal.SIGTERM)
+            assert self._cluster.wait(60) == 0
 
 
 def _here(command: str) -> str:
@@ -146,8 +138,6 @@ def execute(shell: Shell, command: str) -> str:
             _look_at_compose(words)
     elif words[1:2] == ["up"] and "--help" not in words:
         return shell.up(command)
-    elif words[1:3] == ["worker", "--worker-id"]:
-        return shell.start(command, " registered ")
     else:
         return shell.run(command)
     return ""
@@ -191,7 +181,7 @@ def test_the_commands_and_programs_of_a_document_work_in_their_order(document: P
             shell.up()
             output = shell.run(f".venv/bin/python -c {shlex.quote(block.text)}")
             assert "Paris" in output
-        elif block.language == "text" and document.name in SHOW_OUTPUT:
+        elif block.language == "text" and document.name != "LEARN.md":  # tests/docs/test_learn.py: to the letter
             assert_shows(output, block.text)
 
 

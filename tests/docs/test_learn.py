@@ -69,13 +69,6 @@ def test_every_python_name_with_a_file_is_written_so_that_it_is_checked() -> Non
     assert [quoted for quoted in loose if tuple([*quoted.split(": "), ""][:2]) not in REFERENCES] == []
 
 
-def test_links_lead_to_documents() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert links
-    for link in links:
-        assert (REPOSITORY / "docs" / link).is_file(), link
-
-
 # -- figures
 
 LLAMA_3_8B = 2 * 32 * 8 * 128 * 2
