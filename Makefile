@@ -16,12 +16,13 @@ OUT ?= gpu-results
 # With WHEELS, what `make gpu-wheels` made, PYTHON itself runs it, and neither .venv nor a network is needed.
 WHEELS ?=
 
-.PHONY: help demo test test-compose simulate live soak hostile exhaustive linearizability mutants models cpus check proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
+	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
 	@echo "make soak         a cluster with full pools for twenty minutes, every token held against the right one"
@@ -59,6 +60,9 @@ test: $(READY)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
+
+test-stubs: $(READY)
+	$(BIN)/python -m pytest tests/docs/stubs.py
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED) --jobs $(JOBS)

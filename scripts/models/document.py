@@ -22,20 +22,20 @@ Every type that `transformers` has a causal language model for, tried as a tiny 
 
 * **runs**: load_model takes it, and over the paged pool it gives what transformers' `generate` gives in eager attention, in
   float32: the same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation.
-  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill beside decode, and blocks come in
-  random order.
-* **refused**: load_model says no before it reads any weights, for the reason given: by the config, by the way in which layers reach
-  attention, or because a tiny model of the same kind computes something else; never by a list of names.
+  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill mixed with decode, and blocks
+  come in random order.
+* **refused**: load_model rejects it before it reads any weights, for the reason given: by the config, by the way in which layers
+  reach attention, or because a tiny model of the same kind computes something else; never by a list of names.
 * **not built here**: transformers itself cannot make or run the type in this environment.
-* **WRONG**: taken, and something else came out. There must be none; the script then fails.
+* **WRONG**: accepted, and the output differs. There must be none; otherwise the script fails.
 
 What was tried is each type's default config, its sizes made small; `+longrope` is the type with the RoPE of Phi-3.5 and Phi-4-mini.
 Such a model runs up to its original length (4,096 tokens there), which is its default `--max-model-len`. A larger one serves longer
 texts too, with the factors for long texts for all of them, so that texts up to the original length differ from `generate`. That is
 not what this page calls runs.
 
-A checkpoint with other settings is looked at in the same way when it is loaded: some of a type that runs may be refused, for
-example with `dynamic` RoPE beyond the original length, and some of a type that is refused may run.
+A checkpoint with other settings is checked in the same way when it is loaded: one of a type that runs may be refused, for
+example with `dynamic` RoPE beyond the original length, and one of a type that is refused may run.
 """
 
 

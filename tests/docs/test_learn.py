@@ -17,6 +17,7 @@ from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.core.prefix_tree import PrefixTree
 from kvpool.worker_service.cache.reserve import spare_target
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
 
@@ -76,6 +77,9 @@ LLAMA_3_8B = 2 * 32 * 8 * 128 * 2
 SMOLLM2 = 2 * 30 * 3 * 64 * 2
 LLAMA_3_70B = 2 * 80 * 8 * 128 * 2
 BLOCK = WorkerSettings.model_fields["block_size"].default
+PLAN = KVCachePlan(256 * MIB // (BLOCK * SMOLLM2), BLOCK, SMOLLM2)
+UNSHARED, SHARED = 64 * 640 // BLOCK, 512 // BLOCK + 64 * 128 // BLOCK
+"""Blocks of 64 requests of the reference trace."""
 RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
 
 
@@ -97,6 +101,15 @@ RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
         f"640 × {RESERVE_SECONDS:.0f} s ÷ {BLOCK} = {spare_target(64, 10**6, 640, RESERVE_SECONDS, BLOCK)} blocks",
         f"= {LLAMA_3_70B:,} bytes, {LLAMA_3_70B // KIB} KiB; a block is {BLOCK * LLAMA_3_70B // MIB} MiB, "
         f"so {40 * GIB // (BLOCK * LLAMA_3_70B):,} blocks",
+        f"{BLOCK} × {SMOLLM2:,} = {PLAN.bytes_per_block:,} bytes, and 256 MiB holds {PLAN.num_blocks} of them",
+        f"takes {512 // BLOCK} blocks, and {PLAN.capacity} ÷ {512 // BLOCK} = {PLAN.concurrency(512):.2f}",
+        f"[{PLAN.num_blocks}, {BLOCK}, 3, 64] in bfloat16, twice for each of 30 layers: 60 tensors of "
+        f"{PLAN.total_bytes // 60:,} bytes, {show_bytes(PLAN.total_bytes)}",
+        f"| 1,000 × 576 = {1000 * 576:,} | 512 + 1,000 × 64 = {512 + 1000 * 64:,} | {576_000 / 64_512:.1f} times less |",
+        f"999 × 512 = {999 * 512:,} of {1000 * 512:,}",
+        f"| 64 × {640 // BLOCK} = {UNSHARED:,} | {512 // BLOCK} + 64 × {128 // BLOCK} = {SHARED} | "
+        f"{UNSHARED / SHARED:.1f} times less |",
+        f"need {SHARED * BLOCK * LLAMA_3_8B // MIB:,} MiB instead of {UNSHARED * BLOCK * LLAMA_3_8B // GIB} GiB",
     ],
 )
 def test_a_figure_follows_from_its_formula(claim: str) -> None:
@@ -218,27 +231,20 @@ def test_the_life_that_is_told() -> None:
 # -- exercises
 
 
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(18, 16), (16, 12)])
-def test_the_second_exercise(num_tokens: int, num_cached: int) -> None:
-    worker = Desk(block_size=4)
-    worker.serve("first", list(range(num_tokens)))
-    assert worker.serve("second", list(range(num_tokens))) == num_cached
-
-
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(16, 0), (17, 16)])
-def test_one_token_is_left_to_compute(num_tokens: int, num_cached: int) -> None:
-    worker = Desk(block_size=16)
+@pytest.mark.parametrize(
+    ("block_size", "num_tokens", "num_cached"), [(4, 18, 16), (4, 16, 12), (16, 16, 0), (16, 17, 16)]
+)
+def test_a_repeated_prompt_computes_at_least_one_token(block_size: int, num_tokens: int, num_cached: int) -> None:
+    """The second exercise, and the rule of counting."""
+    worker = Desk(block_size=block_size)
     worker.serve("first", list(range(num_tokens)))
     assert worker.serve("second", list(range(num_tokens))) == num_cached
 
 
 # -- commands
 
-_SHOWN = [
-    (command, shown)
-    for command, shown in re.findall(r"```sh\n([^`]*)```\n(?:\n```text\n([^`]*)```)?", TEXT)
-    if not any(word in command for word in ("kvpool up", "kvpool blocks"))
-]
+_SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
+"""Those whose output is shown; test_commands runs the others."""
 
 
 def _run(command: str) -> str:
@@ -258,8 +264,8 @@ def test_all_commands_are_of_this_checkout() -> None:
 @pytest.mark.parametrize(("command", "shown"), _SHOWN)
 def test_a_command_prints_what_is_shown(command: str, shown: str) -> None:
     output = _run(command)
-    assert output
-    assert shown in ("", output)
+    # An ellipsis begins what is shown where the lines before it depend on the machine.
+    assert output.endswith(shown[2:]) if shown.startswith("…\n") else output == shown
 
 
 def test_the_fifth_exercise() -> None:

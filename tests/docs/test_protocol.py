@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +18,7 @@ from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
-    AppendItem,
+    Appended,
     ContentRun,
     Granted,
     Limits,
@@ -33,7 +28,7 @@ from kvpool.cache_service.core.messages import (
     ReservedBlock,
     Root,
     SequenceKey,
-    SequenceUpdate,
+    TableEntry,
     Uplink,
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -42,18 +37,13 @@ from kvpool.process.server_settings import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, worker_pb2
 from kvpool.worker_service import status as worker_status
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from tests.docs.blocks import ROOT, Block, blocks
+from tests.cache_service.core.desk import Desk
+from tests.cache_service.core.model import Refused
+from tests.docs.blocks import Block, blocks
+from tests.docs.protocol_shell import DOCUMENT, TEXT, ProtocolShell, section
 
-DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
-TEXT = DOCUMENT.read_text(encoding="utf-8")
 ANYTHING = "…"
 """Stands for a value that differs from run to run."""
-
-
-def section(title: str) -> str:
-    """What stands below a heading, up to the next one of the same or a higher level."""
-    (level,) = re.findall(rf"^(#+) {re.escape(title)}$", TEXT, re.MULTILINE)
-    return re.split(rf"^#{{1,{len(level)}}} ", TEXT.split(f"{level} {title}\n")[1], flags=re.MULTILINE)[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -79,21 +69,8 @@ def vectors() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=lambda vector: f"{vector['fingerprint']}-{vector['size']}")
-def test_a_vector_is_what_the_manager_computes(vector: dict[str, Any]) -> None:
-    root = Root(vector["fingerprint"], vector["adapter"], vector["salt"], bytes.fromhex(vector["digest"]))
-    size = vector["size"]
-    name = xxh64(root_bytes(root, size))
-    assert f"{name:016x}" == vector["root_hash"]
-    names = []
-    for begin in range(0, len(vector["tokens"]) // size * size, size):
-        name = block_hash(xxh64, name, struct.pack(f"<{size}I", *vector["tokens"][begin : begin + size]))
-        names.append(f"{name:016x}")
-    assert names == vector["block_hashes"]
-
-
-@pytest.mark.parametrize("vector", vectors(), ids=lambda vector: f"{vector['fingerprint']}-{vector['size']}")
-def test_a_vector_follows_from_the_words_of_the_document_alone(vector: dict[str, Any]) -> None:
-    """Nothing of this project is used: a reader needs xxh64 and the section."""
+def test_a_vector_is_what_the_manager_computes_and_what_the_words_say(vector: dict[str, Any]) -> None:
+    """By the words of the document alone, a reader needs xxh64 and the section; nothing of this project is used."""
 
     def u32(number: int) -> bytes:
         return number.to_bytes(4, "little")
@@ -106,34 +83,18 @@ def test_a_vector_follows_from_the_words_of_the_document_alone(vector: dict[str,
     if vector == vectors()[0]:
         (shown,) = re.findall(r"`([0-9a-f]{8}(?: [0-9a-f]+)+)`", section("`block_hash`"))
         assert encoded == bytes.fromhex(shown)
+    root = Root(vector["fingerprint"], vector["adapter"], vector["salt"], bytes.fromhex(vector["digest"]))
+    assert encoded == root_bytes(root, vector["size"])
     parent = xxhash.xxh64(encoded, seed=0).intdigest()
     assert f"{parent:016x}" == vector["root_hash"]
     tokens, hashes = list(vector["tokens"]), []
     while len(tokens) >= vector["size"]:
-        block, tokens = tokens[: vector["size"]], tokens[vector["size"] :]
-        parent = xxhash.xxh64(parent.to_bytes(8, "little") + b"".join(map(u32, block)), seed=0).intdigest()
-        hashes.append(f"{parent:016x}")
+        block, tokens = b"".join(map(u32, tokens[: vector["size"]])), tokens[vector["size"] :]
+        name = xxhash.xxh64(parent.to_bytes(8, "little") + block, seed=0).intdigest()
+        assert name == block_hash(xxh64, parent, block)
+        hashes.append(f"{name:016x}")
+        parent = name
     assert hashes == vector["block_hashes"]
-
-
-def test_the_table_of_vectors_is_the_list_of_vectors() -> None:
-    def shortened(items: list[str], longest: int) -> str:
-        return " ".join(items) if len(items) <= longest else f"{items[0]} … {items[-1]}"
-
-    found = rows(section("`block_hash`"))
-    assert found == [
-        [
-            vector["fingerprint"],
-            vector["adapter"],
-            vector["salt"],
-            shortened(re.findall("..", vector["digest"]), 4),
-            str(vector["size"]),
-            shortened(list(map(str, vector["tokens"])), 9),
-            vector["root_hash"],
-            " ".join(vector["block_hashes"]),
-        ]
-        for vector in vectors()
-    ]
 
 
 # -- nothing is left out, and nothing is invented
@@ -229,65 +190,42 @@ def test_the_limits_are_the_managers() -> None:
 
 # -- the manager's view of a sequence, tried in the core itself
 
-NOW = 0.0
-TOKENS = struct.pack("<6I", *range(6))
-NAME = "s"
+
+def sequence_key(round: int, attempt: int = 1) -> SequenceKey:
+    return SequenceKey("s", attempt, round)
 
 
-class Desk:
-    """A core with one worker, and a second for the larger attempt."""
-
-    def __init__(self) -> None:
-        self.manager = CacheManager(1)
-        self._call_no = 0
-        self._session = self._register("here")
-        self._other = self._register("elsewhere")
-
-    def _register(self, worker_id: str) -> int:
-        pool = PoolConfig(block_size=4, num_blocks=9)
-        return self.manager.register(Registration(worker_id, 1, 1, "a:1", "", "m", pool), NOW).session
-
-    def _uplink(self, session: int) -> Uplink:
-        self._call_no += 1
-        return Uplink(session, self._call_no)
-
-    def allocate(self, round: int, attempt: int = 1, *, elsewhere: bool = False) -> str:
-        """The reason of the refusal; empty if it was granted."""
-        item = AllocateItem(SequenceKey(NAME, attempt, round), Root("m"), TOKENS, no_wait=True)
-        session = self._other if elsewhere else self._session
-        (outcome,), _ = self.manager.allocate(self._uplink(session), [item])
-        return outcome.reason.value if isinstance(outcome, Refusal) else ""
-
-    def append(self, round: int) -> str:
-        item = AppendItem(SequenceUpdate(SequenceKey(NAME, 1, round), num_computed_tokens=4))
-        (outcome,), _ = self.manager.append(self._uplink(self._session), [item])
-        return outcome.reason.value if isinstance(outcome, Refusal) else ""
-
-    def free(self, round: int) -> str:
-        update = SequenceUpdate(SequenceKey(NAME, 1, round), num_computed_tokens=5)
-        self.manager.free(self._uplink(self._session), [update])
-        return ""
-
-    @property
-    def state(self) -> str:
-        for sequence in self.manager.sessions[0].sequences.values():
-            if sequence.key.attempt == 1:
-                return "fenced" if sequence.fenced else "live"
-        return "absent"
-
-    @property
-    def num_cached(self) -> int:
-        return self.manager.sessions[0].pool.counts().cached
+def allocate(desk: Desk, round: int, attempt: int = 1) -> object:
+    return desk.allocate(sequence_key(round, attempt), range(6), no_wait=True)
 
 
-def prepare(row: str) -> tuple[Desk, int]:
-    """A core in the state that a row of the table names, and the round that its calls carry."""
-    desk = Desk()
+def append(desk: Desk, round: int) -> object:
+    desk.tokens[sequence_key(round)] = list(range(6))
+    return desk.report(sequence_key(round), 4)
+
+
+def free(desk: Desk, round: int) -> object:
+    return desk.free(sequence_key(round), 5)
+
+
+def reasons_of(outcome: object) -> set[str]:
+    return {outcome.reason.value} if isinstance(outcome, Refused) else set()
+
+
+def state_of(desk: Desk) -> str:
+    sequence = desk.session.sequences.get(("s", 1))
+    return "absent" if sequence is None else "fenced" if sequence.fenced else "live"
+
+
+def prepare(row: str) -> tuple[Desk, Desk, int]:
+    """Two workers of a core in the state that a row of the table names, and the round that the calls of the first one carry."""
+    desk = Desk(9, worker_id="here")
+    other = Desk(9, worker_id="other", lockstep=desk.lockstep)
     if "absent" not in row:
-        assert desk.allocate(1) == ""
+        assert isinstance(allocate(desk, 1), Granted)
     if "fenced" in row:
-        assert desk.allocate(0, attempt=2, elsewhere=True) == ""
-    return desk, 2 if "larger" in row else 0 if "smaller" in row else 1
+        assert isinstance(allocate(other, 0, attempt=2), Granted)
+    return desk, other, 2 if "larger" in row else 0 if "smaller" in row else 1
 
 
 def the_managers_view() -> list[tuple[str, list[str]]]:
@@ -308,165 +246,133 @@ def test_the_view_has_all_states() -> None:
 @pytest.mark.parametrize("column", [0, 1, 2])
 @pytest.mark.parametrize(("row", "cells"), the_managers_view())
 def test_a_cell_of_the_managers_view_is_true(row: str, cells: list[str], column: int) -> None:
-    desk, round = prepare(row)
-    before = desk.state
-    found = (desk.allocate, desk.append, desk.free)[column](round)
+    desk, _, round = prepare(row)
+    before = state_of(desk)
+    outcome = (allocate, append, free)[column](desk, round)
     cell = cells[column]
-    assert {found} - {""} == reasons_in(cell)
-    arrows = re.findall(r"→ (\w+)", cell)
-    assert desk.state == (arrows[0] if arrows else before)
+    assert reasons_of(outcome) == reasons_in(cell)
+    assert state_of(desk) == next(iter(re.findall(r"→ (\w+)", cell)), before)
     if column == 2:
-        assert (desk.num_cached > 0) == ("merged" in cell and "nothing merged" not in cell)
-    assert desk.manager.check().violations == []
+        assert (desk.counts.cached > 0) == ("merged" in cell and "nothing merged" not in cell)
 
 
 @pytest.mark.parametrize(("row", "cells"), [view for view in the_managers_view() if view[1][3]])
 def test_what_a_larger_attempt_does_is_true(row: str, cells: list[str]) -> None:
-    desk, _ = prepare(row)
-    assert desk.allocate(0, attempt=2, elsewhere=True) == ""
+    desk, other, _ = prepare(row)
+    assert isinstance(allocate(other, 0, attempt=2), Granted)
     if "→ fenced" in cells[3]:
-        assert desk.state == "fenced"
-        assert (
-            len(desk.manager.keep_alive(desk.manager.sessions[0].number, 0, desk.manager.sessions[0].load, NOW).entries)
-            == 1
-        )
+        assert state_of(desk) == "fenced"
+        assert len(entries_of(desk)) == 1
     else:
-        assert {desk.allocate(1)} == reasons_in(cells[3])
+        assert reasons_of(allocate(desk, 1)) == reasons_in(cells[3])
 
 
 def test_the_example_of_a_lost_reply_is_true() -> None:
     """Calls 7, 8 and 9 of the section on the link."""
-    manager = CacheManager(1)
-    pool = PoolConfig(block_size=4, num_blocks=9)
-    session = manager.register(Registration("w", 1, 1, "a:1", "", "m", pool), NOW).session
-    key = SequenceKey("a", 1, 0)
-    tokens = struct.pack("<13I", *range(13))
-    # Blocks 1 and 2 go to another sequence, so that the numbers are those of the example.
-    others = [AllocateItem(SequenceKey("o", 1, 0), Root("m"), tokens[-32:])]
-    manager.allocate(Uplink(session, 5), others)
-    (granted,), _ = manager.allocate(Uplink(session, 6), [AllocateItem(key, Root("m"), tokens[:32], 9)])
-    assert isinstance(granted, Granted)
-    assert granted.blocks == (3, 4)
-
-    def append(call_no: int, num_tokens: int, want_blocks: int, bound: Any = ()) -> Any:
-        update = SequenceUpdate(key, 0, tokens[: 4 * (num_tokens + 1)], num_tokens, tuple(bound))
-        return manager.append(Uplink(session, call_no), [AppendItem(update, want_blocks)])[0][0]
-
-    lost, heard = append(7, 8, 3), append(8, 8, 3)
+    desk = Desk(9)
+    desk.grant("another", range(20, 28))  # so that the blocks have the numbers of the example
+    assert desk.grant("a", range(8)).blocks == (3, 4)
+    desk.call_no = 6
+    lost = desk.report("a", 8, new_tokens=[8], want_blocks=3)
+    desk.tokens[SequenceKey("a", 1, 0)] = list(range(8))  # call 8 sends the token again
+    heard = desk.report("a", 8, new_tokens=[8], want_blocks=3)
+    assert isinstance(heard, Appended)
     assert lost == heard
     assert heard.num_sealed_tokens == 8
     assert [entry[:2] for entry in heard.new_entries] == [(2, 5)]
     with pytest.raises(Refusal) as refused:
-        append(7, 8, 3)
+        desk.manager.append(Uplink(desk.number, 7), [])
     assert refused.value.reason is Reason.STALE_CALL
-    last = append(9, 12, 4, heard.new_entries)
-    assert (last.num_sealed_tokens, [entry[:2] for entry in last.new_entries]) == (12, [(3, 6)])
+    last = desk.report("a", 12, new_tokens=[9, 10, 11, 12], bound=heard.new_entries, want_blocks=4)
+    assert isinstance(last, Appended)
+    assert (desk.call_no, last.num_sealed_tokens, [entry[:2] for entry in last.new_entries]) == (9, 12, [(3, 6)])
 
 
 # -- further claims, tried in the core
 
 
-class Link:
-    """A core with one worker of 8 blocks of 4 tokens, and that worker's numbered calls."""
+def entries_of(desk: Desk) -> list[Any]:
+    """What the downlink carries."""
+    session = desk.session
+    return [entry.entry for entry in desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries]
 
-    def __init__(self) -> None:
-        self.manager = CacheManager(1, lease_seconds=6)
-        self.session = self.register()
-        self._call_no = 0
 
-    def register(self) -> int:
-        pool = PoolConfig(block_size=4, num_blocks=9)
-        return self.manager.register(Registration("w", 1, 1, "a:1", "", "m", pool), NOW).session
-
-    def uplink(self, wish: int | None = None, returned: Any = ()) -> Uplink:
-        self._call_no += 1
-        return Uplink(self.session, self._call_no, 0, wish, tuple(returned))
-
-    def grant(self, name: str, num_tokens: int, first: int = 0, *, wish: int | None = None) -> Granted:
-        tokens = struct.pack(f"<{num_tokens}I", *range(first, first + num_tokens))
-        item = AllocateItem(SequenceKey(name, 1, 0), Root("m"), tokens, no_wait=True)
-        (outcome,), _ = self.manager.allocate(self.uplink(wish), [item])
-        assert isinstance(outcome, Granted), outcome
-        return outcome
-
-    def append(self, name: str, num_computed: int, want_blocks: int, bound: Any = ()) -> Any:
-        update = SequenceUpdate(SequenceKey(name, 1, 0), num_computed_tokens=num_computed, bound=tuple(bound))
-        return self.manager.append(self.uplink(), [AppendItem(update, want_blocks)])[0][0]
-
-    def counts(self) -> tuple[int, int, int, int]:
-        counts = self.manager.sessions[0].pool.counts()
-        return counts.free, counts.cached, counts.held, counts.reserved
-
-    def grants(self) -> list[Any]:
-        session = self.manager.sessions[0]
-        return [entry.entry for entry in self.manager.keep_alive(session.number, 0, session.load, NOW).entries]
+def states_of(desk: Desk) -> tuple[int, int, int, int]:
+    counts = desk.counts
+    return counts.free, counts.cached, counts.held, counts.reserved
 
 
 def test_no_blocks_refuses_the_report_too_and_without_the_wish_it_is_taken() -> None:
-    link = Link()
-    link.grant("a", 8)
-    link.grant("b", 24, first=100)
-    refused = link.append("a", 8, 3)
-    assert refused.reason is Reason.NO_BLOCKS
-    assert link.manager.sessions[0].sequences["a", 1].num_sealed == 0
-    taken = link.append("a", 8, 0)
-    assert (taken.num_sealed_tokens, taken.new_entries) == (8, ())
-    assert link.append("a", 8, 9).reason is Reason.NEVER_FITS
+    desk = Desk(9)
+    desk.grant("a", range(8))
+    desk.grant("b", range(100, 124))
+    assert reasons_of(desk.report("a", want_blocks=3)) == {"NO_BLOCKS"}
+    assert desk.session.sequences["a", 1].num_sealed == 0
+    assert desk.report("a") == Appended(8, ())
+    assert reasons_of(desk.report("a", want_blocks=9)) == {"NEVER_FITS"}
 
 
-def test_entries_are_told_until_they_are_named() -> None:
-    link = Link()
-    link.grant("a", 8)
-    first = link.append("a", 8, 4).new_entries
+def test_entries_are_sent_until_they_are_named() -> None:
+    desk = Desk(9)
+    desk.grant("a", range(8))
+
+    def grow(want_blocks: int, bound: Sequence[TableEntry] = ()) -> Sequence[TableEntry]:
+        grown = desk.report("a", want_blocks=want_blocks, bound=bound)
+        assert isinstance(grown, Appended)
+        return grown.new_entries
+
+    first = grow(4)
     assert [entry.table_index for entry in first] == [2, 3]
-    assert link.append("a", 8, 4).new_entries == first == link.append("a", 8, 1).new_entries
-    assert link.append("a", 8, 4, first[:1]).new_entries == first[1:]
-    assert link.append("a", 8, 4, first).new_entries == ()
+    assert grow(4) == first == grow(1)
+    assert grow(4, first[:1]) == first[1:]
+    assert grow(4, first) == ()
 
 
 def test_only_keep_alive_renews_the_lease() -> None:
-    link = Link()
-    link.grant("a", 4)
+    desk = Desk(9)
+    desk.grant("a", range(4))
     expired: list[Session] = []
     for tick in range(13):
         assert not expired
-        link.append("a", 0, 0)
-        expired = link.manager.tick(tick / 2)
-    assert [session.number for session in expired] == [link.session]
+        desk.manager.append(desk.uplink(), [])
+        expired = desk.manager.tick(tick / 2)
+    assert [session.number for session in expired] == [desk.number]
 
 
 def test_the_reserve_is_filled_before_the_items_of_allocate_and_surplus_comes_again_with_the_old_wish() -> None:
-    link = Link()
-    table = link.grant("a", 4, wish=3)
-    (grant,) = link.grants()
+    desk = Desk(9)
+    (table,), _ = desk.manager.allocate(desk.uplink(reserve_wish=3), [desk.item("a", range(4))])
+    assert isinstance(table, Granted)
+    (grant,) = entries_of(desk)
     assert (grant.blocks, table.blocks) == ((1, 2, 3), (4,))
-    surplus = [ReservedBlock(block, grant.generation) for block in grant.blocks]
-    link.manager.append(link.uplink(returned=surplus), [])
-    assert link.counts() == (4, 0, 1, 3)
-    assert len(link.grants()) == 2
-    link.manager.append(
-        link.uplink(0, [ReservedBlock(b, link.grants()[1].generation) for b in link.grants()[1].blocks]), []
-    )
-    assert link.counts() == (7, 0, 1, 0)
-    link.manager.append(link.uplink(100), [])
-    assert link.counts() == (0, 0, 1, 7)
+
+    def give_back(grant: Any, reserve_wish: int | None) -> None:
+        returned = [ReservedBlock(block, grant.generation) for block in grant.blocks]
+        desk.manager.append(desk.uplink(reserve_wish=reserve_wish, returned=returned), [])
+
+    give_back(grant, None)
+    assert states_of(desk) == (4, 0, 1, 3)
+    _, second = entries_of(desk)
+    give_back(second, 0)
+    assert states_of(desk) == (7, 0, 1, 0)
+    desk.manager.append(desk.uplink(reserve_wish=100), [])
+    assert states_of(desk) == (0, 0, 1, 7)
 
 
 def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     """A hit keeps its generation; a grant gives a larger one; what is sealed is cached, what is not is free."""
-    link = Link()
-    first = link.grant("a", 6)
-    link.append("a", 6, 0)
-    link.manager.free(link.uplink(), [SequenceUpdate(SequenceKey("a", 1, 0))])
-    assert link.counts() == (7, 1, 0, 0)
-    again = link.grant("b", 6)
+    desk = Desk(9)
+    first = desk.grant("a", range(6))
+    desk.free("a", 6)
+    assert states_of(desk) == (7, 1, 0, 0)
+    again = desk.grant("b", range(6))
     assert (again.blocks[0], again.generations[0]) == (first.blocks[0], first.generations[0])
     assert again.num_cached_tokens == 4
     assert again.generations[1] > first.generations[1]
-    link.manager.free(link.uplink(), [SequenceUpdate(SequenceKey("b", 1, 0))])
-    everything = link.grant("c", 32, first=500)
+    desk.free("b")
+    everything = desk.grant("c", range(500, 532))
     assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
-    assert link.manager.sessions[0].pool.num_evicted == 1
+    assert desk.session.pool.num_evicted == 1
 
 
 def test_a_report_is_taken_in_as_the_document_says() -> None:
@@ -474,7 +380,7 @@ def test_a_report_is_taken_in_as_the_document_says() -> None:
     manager = CacheManager(2)
     pool = PoolConfig(block_size=4, num_blocks=9)
     hello = Registration("w", 1, 1, "a:1", "", "m", pool, holds_state=True)
-    session = manager.register(hello, NOW).session
+    session = manager.register(hello, now=0.0).session
     tokens = struct.pack("<8I", *range(8))
     generation = 1 << 40 | 7  # of the life before
     content = ContentRun(0, Root("m"), tokens, (3, 5), (generation, generation))
@@ -501,61 +407,21 @@ def test_a_report_is_taken_in_as_the_document_says() -> None:
     assert granted.generations[:2] == (generation, generation)
     assert manager.check().violations == []
 
-    session = manager.register(hello._replace(register_no=2), NOW).session
+    session = manager.register(hello._replace(register_no=2), now=0.0).session
     assert refused(lambda: report(1, 0, content, content)).reason is Reason.BAD_REPORT
     assert manager.sessions == ()
 
 
-# -- the calls from the shell
+# -- the shell commands
 
-
-def shell_blocks() -> list[Block]:
-    (begin,) = [index for index, block in enumerate(blocks(DOCUMENT)) if "kvpool manager" in block.text]
-    return blocks(DOCUMENT)[begin:]
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
-
-
-@pytest.fixture
-def here(port: int) -> Callable[[str], str]:
-    """A command as it can be run here: this port, and the programs of this environment."""
-
-    def substituted(text: str) -> str:
-        return text.replace("50061", str(port)).replace(".venv/bin/", f"{Path(sys.executable).parent}/")
-
-    return substituted
-
-
-@pytest.fixture
-def manager(here: Callable[[str], str], port: int, tmp_path: Path) -> Iterator[None]:
-    """The manager that the document starts."""
-    command = here(shell_blocks()[0].text)
-    assert command.count("\n") == 1
-    environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, stderr=subprocess.PIPE, env=environment)
-    try:
-        end = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, process.communicate()[1]
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert time.monotonic() < end, "the manager does not listen"
-            time.sleep(0.05)
-        yield
-    finally:
-        process.kill()
-        process.communicate()
+EXCHANGES = [
+    (Block("sh", call), Block("json", reply))
+    for call, reply in re.findall(r"^```sh\n((?:(?!```).*\n)*)```\n```json\n((?:(?!```).*\n)*)```$", TEXT, re.MULTILINE)
+]
 
 
 def assert_matches(found: Any, shown: Any, where: str) -> None:
-    """What came back is what the document shows, but for what stands for anything."""
+    """A reply equals the one in the document, except where that has an ellipsis."""
     if shown == ANYTHING:
         return
     assert type(found) is type(shown), where
@@ -571,24 +437,23 @@ def assert_matches(found: Any, shown: Any, where: str) -> None:
         assert found == shown, where
 
 
-@pytest.mark.usefixtures("manager")
-def test_every_call_from_the_shell_gets_the_reply_that_is_shown(here: Callable[[str], str], tmp_path: Path) -> None:
-    shown = shell_blocks()[1:]
-    calls, replies = shown[::2], shown[1::2]
-    assert [block.language for block in shown] == ["sh", "json"] * len(calls)
+def test_every_call_from_the_shell_gets_the_reply_that_is_shown(protocol_shell: ProtocolShell) -> None:
     separator = "-- next --"
-    script = f"\necho '{separator}'\n".join(here(call.text) for call in calls)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    found = done.stdout.split(f"{separator}\n")
-    assert len(found) == len(calls), done.stderr
-    for call, output, reply in zip(calls, found, replies, strict=True):
-        assert_matches(json.loads(output), json.loads(reply.text), call.text)
-    assert len(calls) > 10
+    output = protocol_shell.run(f"\necho '{separator}'\n".join(call.text for call, _ in EXCHANGES))
+    found = output.split(f"{separator}\n")
+    assert len(found) == len(EXCHANGES) > 20
+    for printed, (call, reply) in zip(found, EXCHANGES, strict=True):
+        assert_matches(json.loads(printed), json.loads(reply.text), call.text)
+
+
+def test_the_session_has_ten_calls() -> None:
+    """Each is one RPC and has a number; the last nine carry what the first one answered."""
+    numbered = re.findall(r"^\*\*(\d+)\. (\w+)\*\*", section("A session in ten calls"), re.MULTILINE)
+    assert [int(number) for number, _ in numbered] == list(range(1, 11))
+    calls = [re.findall(r"\bcache (\w+) ", call.text) for call, _ in EXCHANGES[1:11]]
+    assert calls == [[name] for _, name in numbered]
+
+
+def test_the_stubs_compile_in_python_and_call_the_manager(protocol_shell: ProtocolShell) -> None:
+    commands, printed = protocol_shell.commands("Python")
+    assert protocol_shell.run(commands) == printed

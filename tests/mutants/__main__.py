@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--killer", action="append", choices=killers.KILLERS, help="only this one; may be repeated")
     parser.add_argument("--every", action="store_true", help="do not stop at the first killer that kills")
     parser.add_argument("--source", type=Path, default=tree.ROOT, help="another checkout to take the code from")
-    parser.add_argument("--write", action="store_true", help="put the rows of these mutants into docs/TESTING.md")
+    parser.add_argument("--write", action="store_true", help="put the rows of these mutants into RESULTS.md")
     options = parser.parse_args(arguments)
     console = Console()
     chosen = options.killer or list(killers.KILLERS)

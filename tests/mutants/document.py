@@ -1,11 +1,12 @@
-"""The table of mutants in docs/TESTING.md, between two markers."""
+"""The table of mutants in RESULTS.md, between two markers."""
 
 from __future__ import annotations
 
-from tests.mutants.patch import Mutant
-from tests.mutants.tree import ROOT
+from pathlib import Path
 
-PAGE = ROOT / "docs" / "TESTING.md"
+from tests.mutants.patch import Mutant
+
+PAGE = Path(__file__).parent / "RESULTS.md"
 BEGIN = "<!-- mutants: begin (written by `python -m tests.mutants --write`) -->"
 END = "<!-- mutants: end -->"
 

@@ -1,4 +1,4 @@
-"""Every mutant still is the mistake that it says: whole, applicable to the code as it is, and listed in docs/TESTING.md."""
+"""Every mutant still is the mistake that it says: whole, applicable to the code as it is, and listed in RESULTS.md."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_no_two_make_the_same_mistake() -> None:
 
 
 def test_the_page_lists_them_all() -> None:
-    """docs/TESTING.md says of each what kills it; `make mutants` writes the table."""
+    """RESULTS.md lists what kills each; `make mutants` writes the table."""
     page = document.PAGE.read_text(encoding="utf-8")
     assert list(document.rows_of(page)) == patch.names(), (
-        "run `python -m tests.mutants --write`, which makes the table anew"
+        "run `python -m tests.mutants --write`, which updates the table"
     )
 
 

@@ -1,0 +1,78 @@
+"""A reader's shell for docs/PROTOCOL.md, next to the manager that the document starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvpool.client.cli.launch.cluster import free_port
+from tests.docs.blocks import ROOT
+
+DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+FENCED = re.MULTILINE | re.DOTALL
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one of the same or a higher level."""
+    (level,) = re.findall(rf"^(#+) {re.escape(title)}$", TEXT, re.MULTILINE)
+    return re.split(rf"^#{{1,{len(level)}}} ", TEXT.split(f"{level} {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+class ProtocolShell:
+    """Runs commands of the document with this port, this environment's programs, and a folder in place of build/stubs."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.port = port
+        self._folder = folder
+
+    def here(self, text: str) -> str:
+        """A command as it can be run here."""
+        text = text.replace("$PWD/build/stubs", "build/stubs").replace("build/stubs", str(self._folder))
+        return text.replace("50061", str(self.port)).replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+
+    def run(self, commands: str) -> str:
+        """Run commands, of which the last must succeed; returns what they print. Calls that are refused fail on purpose."""
+        done = subprocess.run(
+            ["bash", "-c", self.here(commands)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def commands(self, language: str) -> tuple[str, str]:
+        """The commands that compile the stubs of a language and call the manager, and the output shown for them."""
+        shared = re.split("^### ", section("Stubs"), flags=re.MULTILINE)[0]
+        found = [re.findall(r"^```sh\n(.*?)^```$", text, FENCED) for text in (shared, section(language))]
+        (printed,) = re.findall(r"^```text\n(.*?)^```$", section(language), FENCED)
+        return "".join(["set -e\n", *found[0], *found[1]]), printed
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[ProtocolShell]:
+    """The manager of the document, on a port of its own, and a shell for it."""
+    shell = ProtocolShell(free_port(), folder)
+    (command,) = [text for text in re.findall(r"^```sh\n(.*?)^```$", TEXT, FENCED) if "kvpool manager" in text]
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {shell.here(command)}"],
+        cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert process.poll() is None, process.communicate()[1]
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", shell.port)) == 0:
+                    break
+            assert time.monotonic() < end, "the manager does not listen"
+            time.sleep(0.05)
+        yield shell
+    finally:
+        process.kill()
+        process.communicate()
