@@ -25,12 +25,14 @@ from kvpool.client.cli.launch.cluster import free_port
 from kvpool.client.cli.settings import ClientSettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
+from scripts.protos import SITE
 from tests.docs.blocks import ROOT, Block, blocks, inline_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PACKAGES = [
     ROOT,
+    SITE,
     *(ROOT / name for name in ("cache_service", "cache_service/core", "worker_service", "client", "docs")),
 ]
 OPERATING = ROOT / "docs" / "OPERATING.md"
