@@ -50,7 +50,7 @@ class OurEngine:
             token_ids=worker_pb2.TokenIds(ids=prompt),
             stop=worker_pb2.StopConditions(max_tokens=num_tokens, ignore_eos=True),
         )
-        request = engine.submit(codec.decode_generate(asked, engine.prompts, engine.settings.model_fingerprint))
+        request = engine.submit(codec.decode_generate(asked, engine.prompts))
         try:
             while (chunk := await request.stream.get()) is not None:
                 cached = None if chunk.usage is None else chunk.usage.num_cached_tokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvpool.process.request_guard import SMALL, RequestLimit
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2
 
 from .core.messages import TOKEN_BYTES, Limits

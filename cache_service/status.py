@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, status_pb2
+
+from kvpool.protocol.status import build_status
 
 from .core.refusal import Reason, Refusal
-
-DOMAIN = "kvpool"
-"""`ErrorInfo.domain` of every status."""
-
-MAX_MESSAGE_BYTES = 1000
-"""A failed call's status travels twice in HTTP headers, of which peers take 8 KiB; messages can quote what the peer sent."""
 
 INTERNAL = "INTERNAL"
 """`ErrorInfo.reason` of a bug."""
@@ -78,59 +72,26 @@ def ok() -> status_pb2.Status:
 def of_refusal(refusal: Refusal) -> status_pb2.Status:
     """The status of an item or a call that the core has refused."""
     row = _TABLE[refusal.reason]
-    message = _clip(refusal.message)
-    details: list[Message] = []
     retry_seconds = row.retry_seconds if refusal.retry_seconds is None else refusal.retry_seconds
-    if row.retry_seconds:
-        details.append(_retry(retry_seconds))
-    if row.quota:
-        violation = error_details_pb2.QuotaFailure.Violation(subject=row.quota, description=message)
-        details.append(error_details_pb2.QuotaFailure(violations=[violation]))
-    if row.bad_request:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=message)
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     metadata = dict(refusal.metadata)
     if refusal.position is not None:
         metadata["position"] = str(refusal.position)
-    return _status(row.code, refusal.reason.value, message, details, metadata)
+    return build_status(
+        row.code,
+        refusal.reason.value,
+        refusal.message,
+        metadata=metadata,
+        retry_seconds=retry_seconds if row.retry_seconds else None,
+        quota=row.quota,
+        bad_field=refusal.field if row.bad_request else None,
+    )
 
 
 def of_unavailable(error: Unavailable) -> status_pb2.Status:
     """The status of a call that cannot be served now."""
-    return _status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, _clip(str(error)), [_retry(0.5)])
+    return build_status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, str(error), retry_seconds=0.5)
 
 
 def of_bug() -> status_pb2.Status:
-    """The status of a call that ran into a bug. What happened stands in the manager's log, and nowhere else."""
-    return _status(code_pb2.INTERNAL, INTERNAL, "the cache manager failed; its log has the traceback")
-
-
-def _status(
-    code: int,
-    reason: str,
-    message: str,
-    details: list[Message] | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> status_pb2.Status:
-    status = status_pb2.Status(code=code, message=message)
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
-    for detail in (info, *(details or ())):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
-    return status
-
-
-def _retry(seconds: float) -> error_details_pb2.RetryInfo:
-    delay = duration_pb2.Duration()
-    delay.FromMilliseconds(round(seconds * 1000))
-    return error_details_pb2.RetryInfo(retry_delay=delay)
-
-
-def _clip(message: str) -> str:
-    """The message, its middle left out if it is too long for a header."""
-    data = message.encode(errors="replace")
-    if len(data) <= MAX_MESSAGE_BYTES:
-        return message
-    half = MAX_MESSAGE_BYTES // 2 - 4
-    return f"{data[:half].decode(errors='ignore')} … {data[-half:].decode(errors='ignore')}"
+    """The status of a call that ran into a bug. Only the manager's log says what happened."""
+    return build_status(code_pb2.INTERNAL, INTERNAL, "the cache manager failed; its log has the traceback")

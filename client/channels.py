@@ -8,27 +8,10 @@ from typing import Final
 
 import grpc.aio
 
+from kvpool.process.channel_options import CHANNEL_OPTIONS
 from kvpool.v1 import cache_pb2_grpc, worker_pb2_grpc
 
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MAX_CHANNELS: Final = 256
-
-_OPTIONS: Final[list[tuple[str, int]]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # gRPC backs off up to 120 s by default; a restarted service is to be found at once.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    # Also the time-out of one attempt to connect: a frozen process still accepts, but never answers.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    # Never more often than our servers allow (min_recv_ping_interval 10 s): else they hang up with too_many_pings.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # A Generate that gRPC repeats on its own would be a second stream for one attempt.
-    ("grpc.enable_retries", 0),
-    # A proxy for the web must not see the way to a service on this machine.
-    ("grpc.enable_http_proxy", 0),
-]
 
 
 class _Peer:
@@ -67,7 +50,7 @@ class Channels:
         return peer
 
     def _open(self, address: str) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def close(self) -> None:
         """Close all channels; calls that still run on them are cancelled. May be repeated."""

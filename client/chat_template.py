@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from .errors import InvalidRequest
-from .messages import Message, as_messages
+from .messages import Message
 from .template_process import TemplateProcess
 
 
@@ -37,18 +36,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`; special tokens stand in it as text. `arguments` are further variables that the
-        template may know (tools, documents, enable_thinking, …). Blocking: milliseconds, up to seconds for a template that is
-        not honest. InvalidRequest if the source is no template, or if it refuses, fails, or exceeds its bounds."""
-        checked = as_messages(messages)
-        if not checked:
-            raise InvalidRequest("a chat needs at least one message", reason="BAD_FIELD")
+        """The prompt for `messages`, which as_messages() has checked; special tokens are in it as text. `arguments` are more
+        variables for the template (tools, documents, enable_thinking, …). Blocking: milliseconds; seconds for a hostile template.
+        InvalidRequest if the source is no template, or if it refuses, fails, or exceeds its bounds."""
         variables = {
             **self._special_tokens,
             "tools": None,
             "documents": None,
             **(arguments or {}),
-            "messages": list(checked),
+            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         return self._process.render(self._source, variables, self._now().isoformat())

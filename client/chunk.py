@@ -60,7 +60,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     """New tokens, without the id that ended the text."""
     text: str
-    """New text. It may lag behind the tokens: incomplete characters and what may begin a stop string come later."""
+    """New text. It may lag the tokens: incomplete characters and what may begin a stop string come later."""
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per token if they were asked for."""
     usage: Usage | None
@@ -70,10 +70,10 @@ class Chunk:
     worker_id: str
     """The worker that computed it."""
     attempt: int
-    """1 for the first worker tried, larger for every further one; larger than in the chunk before: the stream has moved."""
+    """1 for the first worker tried, larger for each next one; larger than in the chunk before: the stream has moved."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None stands
-    for the prompt's first token, which has nothing before it."""
+    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None for
+    the prompt's first token, which has nothing before it."""
 
 
 def chunk_from_proto(
@@ -87,7 +87,7 @@ def chunk_from_proto(
 ) -> Chunk:
     """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities.
 
-    `first_prompt_logprob`: the first of the message's prompt_logprobs that are new; None: nobody wants them.
+    `first_prompt_logprob`: the first of the message's prompt_logprobs that are new; None: they were not asked for.
     """
     finish_reason = None
     if message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:

@@ -17,7 +17,8 @@ from .manager import Manager
 from .messages import Message, as_messages
 from .model import Model
 from .models import Models
-from .options import GenerateOptions, GenerateSettings
+from .options import GenerateOptions
+from .request import build_request
 from .stream import GenerateStream
 from .template_process import TemplateProcess
 
@@ -95,7 +96,7 @@ class Client:
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
         """Live workers and their block counts; with worker_id and first_block also a page of its block map, with max_sequences
-        also so many of each worker's live sequences, oldest first (at most 1,000 in all)."""
+        also at most that many live sequences of each worker, oldest first (1,000 in all)."""
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         return await self._manager.describe(
             deadline,
@@ -131,7 +132,9 @@ class Client:
     def _stream(self, encode: Callable[[Model], list[int]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
             encode=encode,
-            settings=GenerateSettings.from_options(options),
+            request=build_request(options),
+            model_name=options.get("model"),
+            timeout=options.get("timeout"),
             models=self._models,
             manager=self._manager,
             channels=self._channels,

@@ -1,4 +1,4 @@
-"""What a client can be told once, at its start."""
+"""The settings of a client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClientConfig:
     liveness_interval: float = 2.0
     """How often to ask the manager whether the worker still lives while nothing comes from it."""
     continuation: bool = True
-    """Whether a stream whose worker dies, freezes or leaves behind its first token goes on at another one. If not, it ends
+    """Whether a stream whose worker dies, freezes or leaves after the first token continues on another one. If not, it ends
     with Unavailable, and the tokens delivered are all there is."""
 
     max_model_bytes: int = DEFAULT_MAX_BYTES

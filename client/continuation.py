@@ -1,4 +1,4 @@
-"""A stream that goes on elsewhere: when it may, and how the further attempts' accounts join on. No I/O."""
+"""When a stream may continue on another worker, and how usage is summed over its attempts. No I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def another_may_begin(error: KvpoolError) -> bool:
 
 
 def another_may_go_on(error: KvpoolError) -> bool:
-    """The same behind the first token: a worker has taken the request, so one that says it never can speaks for itself."""
+    """The same after the first token: one worker has accepted the request, so a permanent refusal is about the other worker."""
     return another_may_begin(error) or (
         isinstance(error, InvalidRequest | FailedPrecondition) and error.reason in _REASONS_OF_ONE_WORKER
     )
@@ -37,9 +37,9 @@ class Account:
         self._num_cached = 0
 
     def join(self, usage: Usage, base: int) -> Usage:
-        """`usage` of an attempt that began behind `base` delivered tokens, as the answer's.
+        """`usage` of an attempt that began after `base` delivered tokens, as the answer's.
 
-        Its prompt holds those tokens, which are none of the caller's prompt. What the cache served is told of the attempt
+        Its prompt holds those tokens, which are none of the caller's prompt. What the cache served is that of the attempt
         that delivered the first token: of a later one it may be more than the prompt.
         """
         if base == 0:
@@ -52,7 +52,7 @@ class Account:
         )
 
     def at_the_end(self, num_prompt: int, num_delivered: int) -> Usage:
-        """Usage of an answer whose worker went away before it could tell."""
+        """Usage of an answer whose worker left before it sent the last one."""
         return Usage(
             num_prompt_tokens=num_prompt,
             num_cached_tokens=self._num_cached,

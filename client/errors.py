@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final, cast
+from typing import Final
 
 import grpc
 import grpc.aio
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from kvpool.process.call_status import details_of
 from kvpool.process.printable import printable
 
 _LINE_ENDS: Final = re.compile(r"\s*[\r\n]\s*")
-
-ERROR_DOMAIN: Final = "kvpool"
-"""The domain of every ErrorInfo that a kvpool service sends."""
 
 
 class KvpoolError(Exception):
@@ -31,7 +27,7 @@ class KvpoolError(Exception):
         metadata: Mapping[str, str] | None = None,
         violations: tuple[str, ...] = (),
     ) -> None:
-        # A peer has a say in most messages. Whoever shows or logs one must not have to think of that.
+        # Most messages quote a peer; code that shows or logs one should not need to escape it.
         message = printable(_LINE_ENDS.sub(" ", message))
         super().__init__(message)
         self.message: Final = message
@@ -41,7 +37,7 @@ class KvpoolError(Exception):
         self.retry_after: Final = retry_after
         """Seconds after which the same request may succeed, where the service said so."""
         self.metadata: Final[Mapping[str, str]] = dict(metadata or {})
-        """Further figures of the service's ErrorInfo."""
+        """The other figures of the service's ErrorInfo."""
         self.violations: Final = tuple(printable(violation) for violation in violations)
         """`field: what is wrong with it`, one for each bad field or exhausted quota."""
 
@@ -121,50 +117,19 @@ _EXCEPTIONS: Final[Mapping[grpc.StatusCode, type[KvpoolError]]] = {
 def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
     """The exception for a failed call to `who`. A code outside the table, INTERNAL among them, is a ServiceError."""
     exception = _EXCEPTIONS.get(error.code(), ServiceError)
-    reason = ""
-    metadata: dict[str, str] = {}
-    retry_after: float | None = None
-    violations: list[str] = []
-    for detail in _details(error):
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-            if info.domain == ERROR_DOMAIN:
-                reason = info.reason
-                metadata = dict(info.metadata)
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad = error_details_pb2.BadRequest()
-            detail.Unpack(bad)
-            violations += [f"{violation.field}: {violation.description}" for violation in bad.field_violations]
-        elif detail.Is(error_details_pb2.QuotaFailure.DESCRIPTOR):
-            quota = error_details_pb2.QuotaFailure()
-            detail.Unpack(quota)
-            violations += [f"{violation.subject}: {violation.description}" for violation in quota.violations]
+    found = details_of(error)
     details = error.details() or error.code().name
-    if exception is Cancelled and not reason:
+    if exception is Cancelled and not found.reason:
         # A call that we cancel raises asyncio's CancelledError. This one the transport has dropped before its service saw it, as
         # gRPC does when very many are waiting.
         exception = Unavailable
-    if exception is Unavailable and not reason:
+    if exception is Unavailable and not found.reason:
         # The transport's own words ("Stream removed (Socket closed)") do not say whose fault it is.
         details = f"not there, or gone ({details})"
     return exception(
         f"{who}: {details}",
-        reason=reason,
-        retry_after=retry_after,
-        metadata=metadata,
-        violations=tuple(violations),
+        reason=found.reason,
+        retry_after=found.retry_seconds,
+        metadata=found.metadata,
+        violations=found.violations,
     )
-
-
-def _details(error: grpc.aio.AioRpcError) -> list[error_details_pb2.Any]:
-    try:
-        status = rpc_status.from_call(cast(grpc.Call, error))
-    except ValueError:
-        # Code or message of the status and of the details disagree: believe the status alone.
-        return []
-    return [] if status is None else list(status.details)

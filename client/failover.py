@@ -28,9 +28,9 @@ class _Failure(NamedTuple):
 
 
 class Failover:
-    """The order of workers for one request: as the manager ranked them, ranked anew, then an end. No I/O.
+    """The order of workers for one request: as the manager ranked them, ranked again, then an end. No I/O.
 
-    Whoever has failed comes last. Before the first token the workers are ranked twice; an answer that has begun is worth more
+    Workers that have failed come last. Before the first token the workers are ranked twice; an answer that has begun is worth more
     patience, so then they are ranked as long as there are attempts.
     """
 
@@ -78,14 +78,14 @@ class Failover:
         self._failures.append(_Failure(target, error))
 
     def broke_off(self, target: Target, error: KvpoolError) -> None:
-        """Note what ended an attempt that had delivered tokens: there is more to route by, so the search begins anew."""
+        """Note what ended an attempt that had delivered tokens: there is more to route by, so the search starts over."""
         self.failed(target, error)
         self._has_begun = True
         self._ranked.clear()
         self._num_rankings = 0
 
     def gave_up(self, error: KvpoolError, num_delivered: int) -> KvpoolError:
-        """`error` ended the search for a worker that goes on behind `num_delivered` tokens: what the reader is told."""
+        """The reader's error: `error` ended the search for a worker that continues after `num_delivered` tokens."""
         message = (
             f"the answer broke off after {num_delivered} tokens, which were delivered, and could not go on: {error}"
         )

@@ -8,7 +8,7 @@ from .errors import ProtocolError
 
 
 class Accepted(NamedTuple):
-    """Where accepted tokens stand in the answer."""
+    """Where accepted tokens are in the answer."""
 
     start_index: int
     """Index of the first of them among all tokens of the answer."""
@@ -42,7 +42,7 @@ class Gate:
         return self._base
 
     def open(self, attempt: int) -> None:
-        """From now on only `attempt` may deliver; it starts behind what was delivered. Attempts only grow."""
+        """From now on only `attempt` may deliver; it starts after what was delivered. Attempts only grow."""
         assert attempt > self._attempt, (attempt, self._attempt)
         self._attempt = attempt
         self._base = self._num_delivered
@@ -51,7 +51,7 @@ class Gate:
     def take(self, attempt: int, start_index: int, num_tokens: int) -> Accepted | None:
         """Let `num_tokens` tokens at `start_index` of attempt's stream through; None: of an older attempt, drop them.
 
-        ProtocolError if they do not stand at the next position. Without tokens only the attempt is looked at.
+        ProtocolError if they are not at the next position. Without tokens only the attempt is looked at.
         """
         if attempt != self._attempt:
             return None
@@ -67,8 +67,8 @@ class Gate:
         return accepted
 
     def take_prompt(self, num_told: int) -> int:
-        """Let what the current attempt tells next of `num_told` tokens of the prompt through; returns how many of the first of
-        them an earlier attempt, which broke off before its first token, has told already."""
+        """Accept log-probabilities of the next `num_told` tokens of the prompt; returns how many of them, from the first on, an
+        earlier attempt delivered before it broke off."""
         self._num_prompt_told_by_attempt += num_told
         num_new = max(0, self._num_prompt_told_by_attempt - self._num_prompt_told)
         self._num_prompt_told += num_new

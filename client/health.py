@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The health of a service, asked for by the standard protocol grpc.health.v1.
 
-Containers run this every few seconds beside work that needs the cores. So the file imports gRPC and nothing of kvpool: the
+Containers run this every few seconds, next to work that needs the cores. So the file imports gRPC and nothing of kvpool: the
 images hold it as the command `kvpool-health`, which needs a quarter of the CPU time of `kvpool health`.
 """
 
@@ -29,9 +29,9 @@ class Health(NamedTuple):
 
 
 def ask_health(address: str, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Health:
-    """The health of the service at host:port; "" stands for all that it serves. Blocks for up to `timeout_seconds`.
+    """The health of the service at host:port; "" is all that it serves. Blocks for up to `timeout_seconds`.
 
-    Never raises for what the other side does: whoever does not answer, does not serve.
+    Never raises for what the other side does: a service that does not answer does not serve.
     """
     if not address.rpartition(":")[2].isdecimal():
         return Health(False, f"{address!r} is no address to ask for its health: give HOST:PORT")

@@ -12,9 +12,10 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
 
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .channels import MAX_MESSAGE_BYTES, Channels
+from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, from_rpc_error
@@ -23,7 +24,7 @@ MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
 _ATTEMPTS_MIN: Final = 3
-"""Before a manager that was never heard counts as absent, however much time has passed: this process may have stood still."""
+"""Before a manager that was never heard counts as absent, however much time has passed: this process may have been suspended."""
 _ATTEMPT_SECONDS_MIN: Final = 0.5
 """What an attempt is given where the time for the first contact is over."""
 
@@ -51,7 +52,7 @@ class Manager:
         if self._looking is None:
             self._looking = asyncio.create_task(self.describe(Deadline(seconds)))
             self._looking.add_done_callback(self._looked)
-        # Whoever gives up must not take the answer from the others.
+        # A caller that gives up must not cancel the call for the others.
         return await asyncio.shield(self._looking)
 
     def _looked(self, task: asyncio.Task[cache_pb2.DescribeResponse]) -> None:
@@ -69,7 +70,7 @@ class Manager:
         max_sequences: int = 0,
     ) -> cache_pb2.DescribeResponse:
         """Live workers and their block counts; with first_block also one page of that worker's block map, with max_sequences
-        also so many of each worker's live sequences, oldest first."""
+        also at most that many live sequences of each worker, oldest first."""
         request = cache_pb2.DescribeRequest(
             worker_id=worker_id,
             include_blocks=first_block is not None,

@@ -8,7 +8,7 @@ from typing import Any
 from .errors import InvalidRequest
 
 Message = Mapping[str, Any]
-"""One turn of a chat: {"role": …, "content": …} and whatever else the model's template knows; JSON values."""
+"""One turn of a chat: {"role": …, "content": …} and other keys that the model's template knows; JSON values."""
 
 
 def as_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
@@ -20,11 +20,15 @@ def as_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
             "use generate() for a raw prompt",
             reason="BAD_FIELD",
         )
-    return tuple(_as_message(index, message) for index, message in enumerate(messages))
+    checked = tuple(_as_message(index, message) for index, message in enumerate(messages))
+    if not checked:
+        raise InvalidRequest("a chat needs at least one message", reason="BAD_FIELD")
+    return checked
 
 
 def _as_message(index: int, message: Message) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not (isinstance(role, str) and role):
         raise InvalidRequest(
             f'message {index} needs a role (user, assistant or system) and a content: {{"role": "user", "content": "…"}}',
             reason="BAD_FIELD",

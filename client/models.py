@@ -48,7 +48,7 @@ class Models:
         self._lock = asyncio.Lock()
 
     async def get(self, name: str | None, deadline: Deadline) -> Model:
-        """The model of that name or fingerprint; None: the one that all live workers serve. Asks nobody if it is known.
+        """The model of that name or fingerprint; None: the one that all live workers serve. Sends nothing if it is known.
 
         Unavailable (NO_WORKER) while no worker lives, or none serves a model that was served before; NotFound if none serves
         `name`, InvalidRequest if None is ambiguous.
@@ -69,7 +69,7 @@ class Models:
             self._lock.release()
 
     def forget(self, model: Model) -> None:
-        """Ask the manager anew who is meant by the names that led to `model`. What was fetched of it is kept."""
+        """Resolve the names that led to `model` again, at the manager. What was fetched of it is kept."""
         self._fingerprints = {
             name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
         }
@@ -122,7 +122,7 @@ class Models:
                     aiter(call), who, facts_timeout=_FACTS_TIMEOUT_SECONDS, max_bytes=self._max_model_bytes
                 )
             except TimeoutError:
-                # If both times are over, the caller's own is what to tell of.
+                # If both times are over, the error names the caller's own.
                 deadline.check(f"asking {who} for its model")
                 failure = _silent(who, f"the facts of its model within {_FACTS_TIMEOUT_SECONDS:g} s")
                 continue
@@ -137,7 +137,8 @@ class Models:
                 call.cancel()
             if facts.model_fingerprint != fingerprint:
                 failure = Unavailable(
-                    f"{who} serves another model than the manager knows; it is registering anew", reason="MODEL_CHANGED"
+                    f"{who} serves another model than the manager knows; it is registering again",
+                    reason="MODEL_CHANGED",
                 )
                 continue
             # Reading a tokenizer of several megabytes takes a while; other requests go on meanwhile.

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
-from kvpool.v1 import common_pb2
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.v1 import common_pb2, worker_pb2
 
-from .channels import MAX_MESSAGE_BYTES, Channels
+from .channels import Channels
 from .chunk import Chunk, FinishReason, chunk_from_proto
 from .completion import Completion, CompletionBuilder
 from .config import ClientConfig
@@ -23,7 +24,7 @@ from .gate import Gate
 from .manager import Manager
 from .model import Model
 from .models import Models
-from .options import GenerateSettings
+from .request import attempt_request
 from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
@@ -34,7 +35,7 @@ _NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
 class GenerateStream:
     """The chunks of one answer, in order, however many workers it takes. Nothing happens before the first is asked for.
 
-    When its worker dies, freezes or leaves, the stream goes on at another one, behind the last token delivered: the next
+    When its worker dies, freezes or leaves, the stream continues on another one, after the last token delivered: the next
     chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation).
 
     Use it as `async with client.generate(…) as stream: async for chunk in stream: …`: leaving the block cancels the call,
@@ -46,14 +47,18 @@ class GenerateStream:
         self,
         *,
         encode: Callable[[Model], list[int]],
-        settings: GenerateSettings,
+        request: worker_pb2.GenerateRequest,
+        model_name: str | None,
+        timeout: float | None,
         models: Models,
         manager: Manager,
         channels: Channels,
         config: ClientConfig,
     ) -> None:
         self._encode = encode
-        self._settings = settings
+        self._request = request
+        self._model_name = model_name
+        self._timeout = timeout
         self._models = models
         self._manager = manager
         self._channels = channels
@@ -118,7 +123,7 @@ class GenerateStream:
         return self._builder.build()
 
     async def next_chunk(self) -> Chunk | None:
-        """The next chunk; None behind the last. An error, or cancelling the task, ends the stream and its call."""
+        """The next chunk; None after the last. An error, or cancelling the task, ends the stream and its call."""
         if self._is_ended:
             return None
         try:
@@ -132,7 +137,7 @@ class GenerateStream:
 
     async def _next_chunk(self) -> Chunk:
         if self._deadline is None:
-            self._deadline = Deadline(self._settings.timeout or self._config.timeout)
+            self._deadline = Deadline(self._timeout or self._config.timeout)
             self._loop = asyncio.get_running_loop()
         while True:
             if self._call is None:
@@ -160,8 +165,8 @@ class GenerateStream:
                 start_index=accepted.start_index,
                 worker_id=target.worker_id,
                 attempt=target.attempt,
-                want_logprobs=self._settings.logprobs is not None,
-                first_prompt_logprob=None if self._settings.prompt_logprobs is None else num_known,
+                want_logprobs=self._request.HasField("logprobs"),
+                first_prompt_logprob=num_known if self._request.HasField("prompt_logprobs") else None,
             )
             if chunk.usage is not None:
                 chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
@@ -181,7 +186,7 @@ class GenerateStream:
         assert self._model is not None
         num_delivered = self._gate.num_delivered
         limit = self._model.max_model_len - len(self._token_ids)
-        return num_delivered > 0 and num_delivered >= min(self._settings.max_tokens or limit, limit)
+        return num_delivered > 0 and num_delivered >= min(self._request.stop.max_tokens or limit, limit)
 
     def _missing_end(self, target: Target) -> Chunk:
         """The chunk that such a worker owes us. A worker of ours sends its last token and what it held back of the text
@@ -191,12 +196,12 @@ class GenerateStream:
             start_index=num_delivered,
             token_ids=(),
             text="",
-            logprobs=None if self._settings.logprobs is None else (),
+            logprobs=() if self._request.HasField("logprobs") else None,
             usage=self._account.at_the_end(len(self._token_ids), num_delivered),
             finish_reason=FinishReason.LENGTH,
             worker_id=target.worker_id,
             attempt=target.attempt,
-            prompt_logprobs=None if self._settings.prompt_logprobs is None else (),
+            prompt_logprobs=() if self._request.HasField("prompt_logprobs") else None,
         )
 
     async def _open_next(self, deadline: Deadline) -> WatchedCall:
@@ -218,7 +223,8 @@ class GenerateStream:
             raise Cancelled("the stream was closed while it looked for a worker", reason="CANCELLED")
         target = self._attempts.next()
         assert self._model is not None
-        request = self._settings.request(
+        request = attempt_request(
+            self._request,
             token_ids=[*self._token_ids, *self._builder.token_ids],
             num_delivered=self._gate.num_delivered,
             sequence_id=self._sequence_id,
@@ -242,15 +248,15 @@ class GenerateStream:
     async def _rank(self, deadline: Deadline) -> None:
         """Know the model, tokenise for it and let the manager rank its workers, by all tokens that there are; waits a little
         for a first worker."""
-        # Begins when a manager says that there is nobody: until it is back itself, the workers cannot be.
+        # Begins when a manager knows no worker: while the manager is away, workers cannot register.
         waited: Deadline | None = None
         while True:
             try:
                 model = await self._model_to_ask(deadline)
                 root = common_pb2.Root(
                     model_fingerprint=model.fingerprint,
-                    adapter=self._settings.adapter,
-                    tenant_salt=self._settings.tenant_salt,
+                    adapter=self._request.adapter,
+                    tenant_salt=self._request.tenant_salt,
                 )
                 token_ids = [*self._token_ids, *self._builder.token_ids]
                 response = await self._manager.route(deadline, root, token_ids, max_workers=self._config.max_attempts)
@@ -271,10 +277,10 @@ class GenerateStream:
                 await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
-        """The model that is served by now, its prompt tokenised; behind the first token only the one that began."""
+        """The model that is served by now, its prompt tokenised; after the first token only the one that began."""
         if self._model is not None and self._gate.num_delivered > 0:
             return self._model
-        model = await self._models.get(self._settings.model, deadline)
+        model = await self._models.get(self._model_name, deadline)
         if model is not self._model:
             self._token_ids = await self._encode_within(model, deadline)
             self._model = model

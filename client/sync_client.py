@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
-
-from kvpool.v1 import cache_pb2
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from .chunk import Chunk
 from .client import Client
@@ -18,11 +17,11 @@ from .completion import Completion
 from .config import ClientConfig
 from .errors import Cancelled, FailedPrecondition
 from .messages import Message
-from .model import Model
 from .options import GenerateOptions
 from .stream import GenerateStream
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class _LoopThread:
@@ -71,7 +70,7 @@ class _LoopThread:
             self._loop.close()
 
     async def _cancel_others_and(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        # A task that the loop leaves behind would never give its result to the thread that waits for it. All of them
+        # A task that is left in the loop would never give its result to the thread that waits for it. All of them
         # are here: the lock puts their start before ours.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -110,8 +109,8 @@ class SyncStream:
         self.close()
 
     def close(self) -> None:
-        """End the request; its call is cancelled if it still runs. May be repeated, also behind the client's close."""
-        # A client that closes ends its streams; the `with` of one of them must not hide the error that told so.
+        """End the request; its call is cancelled if it still runs. May be repeated, also after the client's close."""
+        # A client that closes ends its streams; the `with` of one of them must not hide the error that says so.
         with contextlib.suppress(Cancelled, FailedPrecondition):
             self._loop.run(self._stream.aclose())
 
@@ -120,8 +119,20 @@ class SyncStream:
         return self._loop.run(self._stream.collect())
 
 
+def _blocking(
+    method: Callable[Concatenate[Client, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[SyncClient, _P], _T]:
+    """The same method of SyncClient, with its arguments and its docstring."""
+
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        return self._loop.run(method(self._client, *arguments, **options))
+
+    return call
+
+
 class SyncClient:
-    """Client behind blocking methods; see there. Its event loop runs in a thread of its own.
+    """Client with blocking methods; see there. Its event loop runs in a thread of its own.
 
     Use it as `with SyncClient() as client`, or call close(). Safe to use from several threads.
     """
@@ -139,7 +150,7 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel calls that still run, in whatever thread (Cancelled), close all channels and end the thread. May be
+        """Cancel calls that still run, in any thread (Cancelled), close all channels and end the thread. May be
         repeated."""
         self._loop.close(self._client.close)
 
@@ -157,54 +168,8 @@ class SyncClient:
         """Let the assistant speak next; see Client.chat."""
         return SyncStream(self._client.chat(messages, template_arguments=template_arguments, **options), self._loop)
 
-    def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
-        """Facts, tokenizer and chat template of a model; see Client.model."""
-        return self._loop.run(self._client.model(name, timeout=timeout))
-
-    def describe(
-        self,
-        *,
-        worker_id: str = "",
-        first_block: int | None = None,
-        max_blocks: int = 0,
-        max_sequences: int = 0,
-        timeout: float | None = None,
-    ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; see Client.describe."""
-        return self._loop.run(
-            self._client.describe(
-                worker_id=worker_id,
-                first_block=first_block,
-                max_blocks=max_blocks,
-                max_sequences=max_sequences,
-                timeout=timeout,
-            )
-        )
-
-    def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
-        """Audit of the manager's laws; see Client.check."""
-        return self._loop.run(self._client.check(timeout=timeout))
-
-    def route(
-        self,
-        token_ids: Sequence[int],
-        *,
-        model_fingerprint: str = "",
-        adapter: str = "",
-        tenant_salt: str = "",
-        timeout: float | None = None,
-    ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt, best first; see Client.route."""
-        return self._loop.run(
-            self._client.route(
-                token_ids,
-                model_fingerprint=model_fingerprint,
-                adapter=adapter,
-                tenant_salt=tenant_salt,
-                timeout=timeout,
-            )
-        )
-
-    def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
-        """Ask a worker to leave; see Client.drain."""
-        return self._loop.run(self._client.drain(worker_id, grace=grace, timeout=timeout))
+    model = _blocking(Client.model)
+    describe = _blocking(Client.describe)
+    check = _blocking(Client.check)
+    route = _blocking(Client.route)
+    drain = _blocking(Client.drain)

@@ -66,7 +66,7 @@ class TemplateProcess:
         """End the child, also while it renders. May be repeated."""
         self._is_closed = True
         if (child := self._child) is not None:
-            child.kill()  # whoever waits for its answer lets go of the lock
+            child.kill()  # so that the thread that waits for its answer releases the lock
         with self._lock:
             self._end_child()
 
@@ -84,7 +84,7 @@ class TemplateProcess:
                 if is_last:
                     raise _bad_template(f"ended its process twice ({_describe(status)})") from None
             except BaseException:
-                self._end_child()  # an answer that nobody has read would be taken for the next one
+                self._end_child()  # an answer that was not read would be taken for the next one
                 raise
         raise AssertionError("the second try returns or raises")
 

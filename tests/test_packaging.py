@@ -20,6 +20,7 @@ SOURCES = ("cache_service", "client", "common", "protos", "worker_service")
 PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
     "kvpool/process": "common/kvpool/process",
+    "kvpool/protocol": "common/kvpool/protocol",
     "kvpool/cache_service": "cache_service",
     "kvpool/worker_service": "worker_service",
     "kvpool/client": "client",

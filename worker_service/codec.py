@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from kvpool.protocol.limits import MAX_ID_BYTES, BadField, check_options
+from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
 
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.sampling_params import TokenLogprobs
+from .engine.sampling_params import SamplingParams, TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
 from .model.facts import BatchInvariance
-from .sampling_codec import decode_prompt_logprobs, decode_sampling
 
-MAX_ID_BYTES = 128
-MAX_NAME_BYTES = 256
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKEN_IDS = 256
 PART_BYTES = 1 << 16
 """Of a model's files in one message, which is in memory for as long as its reader does not take it."""
 MAX_PROMPT_LOGPROBS = 256
@@ -30,16 +26,16 @@ ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 
 
 def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
-    """Refuse what can be refused before anything is made of the prompt: no list of its ids, no token of its text. Raises
+    """Refuse what can be refused before the prompt is used: no list of its ids is made, its text is not tokenised. Raises
     EngineError naming the field that is wrong."""
     if not 1 <= len(request.sequence_id.encode()) <= MAX_ID_BYTES:
         raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
     if request.attempt < 1:
         raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
-    names = (("adapter", request.adapter), ("tenant_salt", request.tenant_salt), ("tenant", request.tenant))
-    for name, text in names:
-        if len(text.encode()) > MAX_NAME_BYTES:
-            raise invalid(name, f"at most {MAX_NAME_BYTES} bytes, got {len(text.encode())}")
+    try:
+        check_options(request)
+    except BadField as error:
+        raise invalid(error.field, f"needed {error.needed}, got {error.got}") from None
     if request.adapter:
         raise invalid("adapter", f"this worker has no adapters, {request.adapter!r} was asked for; leave it empty")
     if request.model_fingerprint not in ("", model_fingerprint):
@@ -57,26 +53,24 @@ def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, 
         prompts.check_num_tokens(len(request.token_ids.ids))
 
 
-def decode_generate(
-    request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str
-) -> GenerationParams:
-    """The engine's view of a request; tokenises a text, which may take seconds. Raises EngineError naming the field that is
-    wrong."""
-    check_generate(request, prompts, model_fingerprint)
+def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder) -> GenerationParams:
+    """The engine's view of a request that was checked; tokenises a text, which may take seconds. Raises EngineError naming the
+    field that is wrong."""
     is_text = request.WhichOneof("prompt") == "text"
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
+    num_logprobs = request.logprobs if request.HasField("logprobs") else None
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
         token_ids=token_ids,
         num_delivered_tokens=_num_delivered(request, len(token_ids)),
-        sampling=decode_sampling(request),
+        sampling=SamplingParams(**sampling_fields(request.sampling), num_logprobs=num_logprobs),
         max_tokens=request.stop.max_tokens,
-        stop_token_ids=_stop_token_ids(request.stop),
-        stop_strings=_stop_strings(request.stop),
+        stop_token_ids=frozenset(request.stop.stop_token_ids),
+        stop_strings=tuple(request.stop.stop_strings),
         ignore_eos=request.stop.ignore_eos,
         min_tokens=request.stop.min_tokens,
-        num_prompt_logprobs=decode_prompt_logprobs(request),
+        num_prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         echo=request.echo,
         tenant_salt=request.tenant_salt,
         priority=request.priority,
@@ -95,23 +89,6 @@ def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
             f"needed less than the {num_prompt} tokens of the prompt, got {request.num_delivered_tokens}",
         )
     return request.num_delivered_tokens
-
-
-def _stop_token_ids(stop: worker_pb2.StopConditions) -> frozenset[int]:
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(stop.stop_token_ids)}")
-    return frozenset(stop.stop_token_ids)
-
-
-def _stop_strings(stop: worker_pb2.StopConditions) -> tuple[str, ...]:
-    if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        raise invalid("stop.stop_strings", f"at most {MAX_STOP_STRINGS}, got {len(stop.stop_strings)}")
-    for text in stop.stop_strings:
-        if not 1 <= len(text.encode()) <= MAX_STOP_STRING_BYTES:
-            raise invalid(
-                "stop.stop_strings", f"needed 1 to {MAX_STOP_STRING_BYTES} bytes each, got {len(text.encode())}"
-            )
-    return tuple(stop.stop_strings)
 
 
 _FINISH_REASONS = {

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import grpc
 import structlog
 
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.process.call_status import details_of
+from kvpool.process.channel_options import CHANNEL_OPTIONS
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link_state import SESSION_OVER, Call
 from .engine.engine import Engine
 from .patience import PASSING, Patience
 from .registration import FINAL, Registration
-from .status import reason_of_failure, retry_seconds_of_failure
 
 log = structlog.get_logger("kvpool.link")
 
@@ -29,21 +29,6 @@ LEAVE_SECONDS = 2.0
 """For finding out, before leaving, what became of a Register that was not answered."""
 REGISTER_PAUSE_SECONDS = 0.02
 """Between the end of a session and the next: should sessions end as soon as they begin, this is what is left of the CPU."""
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # The default grows to two minutes; a restarted manager must be found again at once: streams live on their reserve meanwhile.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the time-out of one attempt to connect, whatever its name says.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 100),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # Never by way of a proxy that the environment names for the web: it knows no local addresses.
-    ("grpc.enable_http_proxy", 0),
-    # A mutating call must never be sent twice under one number without our knowing.
-    ("grpc.enable_retries", 0),
-]
 
 
 class RegistrationRefused(Exception):
@@ -136,7 +121,7 @@ class ManagerLink:
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
-                if reason_of_failure(error) == "FOREIGN_EPOCH":
+                if details_of(error).reason == "FOREIGN_EPOCH":
                     await self._drop_blocks(error.details() or "")
                     continue
                 await asyncio.sleep(self._on_register_failed(error))
@@ -167,14 +152,14 @@ class ManagerLink:
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> float:
         """Seconds to the next Register. Raises RegistrationRefused if there should be none."""
         self._is_away = _is_of_nobody(error)
-        reason = reason_of_failure(error)
-        code = error.code()
+        details = details_of(error)
+        reason, code = details.reason, error.code()
         self._registration.on_error(error)
         pause: float | None = REGISTER_RETRY_SECONDS
         if reason in PASSING:
             if not self._patience.is_tried:
                 log.warning("another process has this worker's name", manager=self._address, why=error.details())
-            pause = self._patience.pause(retry_seconds_of_failure(error), self._clock())
+            pause = self._patience.pause(details.retry_seconds or 0.0, self._clock())
         elif code in FINAL:
             pause = None
         else:
@@ -252,7 +237,7 @@ class ManagerLink:
             try:
                 response = await stub.KeepAlive(request, timeout=self._keep_alive_deadline)
             except grpc.aio.AioRpcError as error:
-                reason = reason_of_failure(error)
+                reason = details_of(error).reason
                 if reason in SESSION_OVER:
                     self._cache.lose(SESSION_OVER[reason])
                     self._engine.on_cache_changed()
@@ -286,22 +271,9 @@ class ManagerLink:
             await _wait_at_most(engine.changed_for_link, None if at is None else max(0.001, at - now))
 
     async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
-        request = call.request
+        method = getattr(stub, type(call.request).__name__.removesuffix("Request"))
         try:
-            response: (
-                cache_pb2.AllocateResponse
-                | cache_pb2.AppendResponse
-                | cache_pb2.FreeResponse
-                | cache_pb2.ReportResponse
-            )
-            if isinstance(request, cache_pb2.ReportRequest):
-                response = await stub.Report(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            elif isinstance(request, cache_pb2.AllocateRequest):
-                response = await stub.Allocate(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            elif isinstance(request, cache_pb2.AppendRequest):
-                response = await stub.Append(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
-            else:
-                response = await stub.Free(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
+            response = await method(call.request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
         except grpc.aio.AioRpcError as error:
             self._on_call_failed(call, error)
         else:
@@ -312,7 +284,7 @@ class ManagerLink:
     def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
         self.num_failed_calls += 1
         self._is_away = _is_of_nobody(error)
-        reason = reason_of_failure(error)
+        reason = details_of(error).reason
         is_told_by_its_end = reason == "STALE_CALL" or reason in SESSION_OVER
         retriable = is_told_by_its_end or error.code() in (
             grpc.StatusCode.UNAVAILABLE,

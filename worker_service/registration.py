@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import grpc
 
+from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2
-
-from .status import number_in_failure, reason_of_failure
 
 FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 """A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
@@ -56,18 +55,18 @@ class Registration:
 
     def on_error(self, error: grpc.aio.AioRpcError) -> None:
         """The last Register was refused or not answered."""
-        reason = reason_of_failure(error)
+        details = details_of(error)
         if error.code() in FINAL:
             # The others of this process have been, or will be, refused too.
             self._answered_no = self._register_no
             self._is_doubtful = False
-        elif reason:
+        elif details.reason:
             # It was not executed. An earlier one that was not answered may still be, if what it was refused for passes.
             self._answered_no = self._register_no
-            if reason == "STALE_REGISTER":
+            if details.reason == "STALE_REGISTER":
                 # By a number that is not ours, for ours are stated in order. The next is larger.
                 self._is_doubtful = True
-                self._register_no = max(self._register_no, number_in_failure(error, "register_no") or 0)
+                self._register_no = max(self._register_no, details.number("register_no") or 0)
 
     def forget_manager(self) -> None:
         """The books are empty: what an earlier manager has given is of no use to this process any more."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
 
 import grpc
 import structlog
-from google.rpc import status_pb2
-from grpc_status import rpc_status
 
+from kvpool.process.call_status import set_status
 from kvpool.process.rare_line import RareLine
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -66,10 +64,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             accepted = engine.submit(await self._decode(request))
         except EngineError as error:
             engine.stats.on_refused(error.kind)
-            await _abort(context, status.of_error(error))
+            set_status(context, status.of_error(error))
+            return
         except Exception:
+            log.exception("request failed")
             engine.stats.on_refused(ErrorKind.INTERNAL)
-            await _abort_with_bug(context)
+            bug = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
+            set_status(context, status.of_error(bug))
+            return
         reader = ReaderWatch(self._reader_seconds, lambda: self._give_up(accepted, context.peer()))
 
         def end(_: object = None) -> None:
@@ -87,7 +89,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     if reader.is_slow:
                         break  # the stream has an error by now
         except EngineError as error:
-            await _abort(context, status.of_error(error))
+            set_status(context, status.of_error(error))
         finally:
             end()  # at the end, and when gRPC cancels this coroutine
 
@@ -104,21 +106,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
         """The engine's view of a request. What can be refused at once does not wait for its turn to be tokenised."""
-        decoded = (request, self._engine.prompts, self._facts.model_fingerprint)
-        codec.check_generate(*decoded)
+        prompts = self._engine.prompts
+        codec.check_generate(request, prompts, self._facts.model_fingerprint)
         num_chars = len(request.text)
         if num_chars <= TOKENISE_IN_THREAD_CHARS:
-            return codec.decode_generate(*decoded)
+            return codec.decode_generate(request, prompts)
         thread = self._long_texts if num_chars > TOKENISE_ALONE_CHARS else None
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, *decoded)
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], answer: status_pb2.Status) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(answer))
-    raise AssertionError("abort_with_status raises")
-
-
-async def _abort_with_bug(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    log.exception("request failed")
-    error = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
-    await _abort(context, status.of_error(error))
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, request, prompts)

@@ -1,19 +1,14 @@
-"""The one table from an error of the engine to the status that a client sees, and from a manager's error to its reason."""
+"""The one table from an error of the engine to the status that a client sees."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import grpc
-from google.protobuf import any_pb2
-from google.protobuf.message import Message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from google.rpc import code_pb2, status_pb2
 
-from .cache.status import number_of, reason_of
+from kvpool.protocol.status import build_status
+
 from .engine.errors import EngineError, ErrorKind
-
-DOMAIN = "kvpool"
 
 
 class _Row(NamedTuple):
@@ -42,41 +37,11 @@ def of_error(error: EngineError) -> status_pb2.Status:
     if error.status is not None:
         return error.status
     row = _TABLE[error.kind]
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.kind.value, domain=DOMAIN)]
     retry_seconds = row.retry_seconds if error.retry_seconds is None else error.retry_seconds
-    if retry_seconds:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(retry_seconds * 1000))
-        details.append(retry)
-    if row.bad_request:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = status_pb2.Status(code=row.code, message=error.message)
-    for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
-    return status
-
-
-def retry_seconds_of_failure(error: grpc.aio.AioRpcError) -> float:
-    """How long a failed call says to wait before the next one; 0 if it does not."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    for detail in () if status is None else status.details:
-        if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            info = error_details_pb2.RetryInfo()
-            detail.Unpack(info)
-            return float(info.retry_delay.ToMilliseconds() / 1000)
-    return 0.0
-
-
-def reason_of_failure(error: grpc.aio.AioRpcError) -> str:
-    """`ErrorInfo.reason` of a failed call; empty where the transport answered before the manager."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    return "" if status is None else reason_of(status)
-
-
-def number_in_failure(error: grpc.aio.AioRpcError, name: str) -> int | None:
-    """A number in the metadata of a failed call's ErrorInfo; None if it names none."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    return None if status is None else number_of(status, name)
+    return build_status(
+        row.code,
+        error.kind.value,
+        error.message,
+        retry_seconds=retry_seconds or None,
+        bad_field=error.field if row.bad_request else None,
+    )

@@ -1,4 +1,4 @@
-"""What can be put under load: an engine behind three methods."""
+"""What can be put under load: an engine, by three methods."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        """Exactly `num_tokens` greedy tokens behind the prompt, past any end of text, as they come. Closing the generator ends the
-        request. Raises Refused, or whatever else went wrong, which ends the run."""
+        """Exactly `num_tokens` greedy tokens after the prompt, past any end of text, as they come. Closing the generator ends the
+        request. Raises Refused, or any other error, which ends the run."""
         ...
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class RunFigures:
     num_prompt_tokens: int
     """Of complete requests; so is all below."""
     num_cached_tokens: int | None
-    """None: the engine does not tell."""
+    """None: the engine does not report it."""
     num_generated_tokens: int
 
     @classmethod

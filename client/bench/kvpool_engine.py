@@ -9,7 +9,8 @@ from ..client import Client
 from ..config import ClientConfig
 from ..errors import ResourceExhausted
 from ..model import Model
-from ..options import GenerateOptions, GenerateSettings
+from ..options import GenerateOptions
+from ..request import build_request
 from .engine import Delivery, Refused, Served
 from .waste import WasteSample, look
 
@@ -20,7 +21,7 @@ class KvpoolEngine:
     def __init__(self, config: ClientConfig, *, model: str | None = None, priority: int = 0, tenant: str = "") -> None:
         """All requests are for that model, of that priority and that tenant. Raises InvalidRequest if there can be no such."""
         self._options: GenerateOptions = {"ignore_eos": True, "model": model, "priority": priority, "tenant": tenant}
-        GenerateSettings.from_options(self._options)  # once, and not with the first request
+        build_request(self._options)  # once, and not with the first request
         self._client = Client(config=config)
         self._model_name = model
         self._lengths: dict[str, int] = {}
@@ -32,7 +33,7 @@ class KvpoolEngine:
         return Served(model.name, await asyncio.to_thread(ordinary_tokens, model), model.max_model_len)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        """See Engine; raises KvpoolError for whatever is not Refused."""
+        """See Engine; raises KvpoolError for what is not Refused."""
         options: GenerateOptions = {**self._options, "max_tokens": num_tokens}
         stream = self._client.generate(prompt, **options)
         length = self._lengths[stream.sequence_id] = len(prompt)

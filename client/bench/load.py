@@ -31,12 +31,12 @@ class WrongAnswer(KvpoolError):
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a run tells while it goes on, and how long it is patient."""
+    """What a run reports while it runs, and how long it waits for an answer."""
 
     on_request: Callable[[RequestSample], None] = lambda sample: None
     """After each request that has ended, well or not."""
     look_at_blocks: Callable[[], Awaitable[WasteSample]] | None = None
-    """Asked every 250 ms; None: nobody is."""
+    """Called every 250 ms; None: no look at the blocks."""
     stall_seconds: float = DEFAULT_STALL_SECONDS
     """With requests in flight and no token for so long, the run ends."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
@@ -142,7 +142,7 @@ class _Load:
     async def _look_at_blocks(self, look: Callable[[], Awaitable[WasteSample]]) -> None:
         while True:
             await self._watch.sleep(WASTE_INTERVAL_SECONDS)
-            # A look that fails is one sample less; what is under load tells by its requests whether it still lives.
+            # A look that fails is one sample less; the requests show whether what is under load still lives.
             with contextlib.suppress(KvpoolError):
                 self._waste.append(await look())
 

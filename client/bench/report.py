@@ -38,7 +38,9 @@ def describe(plan: Plan) -> str:
         if shared:
             what += f", half of the longer prompts beginning with {shared} ones"
     elif plan.workload is Workload.CHATS:
-        what = f"{sizes.turns} turns, each + {sizes.own_tokens} + {generated}" + (shared and f", behind {shared} ones")
+        what = f"{sizes.turns} turns, each + {sizes.own_tokens} + {generated}" + (
+            shared and f", after {shared} shared ones"
+        )
     else:
         what = (shared and f"{shared} + ") + f"{sizes.own_tokens} own + {generated}"
     noun = "conversation" if plan.workload is Workload.CHATS else "request"
@@ -97,13 +99,13 @@ def _rates(figures: Figures) -> Table:
     table.add_row("seconds of a run", _spread(figures.seconds, "{:,.2f}"))
     table.add_row("generated tokens/s", _spread(figures.generated_per_second, "{:,.1f}"))
     table.add_row("all tokens/s", _spread(Spread.of([run.all_per_second for run in runs]), "{:,.1f}"))
-    hit_rate = "not told" if figures.hit_rate is None else _spread(figures.hit_rate, "{:.1%}")
+    hit_rate = "unknown" if figures.hit_rate is None else _spread(figures.hit_rate, "{:.1%}")
     table.add_row("hit rate (cached / prompt tokens)", hit_rate)
     if (waste := figures.waste) is not None:
         table.add_row(
             "KV waste ((held − assigned) / held slots)",
             f"{waste.waste:.2%}, at most {waste.waste_max:.2%} of {waste.num_samples} samples; "
-            f"unbound reserve beside it: {waste.reserve:.1%} of the held slots",
+            f"unbound reserve as well: {waste.reserve:.1%} of the held slots",
         )
     return table
 

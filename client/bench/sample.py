@@ -49,7 +49,7 @@ class RequestSample:
         return self.arrived[-1].at - self.due
 
     def inter_token(self) -> list[float]:
-        """One time for each token behind the first delivery: where n came together after a pause, n times a n-th of the pause."""
+        """One time for each token after the first delivery: where n came together after a pause, n times a n-th of the pause."""
         gaps: list[float] = []
         for before, after in itertools.pairwise(self.arrived):
             gaps += [(after.at - before.at) / after.num_tokens] * after.num_tokens

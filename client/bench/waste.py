@@ -3,9 +3,9 @@
     waste = (held slots − slots assigned to a token) / held slots
 
 Held are the blocks in the tables of live sequences, shared ones counted once, and those that a sequence has taken out of its
-worker's reserve and that the manager has not been told of yet, which follows from its length. A slot is assigned when a token of
+worker's reserve and that no Append has named yet, which follows from its length. A slot is assigned when a token of
 a sequence has its place there: all of the prompt from admission on, then each generated token. The rest of the reserve is granted
-to the worker and bound to nobody; it is told beside, as a share of the held slots.
+to the worker and bound to no sequence; it is reported as well, as a share of the held slots.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Workload(StrEnum):
     """What the requests have in common with each other."""
 
     SHARED = "shared"
-    """Requests that begin with one prefix, each with tokens of its own behind it."""
+    """Requests that begin with one prefix, each followed by tokens of its own."""
     UNSHARED = "unshared"
     """Requests that have nothing in common."""
     DOCUMENT = "document"
@@ -72,7 +72,7 @@ class Turn(NamedTuple):
     """One request of a conversation."""
 
     new_tokens: tuple[int, ...]
-    """What stands behind the answer before: the prompt is all earlier prompts and answers, and then this."""
+    """What follows the answer before: the prompt is all earlier prompts and answers, and then this."""
     num_generated: int
     """Tokens to be generated."""
 
@@ -127,7 +127,7 @@ def make_workload(
 
 
 def require_sense(workload: Workload, sizes: Sizes, num_conversations: int) -> None:
-    """InvalidRequest if the workload cannot be of such sizes, whatever the model."""
+    """InvalidRequest if the workload cannot be of such sizes with any model."""
     if num_conversations < 1:
         raise InvalidRequest(f"needed at least one request, got {num_conversations}", reason="BAD_FIELD")
     if workload is Workload.UNSHARED and sizes.prefix_tokens:

@@ -1,36 +1,15 @@
-"""The flags that say how an answer is to be made; `generate` and `chat` share them."""
+"""The flags that say how an answer is to be generated, once for all commands that have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this probability.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this share of the most likely one.")]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1: what prompt or answer holds becomes less likely.")
-]
-PresencePenalty = Annotated[
-    float, typer.Option("--presence-penalty", help="Taken off the logits of what the answer holds.")
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", help="Taken off for each time that the answer holds it.")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to the logit of a token id; may be repeated."),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same text. Default: a random one.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; may be repeated.")]
-StopTokenIds = Annotated[
-    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
-]
-MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Nothing ends the text before so many tokens.")]
+from ..options import GenerateOptions
+
 Priority = Annotated[
     int,
     typer.Option(
@@ -46,7 +25,90 @@ Tenant = Annotated[
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Name or fingerprint, where workers serve several models.")
 ]
-Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds until the last token.", show_default="600")]
+
+
+class AnswerFlags:
+    """Type, flag and default of each option, by its name in GenerateOptions and in the order of --help."""
+
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128
+    temperature: Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")] = 0.0
+    top_k: Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this probability.")] = 1.0
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Drop tokens less likely than this share of the most likely one.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1: what prompt or answer holds becomes less likely.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Taken off the logits of what the answer holds.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Taken off for each time that the answer holds it.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to the logit of a token id; may be repeated."),
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text. Default: a random one.")] = None
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; may be repeated.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", min=0, help="Nothing ends the text before so many tokens.")
+    ] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text ids.")] = False
+    echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", metavar="N", help="With --json: of the tokens, and of the n most likely ones."),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, typer.Option("--prompt-logprobs", metavar="N", help="With --json: the same of the prompt's tokens.")
+    ] = None
+    priority: Priority = 0
+    tenant: Tenant = ""
+    model: ModelName = None
+    tenant_salt: Annotated[str, typer.Option("--tenant-salt", help="Other salts never share blocks.")] = ""
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds until the last token.", show_default="600")
+    ] = None
+
+
+def takes_answer_flags(
+    *, without: Collection[str] = (), **defaults: object
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put the flags in place of a command's parameter `options`, which then gets their values. `without`: options for which the
+    command has no flag. `defaults`: those that are the command's own."""
+    flags = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=annotation,
+            default=defaults.get(name, getattr(AnswerFlags, name)),
+        )
+        for name, annotation in get_type_hints(AnswerFlags, include_extras=True).items()
+        if name not in without
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            options = {flag.name: given.pop(flag.name) for flag in flags}
+            options["logit_bias"] = parse_logit_bias(options["logit_bias"] or ())
+            command(options=cast(GenerateOptions, options), **given)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+            parameters += flags if parameter.name == "options" else own
+        # What typer reads of a command.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
 
 
 def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:

@@ -6,8 +6,9 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Final, NamedTuple
 
 import kvpool.client
@@ -98,10 +99,21 @@ def _entries(public: type) -> Iterator[_Entry]:
         if inherited is not None and inherited.__module__.startswith("kvpool.client") and base not in described_names():
             yield from _entries(inherited)
     for index, item in enumerate(node.body):
-        if isinstance(item, (ast.AnnAssign, ast.Assign)) and (signature := _field(item, module)):
+        if isinstance(item, ast.Assign) and inspect.isfunction(value := vars(public)[ast.unparse(item.targets[0])]):
+            yield _blocking_form(inspect.unwrap(value))
+        elif isinstance(item, (ast.AnnAssign, ast.Assign)) and (signature := _field(item, module)):
             yield _Entry(signature, _require(_string_after(node.body, index), f"{public.__name__}.{signature}"))
         elif isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _method(public, item)
+
+
+def _blocking_form(method: FunctionType) -> _Entry:
+    """A method of SyncClient that is made of one of Client."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    assert isinstance(function, ast.AsyncFunctionDef)
+    assert function.returns
+    signature = f"{function.name}({_parameters(function)}) -> {ast.unparse(function.returns)}"
+    return _Entry(signature, f"See {method.__qualname__}.")
 
 
 def _method(public: type, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[_Entry]:

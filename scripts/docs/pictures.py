@@ -81,8 +81,9 @@ def _manager() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "kvpool.cache_service", "--port", str(port), "--state-dir", folder]
-        command += ["--lease-seconds", "3600"]  # no KeepAlive is sent, and the machine may be busy
-        process = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
+        # No KeepAlive is sent, and the machine may be busy.
+        command += ["--lease-seconds", "3600", "--log-level", "warning"]
+        process = subprocess.Popen(command, env=_environment())
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 grpc.channel_ready_future(channel).result(_SECONDS)

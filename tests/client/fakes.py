@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from tokenizers import Tokenizer
@@ -53,9 +52,7 @@ def error_status(
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata)
     for detail in (info, *details):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return status
 
 

@@ -99,7 +99,7 @@ class Storyteller(FakeWorker):
     async def _told(
         self, asked: worker_pb2.GenerateRequest, telling: Telling
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        params = decode_generate(asked, self._prompts, self.model.fingerprint)
+        params = decode_generate(asked, self._prompts)
         num_prompt = len(params.token_ids)
         room = self.model.max_model_len - num_prompt
         max_tokens = params.max_tokens or room

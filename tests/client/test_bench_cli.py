@@ -29,8 +29,8 @@ def bench_serve(*arguments: str) -> int:
         (["--workload", "unshared", "--prefix-tokens", "4"], "--prefix-tokens must be 0, got 4"),
         (["--workload", "mixed", "--turns", "2"], "use --workload chats"),
         (["--timeout", "-1"], "timeout must be in"),
-        (["--priority", "2147483648"], "priority must be in"),
-        (["--tenant", "x" * 257], "tenant must be 256 bytes at most"),
+        (["--priority", "2147483648"], "priority must be an integer in"),
+        (["--tenant", "x" * 257], "tenant must be at most 256 bytes"),
         ([], "no manager answers at 127.0.0.1"),
     ],
 )

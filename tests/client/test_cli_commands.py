@@ -116,10 +116,10 @@ async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixtur
     [
         (["--logit-bias", "x=1"], "1042=-5.5"),
         (["--logit-bias", "5"], "1042=-5.5"),
-        (["--logit-bias", "5=101"], "logit_bias must be in [-100, 100]"),
-        (["--min-p", "2"], "min_p must be in [0, 1]"),
-        (["--priority", "2147483648"], "priority must be in"),
-        (["--tenant", "x" * 257], "tenant must be 256 bytes at most"),
+        (["--logit-bias", "5=101"], "logit_bias must be a number in [-100, 100]"),
+        (["--min-p", "2"], "min_p must be a number in [0, 1]"),
+        (["--priority", "2147483648"], "priority must be an integer in"),
+        (["--tenant", "x" * 257], "tenant must be at most 256 bytes"),
         (["--logprobs", "1"], "--json"),
     ],
 )

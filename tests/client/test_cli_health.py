@@ -15,6 +15,7 @@ import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.client.cli.launch.cluster import free_port
+from kvpool.process.address import DEFAULT_MANAGER
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"
@@ -103,6 +104,12 @@ async def test_nobody_or_somebody_else_is_status_1(service: Service, command: Se
     assert_failure(await run(command, address), address, "is it running", "refused")
     await service.server.start()
     assert_failure(await run(command, service.address), service.address, "another program")
+
+
+async def test_without_an_address_the_manager_is_asked(command: Sequence[str]) -> None:
+    """The images' health.py imports nothing of kvpool, so it has a copy of that address."""
+    _, out, _ = await run(command, "--help")
+    assert f"default: {DEFAULT_MANAGER}" in out
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost:", ""])

@@ -99,9 +99,3 @@ def test_a_template_that_refuses_says_why() -> None:
 def test_a_template_that_fails_is_told_as_such(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         render(source)
-
-
-@pytest.mark.parametrize("messages", [[], [{"content": "x"}], [{"role": 3}]])
-def test_messages_without_a_role_are_refused(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(InvalidRequest):
-        ChatTemplate("x", {}).render(messages)

@@ -78,7 +78,9 @@ async def test_a_reason_of_another_domain_is_not_ours() -> None:
     assert caught.value.reason == ""
 
 
-@pytest.mark.parametrize("details", [None, error_status(code_pb2.ABORTED, "GAP", "other message").SerializeToString()])
+@pytest.mark.parametrize(
+    "details", [None, error_status(code_pb2.ABORTED, "GAP", "other message").SerializeToString(), b"no status"]
+)
 def test_a_status_without_good_details_still_becomes_its_exception(details: bytes | None) -> None:
     """The transport's own errors carry none; details that contradict their status are not believed."""
     metadata = grpc.aio.Metadata(*([] if details is None else [("grpc-status-details-bin", details)]))

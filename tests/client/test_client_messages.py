@@ -20,7 +20,10 @@ UNREACHABLE = ClientConfig(manager="127.0.0.1:1")
         ("hi", "got str; use generate"),
         ({"role": "user", "content": "hi"}, "got dict"),
         (7, "got int"),
+        ([], "at least one message"),
         (["hi"], "message 0 needs a role"),
+        ([{"role": "", "content": "hi"}], "message 0 needs a role"),
+        ([{"role": 3, "content": "hi"}], "message 0 needs a role"),
         ([{"role": "user"}, {"content": "hi"}], "message 1 needs a role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part that is no text"),
         ([{"role": "user", "content": ["hi"]}], "message 0 has a part that is no text"),
@@ -35,15 +38,15 @@ async def test_messages_that_make_no_sense_are_refused_at_once(messages: Any, wo
 
 
 def test_text_parts_become_one_text() -> None:
-    """As the OpenAI API has them; what else a message has is kept, and the caller's is not changed."""
+    """As the OpenAI API has them. All else is kept: roles are the template's to know. The caller's messages are not changed."""
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     asked: list[dict[str, Any]] = [
         {"role": "user", "content": parts, "name": "n"},
-        {"role": "assistant", "content": None},
+        {"role": "critic", "content": None},
     ]
     assert as_messages(asked) == (
         {"role": "user", "content": "one\ntwo", "name": "n"},
-        {"role": "assistant", "content": None},
+        {"role": "critic", "content": None},
     )
     assert asked[0]["content"] is parts
 

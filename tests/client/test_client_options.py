@@ -7,122 +7,148 @@ from typing import Any, cast
 import pytest
 
 from kvpool.client import ClientConfig, GenerateOptions, InvalidRequest
-from kvpool.client.options import GenerateSettings
+from kvpool.client.request import attempt_request, build_request
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.codec import check_generate, decode_generate
+from kvpool.worker_service.engine.prompt import PromptEncoder
+
+
+def attempt(options: GenerateOptions, *token_ids: int, num_delivered: int = 0) -> worker_pb2.GenerateRequest:
+    """The third attempt at these options."""
+    return attempt_request(
+        build_request(options),
+        token_ids=token_ids,
+        num_delivered=num_delivered,
+        sequence_id="s",
+        attempt=3,
+        model_fingerprint="f",
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"max_tokens": 0},
-        {"max_tokens": -1},
         {"temperature": -0.1},
-        {"temperature": 100.5},
         {"temperature": float("nan")},
         {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
         {"min_p": 1.1},
-        {"min_p": float("nan")},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": 10.1},
         {"presence_penalty": 2.1},
-        {"presence_penalty": float("nan")},
         {"frequency_penalty": -2.1},
         {"logit_bias": {-1: 0.0}},
-        {"logit_bias": {2**32: 0.0}},
         {"logit_bias": {1: 100.5}},
-        {"logit_bias": {1: float("nan")}},
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         {"min_tokens": -1},
         {"min_tokens": 8, "max_tokens": 7},
         {"seed": -1},
         {"seed": 2**64},
-        {"stop": ["x"] * 17},
         {"stop": ""},
         {"stop": "ü" * 129},
         {"stop_token_ids": [-1]},
         {"stop_token_ids": [1] * 257},
         {"logprobs": 21},
-        {"logprobs": -1},
         {"prompt_logprobs": 21},
-        {"prompt_logprobs": -1},
         {"timeout": 0},
+        {"timeout": "soon"},
         {"adapter": "x" * 257},
         {"tenant_salt": "x" * 257},
         {"priority": 2**31},
-        {"priority": -(2**31) - 1},
         {"tenant": "x" * 257},
         {"max_token": 5},
+        {"temperature": "hot"},
+        {"top_k": 2.5},
+        {"echo": "yes"},
+        {"stop": [7]},
+        {"stop_token_ids": 7},
+        {"logit_bias": {"the": 1.0}},
+        {"logit_bias": [7]},
+        {"tenant": b"\xff"},
     ],
 )
 def test_a_wrong_option_is_named(wrong: dict[str, Any]) -> None:
+    """Both sides have one check of the limits; tests/cluster/test_requests_that_end_early.py has a case for each of them."""
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        GenerateSettings.from_options(cast(GenerateOptions, wrong))
+        build_request(cast(GenerateOptions, wrong))
 
 
 def test_options_reach_the_message() -> None:
-    settings = GenerateSettings.from_options(
-        GenerateOptions(
-            max_tokens=7,
-            temperature=0.5,
-            top_k=3,
-            top_p=0.25,
-            min_p=0.125,
-            repetition_penalty=1.5,
-            presence_penalty=-0.5,
-            frequency_penalty=0.75,
-            logit_bias={7: -100.0, 0: 0.5},
-            seed=2**64 - 1,
-            stop=["a", "b"],
-            stop_token_ids=[9],
-            ignore_eos=True,
-            min_tokens=2,
-            logprobs=0,
-            prompt_logprobs=3,
-            echo=True,
-            priority=-7,
-            tenant="acme",
-        )
+    sampling: GenerateOptions = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 2**64 - 1, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.75, "logit_bias": {7: -100.0, 0: 0.5},
+    }  # fmt: skip
+    stop: GenerateOptions = {"max_tokens": 7, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True}
+    shown: GenerateOptions = {"logprobs": 0, "prompt_logprobs": 3, "echo": True}
+    names: GenerateOptions = {"tenant": "acme", "tenant_salt": "salt", "adapter": "lora", "priority": -7}
+    assert attempt(
+        {**sampling, **stop, **shown, **names, "stop": ["a", "b"], "timeout": 9, "model": "m"}, 1, 2
+    ) == worker_pb2.GenerateRequest(
+        sequence_id="s",
+        attempt=3,
+        model_fingerprint="f",
+        token_ids=worker_pb2.TokenIds(ids=[1, 2]),
+        sampling=worker_pb2.SamplingParams(**cast(Any, sampling)),
+        stop=worker_pb2.StopConditions(**cast(Any, stop), stop_strings=["a", "b"]),
+        **cast(Any, shown),
+        **cast(Any, names),
     )
-    request = settings.request(token_ids=[1, 2], num_delivered=0, sequence_id="s", attempt=3, model_fingerprint="f")
-    assert (request.sequence_id, request.attempt, request.model_fingerprint) == ("s", 3, "f")
-    assert list(request.token_ids.ids) == [1, 2]
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 3, 0.25)
-    assert (request.sampling.min_p, request.sampling.repetition_penalty) == (0.125, 1.5)
-    assert (request.sampling.presence_penalty, request.sampling.frequency_penalty) == (-0.5, 0.75)
-    assert dict(request.sampling.logit_bias) == {7: -100.0, 0: 0.5}
-    assert request.sampling.seed == 2**64 - 1
-    assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (7, 2, True)
-    assert (request.prompt_logprobs, request.echo) == (3, True)
-    assert (list(request.stop.stop_strings), list(request.stop.stop_token_ids)) == (["a", "b"], [9])
-    assert (request.priority, request.tenant) == (-7, "acme")
-    assert request.HasField("logprobs")
-    assert request.logprobs == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 100.0},
+        {"top_k": 2**32 - 1},
+        {"top_p": 1.0},
+        {"top_p": 1e-30},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 10.0},
+        {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {token: (-1) ** token * 100.0 for token in range(1024)}},
+        {"seed": 2**64 - 1},
+        {"logprobs": 20, "prompt_logprobs": 20},
+        {"stop": ["x" * 256] * 16},
+        {"stop_token_ids": range(256)},
+        {"tenant_salt": "x" * 256, "tenant": "y" * 256},
+        {"priority": -(2**31)},
+        {"priority": 2**31 - 1},
+    ],
+)
+def test_the_worker_takes_all_that_the_client_sends(asked: dict[str, Any]) -> None:
+    """The limits themselves, and what is left of them in the floats of the wire."""
+    prompts = PromptEncoder(None, 1000)
+    request = attempt(cast(GenerateOptions, asked), 1, 2)
+    check_generate(request, prompts, "f")
+    decode_generate(request, prompts)
+
+
+def test_none_is_the_default() -> None:
+    """Of every option, so that a caller may pass on what it was not given."""
+    assert build_request(cast(GenerateOptions, dict.fromkeys(GenerateOptions.__annotations__))) == build_request({})
 
 
 @pytest.mark.parametrize(("max_tokens", "left"), [(7, 4), (None, 0)])
 def test_a_continuation_asks_for_what_is_left(max_tokens: int | None, left: int) -> None:
     """0 on the wire is "as many as fit", before the move and behind it."""
-    settings = GenerateSettings.from_options({"max_tokens": max_tokens})
-    request = settings.request(
-        token_ids=[1, 2, 5, 6, 7], num_delivered=3, sequence_id="s", attempt=2, model_fingerprint="f"
-    )
+    request = attempt({"max_tokens": max_tokens}, 1, 2, 5, 6, 7, num_delivered=3)
     assert (request.stop.max_tokens, request.num_delivered_tokens) == (left, 3)
     assert list(request.token_ids.ids) == [1, 2, 5, 6, 7]
 
 
 def test_one_stop_string_is_not_taken_for_its_letters() -> None:
-    assert GenerateSettings.from_options({"stop": "end"}).stop_strings == ("end",)
+    assert build_request({"stop": "end"}).stop.stop_strings == ["end"]
 
 
 def test_sampling_without_a_seed_gets_a_random_one() -> None:
     """Chosen by the client, so that another attempt draws the same tokens; greedy needs none."""
-    seeds = {GenerateSettings.from_options({"temperature": 1.0}).sampling.seed for _ in range(8)}
+    seeds = {build_request({"temperature": 1.0}).sampling.seed for _ in range(8)}
     assert len(seeds) == 8
     assert max(seeds) > 2**48
-    assert GenerateSettings.from_options({}).sampling.seed == 0
-    assert GenerateSettings.from_options({"temperature": 1.0, "seed": 0}).sampling.seed == 0
+    assert build_request({}).sampling.seed == 0
+    assert build_request({"temperature": 1.0, "seed": 0}).sampling.seed == 0
 
 
 def test_the_environment_names_the_manager() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvpool.client import Completion, GenerateOptions
-from kvpool.client.options import GenerateSettings
+from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import worker_pb2_grpc
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
@@ -81,7 +81,7 @@ async def test_a_continuation_counts_what_was_delivered_as_generated(
 ) -> None:
     """Cut behind every token: the rest is that of the undisturbed text, and neither prompt nor echo is told again."""
     options, prompt = OPTIONS[name], subject.tiny.prompts[1]
-    settings = GenerateSettings.from_options({**options, "max_tokens": NUM_NEW, "echo": True, "prompt_logprobs": 0})
+    asked = build_request({**options, "max_tokens": NUM_NEW, "echo": True, "prompt_logprobs": 0})
     right = subject.loop.text(prompt, options, NUM_NEW)
     async with (
         in_process_cluster(subject.tiny.path, tmp_path) as cluster,
@@ -90,7 +90,8 @@ async def test_a_continuation_counts_what_was_delivered_as_generated(
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         whole_text = ""
         for cut in range(NUM_NEW):
-            request = settings.request(
+            request = attempt_request(
+                asked,
                 token_ids=[*prompt, *right[:cut]],
                 num_delivered=cut,
                 sequence_id=f"cut-{cut}",

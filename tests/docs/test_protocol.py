@@ -33,7 +33,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, worker_pb2
 from kvpool.worker_service import status as worker_status
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import status_pb2
 
 from kvpool.cache_service.core.messages import (
     Appended,
@@ -18,6 +18,7 @@ from kvpool.cache_service.core.messages import (
     TableEntry,
     Wait,
 )
+from kvpool.protocol.status import read_details
 from kvpool.v1 import cache_pb2, common_pb2
 
 REQUESTS: dict[str, type[Message]] = {
@@ -104,12 +105,8 @@ class Operation:
 
 def failure(status: status_pb2.Status) -> Refused:
     """The reason, and the position if there is one, of a rich status."""
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-    position = info.metadata.get("position")
-    return Refused(info.reason, None if position is None else int(position))
+    details = read_details(status)
+    return Refused(details.reason, details.number("position"))
 
 
 def answer_of(method: str, response: Any) -> Answer:

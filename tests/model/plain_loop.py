@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import GenerateOptions
-from kvpool.client.options import GenerateSettings
+from kvpool.client.request import build_request
+from kvpool.protocol.sampling import sampling_fields
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
@@ -80,15 +81,4 @@ def near_choices(logits: Sequence[float], row: Row, tries: int) -> set[int]:
 
 
 def _params(options: GenerateOptions) -> SamplingParams:
-    message = GenerateSettings.from_options(options).sampling.message()
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=dict(message.logit_bias),
-    )
+    return SamplingParams(**sampling_fields(build_request(options).sampling))

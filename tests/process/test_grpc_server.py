@@ -280,7 +280,7 @@ async def test_one_line_tells_of_many_ends(mortal: Served, caplog: pytest.LogCap
         for _ in range(4):
             async with await mortal.attack():
                 pass
-    assert [line["event"] for line in logged] == ["the gRPC server ended unasked and was built anew"]
+    assert [line["event"] for line in logged] == ["the gRPC server ended by itself and was rebuilt"]
     assert "UnicodeDecodeError" in logged[0]["why"]
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -324,7 +324,7 @@ async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_pag
         with structlog.testing.capture_logs() as logged:
             async with await http2.Connection.open(mortal.port) as connection:
                 await connection.request(BAD_PATH)
-                with pytest.raises(PortError, match="could not be built anew in 5 tries"):
+                with pytest.raises(PortError, match="could not be rebuilt in 5 tries"):
                     async with asyncio.timeout(30):
                         await mortal.server.run()
         assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]

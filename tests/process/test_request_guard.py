@@ -9,11 +9,10 @@ import grpc
 import pytest
 import structlog
 from google.protobuf.wrappers_pb2 import StringValue
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
+from kvpool.process.call_status import details_of
 from kvpool.process.rare_line import RareLine
 from kvpool.process.request_guard import SMALL, RequestGuard, RequestLimit
 from tests import http2
@@ -111,12 +110,7 @@ async def refusal(channel: Any, method: str, request: bytes) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, method, request)
     assert caught.value.code() is INVALID
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
-    assert status is not None
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert info.domain == "kvpool"
-    return info.reason, status.message
+    return details_of(caught.value).reason, caught.value.details() or ""
 
 
 OURS = ("/test/Unary", "/test/Stream", "/test/Written", "/test/Collect", "/test/Both")

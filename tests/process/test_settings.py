@@ -141,7 +141,7 @@ def test_a_file_cannot_name_another_file(file: Path) -> None:
     [
         (None, "cannot be read: No such file"),
         ("[oven\n", "is not TOML: "),
-        ("max_degrees = 3\n", "'max_degrees' in .* stands in no table"),
+        ("max_degrees = 3\n", "'max_degrees' in .* is in no table"),
         ("\xff", "is not TOML|no table"),
     ],
 )

@@ -22,7 +22,7 @@ from kvpool.client.errors import (
 )
 from kvpool.client.manager import Manager
 from kvpool.client.models import Models
-from kvpool.client.options import GenerateSettings
+from kvpool.client.request import build_request
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
@@ -105,15 +105,16 @@ class ClientProcess(Process):
         right, ends_by_itself = self.world.right_text(plan)
         stream = GenerateStream(
             encode=lambda model: list(plan.prompt),
-            settings=GenerateSettings.from_options(
+            request=build_request(
                 {
                     "max_tokens": plan.max_tokens,
                     "tenant_salt": plan.tenant_salt,
-                    "logprobs": None,
                     "tenant": plan.tenant,
                     "priority": plan.priority,
                 }
             ),
+            model_name=None,
+            timeout=None,
             models=self._models,
             manager=self._manager,
             channels=self._channels,

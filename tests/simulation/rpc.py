@@ -63,12 +63,6 @@ class Context:
         trailing = next((value for key, value in metadata if key == _DETAILS), None)
         self.failure = Failure(self._code, self._details, trailing)
 
-    async def abort_with_status(self, status: Any) -> None:
-        self.set_code(status.code)
-        self.set_details(status.details)
-        self.set_trailing_metadata(status.trailing_metadata)
-        raise _Aborted
-
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._on_done.append(callback)
 
@@ -77,10 +71,6 @@ class Context:
         callbacks, self._on_done = self._on_done, []
         for callback in callbacks:
             callback(self)
-
-
-class _Aborted(Exception):
-    """Leaves a servicer's method."""
 
 
 class Methods:
@@ -324,9 +314,6 @@ class StreamCall(Call):
                 if not is_repeated:
                     self._say(server, self._take, handler.response_serializer(response))
             if not is_repeated:
-                self._say(server, self._finish, None)
-        except _Aborted:
-            if not is_repeated:
                 self._say(server, self._finish, context.failure)
         finally:
             context.done()
@@ -398,6 +385,6 @@ class Channel:
 
 def reason_in(failure: Failure) -> str:
     """`ErrorInfo.reason` of what a server of ours answered."""
-    from kvpool.worker_service.cache.status import reason_of
+    from kvpool.protocol.status import reason_of
 
     return reason_of(status_pb2.Status.FromString(failure.trailing)) if failure.trailing else ""

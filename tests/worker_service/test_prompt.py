@@ -241,12 +241,11 @@ def asked(**prompt: Any) -> worker_pb2.GenerateRequest:
 def test_a_text_of_15_megabytes_is_refused_untouched() -> None:
     """With figures and with what to change."""
     prompts = PromptEncoder(UntouchedTokenizer(byte_level()), 2048)  # type: ignore[arg-type]
-    for decode in (check_generate, decode_generate):
-        with pytest.raises(EngineError) as caught:
-            decode(asked(text="hello world " * 1_300_000), prompts, "fp")
-        assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "prompt")
-        for word in ("15600000 bytes", str(prompts.text_bound.max_bytes), "2048 tokens", "--max-model-len"):
-            assert word in caught.value.message
+    with pytest.raises(EngineError) as caught:
+        check_generate(asked(text="hello world " * 1_300_000), prompts, "fp")
+    assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "prompt")
+    for word in ("15600000 bytes", str(prompts.text_bound.max_bytes), "2048 tokens", "--max-model-len"):
+        assert word in caught.value.message
 
 
 def test_text_is_measured_in_bytes() -> None:
@@ -272,31 +271,26 @@ class Ids:
 class IdsRequest:
     """A request with more ids than any model takes."""
 
-    sequence_id, attempt, model_fingerprint = "s", 1, ""
-    adapter = tenant_salt = tenant = ""
-
     class token_ids:
         ids = Ids()
 
-    @staticmethod
-    def WhichOneof(name: str) -> str:
-        return "token_ids"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asked(token_ids=worker_pb2.TokenIds()), name)
 
 
 def test_too_many_ids_are_refused_unlisted() -> None:
     prompts = PromptEncoder(None, 2048)
-    for decode in (check_generate, decode_generate):
-        with pytest.raises(EngineError, match=r"4000000 tokens .* 2048 .*--max-model-len") as caught:
-            decode(IdsRequest(), prompts, "fp")  # type: ignore[arg-type]
-        assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "prompt")
+    with pytest.raises(EngineError, match=r"4000000 tokens .* 2048 .*--max-model-len") as caught:
+        check_generate(IdsRequest(), prompts, "fp")  # type: ignore[arg-type]
+    assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "prompt")
 
 
 def test_the_last_prompt_that_leaves_room_is_taken() -> None:
     prompts = PromptEncoder(None, 4)
     fits = asked(token_ids=worker_pb2.TokenIds(ids=[1, 2, 3]))
-    assert decode_generate(fits, prompts, "fp").token_ids == [1, 2, 3]
+    assert decode_generate(fits, prompts).token_ids == [1, 2, 3]
     with pytest.raises(EngineError, match="leave no room"):
-        decode_generate(asked(token_ids=worker_pb2.TokenIds(ids=[1, 2, 3, 4])), prompts, "fp")
+        check_generate(asked(token_ids=worker_pb2.TokenIds(ids=[1, 2, 3, 4])), prompts, "fp")
 
 
 def test_a_text_of_too_many_tokens_is_refused_unlisted() -> None:

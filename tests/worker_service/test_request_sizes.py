@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.prompt import TextBound, text_bound
 from kvpool.worker_service.request_sizes import max_prompt_bytes

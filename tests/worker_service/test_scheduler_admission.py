@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from google.rpc import code_pb2, error_details_pb2
+from google.rpc import code_pb2
 
+from kvpool.protocol.status import read_details
 from kvpool.worker_service import status
 from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS, Admission, TokenRate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
@@ -90,10 +91,7 @@ def test_a_refusal_says_what_there_is_and_what_to_change() -> None:
     assert "--max-num-waiting" in error.message
     answer = status.of_error(error)
     assert answer.code == code_pb2.RESOURCE_EXHAUSTED
-    (retry,) = [detail for detail in answer.details if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]
-    info = error_details_pb2.RetryInfo()
-    retry.Unpack(info)
-    assert info.retry_delay.ToMilliseconds() / 1000 == pytest.approx(error.retry_seconds, abs=0.001)
+    assert read_details(answer).retry_seconds == pytest.approx(error.retry_seconds, abs=0.001)
 
 
 def test_prompt_tokens_that_wait_are_limited_too() -> None:

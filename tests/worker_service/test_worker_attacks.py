@@ -11,10 +11,10 @@ import grpc
 import pytest
 import pytest_asyncio
 import structlog
-from grpc_status import rpc_status
 
 from kvpool.client import Client, ResourceExhausted
 from kvpool.process import serving_loop
+from kvpool.process.call_status import details_of
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.prompt import TextBound
@@ -145,9 +145,8 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     """Code and message of a stream that fails, which it must, with its rich status."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
-    assert status is not None
-    return caught.value.code(), status.message
+    assert details_of(caught.value).reason
+    return caught.value.code(), caught.value.details() or ""
 
 
 @pytest.mark.parametrize("method", ["GetModel", "Generate"])

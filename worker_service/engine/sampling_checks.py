@@ -14,9 +14,13 @@ def check_sampling(
         raise invalid("stop.stop_strings", "this model has no tokenizer, so there is no text to find them in")
     if params.echo and not has_tokenizer:
         raise invalid("echo", "this model has no tokenizer, so the prompt has no text")
-    outside = [token_id for token_id in params.sampling.logit_bias if not 0 <= token_id < vocab_size]
-    if outside:
-        raise invalid("sampling.logit_bias", f"token id {outside[0]} is outside the vocabulary of {vocab_size} tokens")
+    for field, token_ids in (
+        ("sampling.logit_bias", params.sampling.logit_bias),
+        ("stop.stop_token_ids", params.stop_token_ids),
+    ):
+        outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+        if outside:
+            raise invalid(field, f"token id {min(outside)} is outside the vocabulary of {vocab_size} tokens")
     _check_min_tokens(params, vocab_size, ending_ids)
 
 

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvpool.protocol.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token of one sequence is chosen. The model side says in which order (model/sampling/sampler.py)."""
+class SamplingParams(Sampling):
+    """How the next token of one sequence is chosen and reported. The model side uses it (model/sampling/sampler.py)."""
 
-    temperature: float = 0.0
-    """0: greedy. Otherwise logits are divided by it before truncation."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0: all."""
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1: all."""
-    min_p: float = 0.0
-    """Drop tokens whose probability is less than min_p times that of the most likely one; 0: none."""
-    seed: int = 0
-    """With the position of the token, decides the draw (0 … 2**64 − 1)."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens that occur in prompt or answer are divided by it if positive, else multiplied; 1: none."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that occur in the answer."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit as often as it occurs in the answer."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id → what is added to its logit."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: of the sampled token; n: also of the n most likely tokens."""
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether it matters which tokens the sequence holds."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class TokenLogprobs(NamedTuple):

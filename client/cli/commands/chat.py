@@ -14,74 +14,39 @@ from ...errors import KvpoolError
 from ...messages import Message
 from ...options import GenerateOptions
 from ...sync_client import SyncClient
-from ..answer_flags import (
-    FrequencyPenalty,
-    LogitBias,
-    MaxTokens,
-    MinP,
-    ModelName,
-    PresencePenalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    Tenant,
-    Timeout,
-    TopK,
-    TopP,
-    parse_logit_bias,
-)
+from ..answer_flags import takes_answer_flags
 from ..terminal import ManagerOption, client_config, error_line, print_answer, printed, stderr_console
 
 _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
+@takes_answer_flags(
+    max_tokens=512,
+    without=(
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "echo",
+        "logprobs",
+        "prompt_logprobs",
+        "tenant_salt",
+    ),
+)
 def chat(
     message: Annotated[str | None, typer.Argument(help="One message. Without it: a conversation.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="What the model is to be.")] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: LogitBias = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    priority: Priority = 0,
-    tenant: Tenant = "",
-    model: ModelName = None,
-    timeout: Timeout = None,
+    *,
+    options: GenerateOptions,
     manager: ManagerOption = None,
 ) -> None:
     """Talk to the model; its answers stream to stdout."""
-    options: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": parse_logit_bias(logit_bias or ()),
-        "seed": seed,
-        "stop": stop or (),
-        "priority": priority,
-        "tenant": tenant,
-        "model": model,
-        "timeout": timeout,
-    }
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     with SyncClient(config=client_config(manager)) as client:
         if message is not None:
             _answer(client, [*start, {"role": "user", "content": message}], options)
         else:
             # Before the first question, so that a missing manager is told at once.
-            served = client.model(model)
+            served = client.model(options["model"])
             _converse(client, served.name, start, options)
 
 

@@ -12,91 +12,21 @@ from ...chunk import TokenLogprobs
 from ...completion import Completion
 from ...options import GenerateOptions
 from ...sync_client import SyncClient
-from ..answer_flags import (
-    FrequencyPenalty,
-    LogitBias,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    ModelName,
-    PresencePenalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    StopTokenIds,
-    Temperature,
-    Tenant,
-    Timeout,
-    TopK,
-    TopP,
-    parse_logit_bias,
-)
+from ..answer_flags import takes_answer_flags
 from ..terminal import JsonOption, ManagerOption, client_config, print_answer
 
-Logprobs = Annotated[
-    int | None,
-    typer.Option("--logprobs", metavar="N", help="With --json: of the tokens, and of the n most likely ones."),
-]
-PromptLogprobs = Annotated[
-    int | None, typer.Option("--prompt-logprobs", metavar="N", help="With --json: the same of the prompt's tokens.")
-]
 
-
+@takes_answer_flags()
 def generate(
     text: Annotated[str, typer.Argument(help="The prompt, raw: no chat template. `-` reads it from stdin.")],
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: LogitBias = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token_id: StopTokenIds = None,
-    min_tokens: MinTokens = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text ids.")] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False,
-    logprobs: Logprobs = None,
-    prompt_logprobs: PromptLogprobs = None,
-    priority: Priority = 0,
-    tenant: Tenant = "",
-    model: ModelName = None,
-    tenant_salt: Annotated[str, typer.Option("--tenant-salt", help="Other salts never share blocks.")] = "",
-    timeout: Timeout = None,
+    *,
+    options: GenerateOptions,
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:
     """Continue a text; it streams to stdout."""
-    if not as_json and (logprobs, prompt_logprobs) != (None, None):
+    if not as_json and (options["logprobs"], options["prompt_logprobs"]) != (None, None):
         raise typer.BadParameter("they are no part of the text: give --json as well", param_hint="--logprobs")
-    options: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": parse_logit_bias(logit_bias or ()),
-        "seed": seed,
-        "stop": stop or (),
-        "stop_token_ids": stop_token_id or (),
-        "min_tokens": min_tokens,
-        "ignore_eos": ignore_eos,
-        "echo": echo,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "priority": priority,
-        "tenant": tenant,
-        "model": model,
-        "tenant_salt": tenant_salt,
-        "timeout": timeout,
-    }
     prompt = sys.stdin.read() if text == "-" else text
     with SyncClient(config=client_config(manager)) as client, client.generate(prompt, **options) as stream:
         if as_json:

@@ -10,7 +10,7 @@ DEFAULT_PORT: Final = 50051
 DEFAULT_MANAGER: Final = f"127.0.0.1:{DEFAULT_PORT}"
 """Where clients and workers look for it."""
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
-"""Hosts to listen on that mean every address of the machine; nobody can connect to them by that name."""
+"""Hosts to listen on that mean every address of the machine; they cannot be connected to by that name."""
 
 
 class PortError(Exception):

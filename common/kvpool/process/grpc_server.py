@@ -1,6 +1,6 @@
-"""A gRPC server that is built anew when it ends unasked.
+"""A gRPC server that is rebuilt when it ends by itself.
 
-What is served lives in the servicers, so a new server with the same servicers on the same port loses nothing: calls in flight go on
+What is served lives in the servicers, so a new server with the same servicers on the same port loses nothing: calls in flight run
 to their end on the old one, which is kept until then. With the loop of `serving_loop` no request is known that ends a server; with
 grpcio's own, one whose `:path` is not UTF-8 does.
 """
@@ -90,7 +90,7 @@ class GrpcServer:
         self._watching: asyncio.Task[None] | None = None
         self._max_connections = settings.max_connections
         self._refused_line = RareLine(log, "requests refused before they were read")
-        self._rebuilt_line = RareLine(log, "the gRPC server ended unasked and was built anew")
+        self._rebuilt_line = RareLine(log, "the gRPC server ended by itself and was rebuilt")
 
     @property
     def address(self) -> str:
@@ -111,7 +111,7 @@ class GrpcServer:
         self._services = services
         if not is_steady():
             log.warning(
-                "this version of grpcio is not known: a malformed path ends the gRPC server, which is then built anew; install one "
+                "this version of grpcio is not known: a malformed path ends the gRPC server, which is then rebuilt; install one "
                 "that kvpool was tested with",
                 tested=[f"{beginning}*" for beginning in KNOWN_GRPCIO],
                 grpcio=grpc.__version__,
@@ -126,7 +126,7 @@ class GrpcServer:
         await asyncio.shield(self._watching)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse further calls, let those in flight end within the grace, on whichever server, and end the rest. Idempotent."""
+        """Refuse new calls, let those in flight end within the grace, on all servers, and end the rest. Idempotent."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
@@ -224,11 +224,11 @@ class GrpcServer:
                 return life
             except Exception as error:
                 if num_failed > 1:  # the port may take a moment to be free
-                    log.error("the gRPC server cannot be built anew", tries=num_failed, why=str(error))
+                    log.error("the gRPC server cannot be rebuilt", tries=num_failed, why=str(error))
                 pause = min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
                 problem = error
         raise PortError(
-            f"the gRPC server on {self.address} has ended and could not be built anew in {MAX_FAILED_BUILDS} tries: {problem}"
+            f"the gRPC server on {self.address} has ended and could not be rebuilt in {MAX_FAILED_BUILDS} tries: {problem}"
         )
 
     # -- replaced servers
@@ -249,7 +249,7 @@ class GrpcServer:
         cut = asyncio.create_task(life.cut.wait())
         try:
             await asyncio.wait({idle, cut}, return_when=asyncio.FIRST_COMPLETED)
-            # What is still there after that is ended by gRPC, with UNAVAILABLE: a caller of ours goes on elsewhere.
+            # What is still there after that is ended by gRPC, with UNAVAILABLE: a client of ours continues on another worker.
             await _stop(life.server, LAST_WORDS_SECONDS)
         finally:
             idle.cancel()

@@ -14,7 +14,7 @@ from typing import Final
 LARGE_BYTES: Final = 1 << 20
 """Of a request after which memory is given back."""
 DELAY_SECONDS: Final = 1.0
-"""For what such a request has used to be freed; further ones within it are covered too."""
+"""For what such a request has used to be freed; later ones within it are covered too."""
 
 
 def _find_trim() -> Callable[[int], int] | None:

@@ -1,4 +1,4 @@
-"""Counts of observed values by size. No I/O, no lock, no registry: whoever serves metrics reads it when asked."""
+"""Counts of observed values by size. No I/O, no lock, no registry: /metrics reads it when it is requested."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _OF_CALLERS_THAT_LEAVE = ("ExecuteBatchError raised in core", "Failed sending er
 
 
 class _CallersThatLeave(logging.Filter):
-    """grpc.aio tells it as an error, with a traceback, when a caller leaves at the very moment at which it is answered
-    (https://github.com/grpc/grpc/issues/31043). Nobody has to look at that."""
+    """grpc.aio logs an error, with a traceback, when a caller leaves at the very moment at which it is answered
+    (https://github.com/grpc/grpc/issues/31043). It needs no attention."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.getMessage().startswith(_OF_CALLERS_THAT_LEAVE):
@@ -46,8 +46,8 @@ class _CallersThatLeave(logging.Filter):
 
 
 def _printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Names and sentences of others stand in our lines and in those of libraries: they must not end a line, nor reach the
-    terminal as a command. (JSON escapes whatever is not printable ASCII.)"""
+    """Names and sentences of others are in our lines and in those of libraries: they must not end a line, nor reach the
+    terminal as a command. (JSON escapes what is not printable ASCII.)"""
     return {
         name: (printable_lines if name in _OF_SEVERAL_LINES else printable)(value) if isinstance(value, str) else value
         for name, value in event.items()
@@ -67,7 +67,7 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    # Without the local variables, which structlog shows unless told otherwise: among them are prompts and session keys.
+    # Without the local variables, which structlog shows by default: among them are prompts and session keys.
     to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
         [structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]

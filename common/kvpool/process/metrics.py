@@ -1,6 +1,6 @@
-"""/metrics over HTTP, in Prometheus' text format, for whoever fills the page.
+"""/metrics over HTTP, in Prometheus' text format; each service fills the page.
 
-The page is filled on the event loop, which owns all state, when somebody asks for it; it is written out in a thread, so that a long
+The page is filled on the event loop, which owns all state, when it is requested; it is written out in a thread, so that a long
 one keeps no call waiting. Nothing is registered anywhere.
 """
 
@@ -27,11 +27,11 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.metrics")
 PATH: Final = "/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS: Final = 32
-"""At the same time; further ones are closed at once."""
+"""At the same time; more are closed at once."""
 MAX_HEAD_BYTES: Final = 16 << 10
 """Of a request."""
 CONNECTION_SECONDS: Final = 10.0
-"""Prometheus gives up after as long, unless told otherwise."""
+"""Prometheus gives up after as long, by default."""
 
 _PROCESS: Final = ProcessCollector(registry=None)
 
@@ -174,8 +174,8 @@ class MetricsServer:
             self._fill(page)
             body = await asyncio.to_thread(generate_latest, page)
         except Exception:
-            # Whoever looks at us must not be what stops us.
-            log.exception("metrics cannot be told")
+            # A scrape must not stop the process.
+            log.exception("metrics page failed")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR)
         return _response(HTTPStatus.OK, body, CONTENT_TYPE, with_body=method == "GET")
 

@@ -9,7 +9,7 @@ _LINE_CHARACTERS: Final = frozenset("\n\t")
 
 
 def printable(text: str) -> str:
-    """A name or sentence that somebody else has chosen, as one line that does nothing to the terminal: what is no visible character
+    """A name or sentence out of another process, as one line that does nothing to the terminal: what is no visible character
     (control characters, line ends, marks that turn the direction of writing) is written as Python would write it."""
     return _escaped(text, frozenset())
 

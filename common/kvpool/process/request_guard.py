@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from google.rpc import code_pb2
 
+from kvpool.protocol.status import build_status
+
+from .call_status import set_status
 from .heap import Heap
 from .rare_line import RareLine
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
 
-DOMAIN: Final = "kvpool"
-"""`ErrorInfo.domain` of every status."""
 MALFORMED: Final = "MALFORMED"
 """`ErrorInfo.reason` of bytes that are no message of their method."""
 TOO_LARGE: Final = "TOO_LARGE"
@@ -44,7 +44,7 @@ class RequestLimit(NamedTuple):
 
 
 SMALL: Final = RequestLimit(4 << 10)
-"""Of a method that no table names: health checks, reflection, and whatever is added to a service without a thought about size."""
+"""Of a method that no table names: health checks, reflection, and methods added without a limit of their own."""
 
 
 class _RefusedRequest(Exception):
@@ -53,11 +53,11 @@ class _RefusedRequest(Exception):
     def __init__(self, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.reason = reason
-        self.status = _status(code_pb2.INVALID_ARGUMENT, reason, message, metadata)
+        self.status = build_status(code_pb2.INVALID_ARGUMENT, reason, message, metadata=metadata)
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Stands before the servicers of one gRPC server, and knows which of their calls are in flight."""
+    """Checks requests before the servicers of one gRPC server see them, and counts the calls in flight."""
 
     def __init__(self, complaints: RareLine | None = None) -> None:
         self._limits: Mapping[str, RequestLimit] = {}
@@ -96,7 +96,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         if guarded is None:
             handler = await continuation(handler_call_details)
             if handler is None:
-                return None  # a method that nobody serves: peers may invent as many as they like, so it is not kept
+                return None  # not a method of this server: peers may invent any number of names, so it is not kept
             guarded = self._guarded[method] = self._guard(method, handler)
         return guarded
 
@@ -144,7 +144,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         except _RefusedRequest as refused:
             self._complaints.note(method=method, reason=refused.reason, peer=context.peer(), message=str(refused))
             self._on_refused(method, refused.reason)
-            return _fail(context, refused.status)
+            set_status(context, refused.status)
+            return None
         except NotImplementedError:
             # What a generated servicer says of a method that is not written, e.g. List of grpcio's health service. gRPC would
             # log a traceback for each call.
@@ -176,17 +177,3 @@ def _parse(method: str, limit: RequestLimit, raw: bytes, deserializer: Callable[
             f"needed a request of {name} as kvpool's protos define it, got {len(raw)} bytes that are none: generate the caller's "
             "code from the protos of this version",
         ) from None
-
-
-def _status(code: int, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> status_pb2.Status:
-    status = status_pb2.Status(code=code, message=message)
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
-    return status
-
-
-def _fail(context: Context, found: status_pb2.Status) -> None:
-    """Give the call a status other than OK. Not by `abort_with_status`, whose exception ends in a reference cycle."""
-    failure = rpc_status.to_status(found)
-    context.set_code(failure.code)
-    context.set_details(failure.details)
-    context.set_trailing_metadata(failure.trailing_metadata)

@@ -1,4 +1,4 @@
-"""What every gRPC server of kvpool can be told about the connections that it takes."""
+"""The settings of every gRPC server of kvpool: limits on its connections."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from typing import Final
 import structlog
 from pydantic import Field
 
+from .channel_options import PING_SECONDS, PING_TIMEOUT_SECONDS, SERVER_OPTIONS
 from .settings import ProcessSettings
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
-
-MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Largest message, both ways: four prompts of a million tokens."""
-
-MAX_PENDING_CALLS: Final = 1 << 16
-"""Calls that have arrived and wait to be taken up."""
-PING_TIMEOUT_SECONDS: Final = 10.0
-"""Beyond that a peer that has not answered a ping is gone."""
 
 SPARE_DESCRIPTORS: Final = 128
 """File descriptors for everything but the connections of callers."""
@@ -31,7 +24,7 @@ class ServerSettings(ProcessSettings):
     """Limits on connections. A process that serves over gRPC has these among its settings."""
 
     ping_seconds: float = Field(
-        default=30.0,
+        default=PING_SECONDS,
         ge=1,
         le=3600,
         description="Seconds of silence after which a connection is pinged. A peer that does not answer within 10 s is gone, and "
@@ -41,19 +34,19 @@ class ServerSettings(ProcessSettings):
         default=4096,
         ge=MIN_CONNECTIONS,
         le=1 << 20,
-        description="Connections at the same time; further ones are closed at once. Each takes a file descriptor (ulimit -n).",
+        description="Connections at the same time; more are closed at once. Each takes a file descriptor (ulimit -n).",
     )
     max_concurrent_streams: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Calls at the same time on one connection; further ones wait at the caller.",
+        description="Calls at the same time on one connection; more wait at the caller.",
     )
     max_connection_age: float = Field(
         default=3600.0,
         ge=0,
         le=1 << 20,
-        description="Seconds after which a connection takes no further calls and its caller connects anew; calls on it go on to "
+        description="Seconds after which a connection takes no new calls and its caller connects again; calls on it run to "
         "their end. 0: no limit.",
     )
 
@@ -61,35 +54,24 @@ class ServerSettings(ProcessSettings):
         """Of a gRPC server that takes at most `max_connections`."""
         age: tuple[tuple[str, int], ...] = ()
         if self.max_connection_age:
-            # Without a grace gRPC lets calls in flight go on to their end.
+            # Without a grace gRPC lets calls in flight run to their end.
             age = (("grpc.max_connection_age_ms", max(1, round(self.max_connection_age * 1000))),)
         return (
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # Otherwise a second server on the port would share it, and callers would meet now one and now the other.
-            ("grpc.so_reuseport", 0),
-            # Peers may ping every 10 s without a call in flight; a second of slack, because too early a ping ends in GOAWAY.
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
-            ("grpc.http2.max_pings_without_data", 0),
+            *SERVER_OPTIONS,
             # Our own pings find peers whose machine is gone, so that their connections do not stay for ever.
             ("grpc.keepalive_time_ms", round(self.ping_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
-            # Without it a ping that is not answered ends the connection after a minute, whatever the line above says.
+            # Without it a ping that is not answered ends the connection after a minute, despite the line above.
             ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
-            # Of calls that wait to be taken up gRPC cancels some at random above 1,000, and all above 3,000, also those of others
-            # than who sends so many: streams that are opened and reset in haste would take the calls of good clients with them.
-            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             *age,
         )
 
     def descriptors_for_connections(self) -> int:
         """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
 
-        gRPC goes on without descriptors, but nothing else of the process does.
+        Without descriptors gRPC still works, but nothing else of the process does.
         """
         needed = self.max_connections + SPARE_DESCRIPTORS
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What a process can be told: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, or not at
+"""The settings of a process: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, or not at
 all. The first that says something wins."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLES: Final = ("manager", "worker", "up", "client")
 
 S = TypeVar("S", bound="ProcessSettings")
 
-_file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={})  # noqa: B039 (nobody writes to it)
+_file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={})  # noqa: B039 (never written to)
 
 
 class SettingsProblem(Exception):
@@ -119,7 +119,7 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise SettingsProblem(f"[{strange[0]}] in {path} is no table that kvpool reads{hint}")
     if loose := [name for name, value in found.items() if not isinstance(value, dict)]:
         raise SettingsProblem(
-            f"{loose[0]!r} in {path} stands in no table: put it below [manager], [worker], [up] or [client]"
+            f"{loose[0]!r} in {path} is in no table: put it below [manager], [worker], [up] or [client]"
         )
     return found
 
@@ -152,7 +152,7 @@ def _say(
     table: Mapping[str, Any],
     problem: Any,
 ) -> str:
-    """What is wrong, led by the place where whoever reads it can mend it."""
+    """The error, prefixed with the flag, variable or file that set the value."""
     message: str = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return message
@@ -175,7 +175,7 @@ def _say(
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Without the defaults that say nothing: where None or a function stands for one, the description tells it."""
+    """Without the defaults that say nothing: where it is None or a function, the description has it."""
 
     def add_text(self, text: str | None) -> None:
         super().add_text(text and inspect.cleandoc(text))

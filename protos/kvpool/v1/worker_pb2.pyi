@@ -493,7 +493,7 @@ class StopConditions(_message.Message):
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Further ids that end the text, beside the model's own."""
+        """Ids that end the text, in addition to the model's own. At most 256 of them, less than vocab_size."""
 
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

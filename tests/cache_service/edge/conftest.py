@@ -11,7 +11,7 @@ import pytest
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, registration

@@ -16,7 +16,7 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.request_sizes import request_limits
 from kvpool.cache_service.server import SERVICE, Server
 from kvpool.process.request_guard import SMALL
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2

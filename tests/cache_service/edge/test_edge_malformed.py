@@ -16,7 +16,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from kvpool.cache_service import status
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.server import Server
-from kvpool.process.server_settings import MAX_MESSAGE_BYTES
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.status import MAX_TEXT_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import (
@@ -324,7 +325,7 @@ async def test_a_long_name_in_a_message_is_clipped_to_what_headers_hold(stub: St
     found = await refused(
         stub.Describe(pb.DescribeRequest(worker_id="ü" * 2_000)), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER"
     )
-    assert len(found.message.encode()) <= status.MAX_MESSAGE_BYTES
+    assert len(found.message.encode()) <= MAX_TEXT_BYTES
     assert found.message.startswith("no live worker 'ü")
     assert found.message.endswith("live are: none")
 

@@ -1,7 +1,7 @@
 """Sampling, in the order in which transformers and vLLM apply the options:
 
     logit bias → banned ids (min_tokens) → repetition, frequency, presence penalty      adjustment.py
-    → the most likely token, or temperature → top-k → top-p → min-p → draw               choice.py, truncation.py
+    → the most likely token, or temperature → truncation → draw                          choice.py, truncation.py
 
 Log-probabilities are the model's own, of the logits before all this. A row's token depends on that row and its draw alone, never
 on its neighbours: the same logits, options, seed and position give the same token in every batch. A row whose largest logit is not

@@ -1,4 +1,4 @@
-"""Sampling on the wire: every field arrives, and what is told of a long prompt fits into messages."""
+"""Requests and answers on the wire: every field arrives, delivered tokens can be true, and long log-probabilities fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
 from kvpool.worker_service.engine.step import SampledToken
@@ -19,7 +20,7 @@ def request() -> worker_pb2.GenerateRequest:
 
 
 def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
-    params = decode_generate(request(), PROMPTS, "fp")
+    params = decode_generate(request(), PROMPTS)
     assert params.sampling == SamplingParams()
     assert not params.sampling.has_penalties
     assert (params.min_tokens, params.num_prompt_logprobs, params.echo) == (0, None, False)
@@ -35,7 +36,7 @@ def test_every_field_arrives() -> None:
     )  # fmt: skip
     asked.stop.min_tokens = 4
     asked.logprobs, asked.prompt_logprobs, asked.echo = 0, 20, True
-    params = decode_generate(asked, PROMPTS, "fp")
+    params = decode_generate(asked, PROMPTS)
     assert params.sampling == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0,
@@ -46,9 +47,9 @@ def test_every_field_arrives() -> None:
 def test_a_continuation_tells_nothing_of_its_prompt() -> None:
     asked = request()
     asked.prompt_logprobs = 0
-    assert decode_generate(asked, PROMPTS, "fp").tells_prompt_logprobs
+    assert decode_generate(asked, PROMPTS).tells_prompt_logprobs
     asked.num_delivered_tokens = 1
-    assert not decode_generate(asked, PROMPTS, "fp").tells_prompt_logprobs
+    assert not decode_generate(asked, PROMPTS).tells_prompt_logprobs
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])
@@ -76,3 +77,28 @@ def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
     assert [item.HasField("logprobs") for item in told] == [entry is not None for entry in prompt]
     for item in told[1:]:
         assert list(item.logprobs.top_token_ids) == [token for token, _ in entry.top]
+
+
+def delivered(num_delivered: int, *token_ids: int) -> worker_pb2.GenerateRequest:
+    """A prompt of which the last tokens were delivered before."""
+    prompt = worker_pb2.TokenIds(ids=token_ids)
+    return worker_pb2.GenerateRequest(sequence_id="s", attempt=2, token_ids=prompt, num_delivered_tokens=num_delivered)
+
+
+def test_the_delivered_tokens_stay_part_of_the_prompt() -> None:
+    params = decode_generate(delivered(2, 7, 8, 9), PROMPTS)
+    assert (params.token_ids, params.num_delivered_tokens) == ([7, 8, 9], 2)
+
+
+@pytest.mark.parametrize("num_delivered", [3, 4, 2**32 - 1])
+def test_a_prompt_of_delivered_tokens_alone_is_refused(num_delivered: int) -> None:
+    with pytest.raises(EngineError, match="less than the 3 tokens of the prompt") as caught:
+        decode_generate(delivered(num_delivered, 7, 8, 9), PROMPTS)
+    assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "num_delivered_tokens")
+
+
+def test_delivered_tokens_cannot_be_counted_in_a_text() -> None:
+    asked = worker_pb2.GenerateRequest(sequence_id="s", attempt=2, text="abc", num_delivered_tokens=1)
+    with pytest.raises(EngineError, match="token_ids") as caught:
+        decode_generate(asked, PROMPTS)
+    assert caught.value.kind is ErrorKind.INVALID

@@ -1,0 +1,111 @@
+"""From the options of generate() and chat() to the messages that ask for an answer."""
+
+from __future__ import annotations
+
+import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from kvpool.protocol.limits import BadField, check_options
+from kvpool.v1 import worker_pb2
+
+from .errors import InvalidRequest
+from .options import GenerateOptions
+
+_CLIENTS_OWN: Final = ("timeout", "model")
+"""Options that are no field of the request."""
+_OPTION_OF: Final = {"stop_strings": "stop"}
+"""Fields that have another name than their option."""
+_FIELD_OF: Final = {option: field for field, option in _OPTION_OF.items()}
+
+_TYPES: Final[Mapping[int, str]] = {
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_INT32: "an integer in -2**31 … 2**31 − 1",
+    FieldDescriptor.CPPTYPE_UINT32: "an integer in 0 … 2**32 − 1",
+    FieldDescriptor.CPPTYPE_UINT64: "an integer in 0 … 2**64 − 1",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+    FieldDescriptor.CPPTYPE_MESSAGE: "token ids, each with a number",
+}
+
+
+def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
+    """The options as a request without a prompt; options that are None are left out. InvalidRequest names the first option that is
+    wrong and what it may be."""
+    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+    if unknown:
+        known = ", ".join(GenerateOptions.__annotations__)
+        raise InvalidRequest(f"unknown option {unknown[0]!r}; there are {known}", reason="BAD_FIELD")
+    request = worker_pb2.GenerateRequest()
+    for option, value in options.items():
+        if value is not None and option not in _CLIENTS_OWN:
+            _set(request, option, value)
+    stop, timeout = request.stop, options.get("timeout")
+    _require(options.get("max_tokens") != 0, "max_tokens", "at least 1, or None", 0)
+    _require(stop.min_tokens <= (stop.max_tokens or 2**32), "min_tokens", "at most max_tokens", stop.min_tokens)
+    is_time = isinstance(timeout, Real) and 0 < timeout <= 86_400
+    _require(timeout is None or is_time, "timeout", "in (0, 86400] seconds, or None", timeout)
+    try:
+        check_options(request)
+    except BadField as error:
+        field = error.field.rpartition(".")[2]
+        _require(False, _OPTION_OF.get(field, field), error.needed, error.got)
+    if request.sampling.temperature and options.get("seed") is None:
+        # Chosen here, so that every attempt draws alike.
+        request.sampling.seed = secrets.randbits(64)
+    return request
+
+
+def attempt_request(
+    request: worker_pb2.GenerateRequest,
+    *,
+    token_ids: Sequence[int],
+    num_delivered: int,
+    sequence_id: str,
+    attempt: int,
+    model_fingerprint: str,
+) -> worker_pb2.GenerateRequest:
+    """The message of one attempt. `token_ids`: the prompt, then the `num_delivered` tokens of earlier attempts, fewer than
+    max_tokens."""
+    message = worker_pb2.GenerateRequest(
+        sequence_id=sequence_id,
+        attempt=attempt,
+        token_ids=worker_pb2.TokenIds(ids=token_ids),
+        model_fingerprint=model_fingerprint,
+        num_delivered_tokens=num_delivered,
+    )
+    message.MergeFrom(request)
+    if request.stop.max_tokens:
+        assert num_delivered < request.stop.max_tokens, (num_delivered, request.stop.max_tokens)
+        message.stop.max_tokens -= num_delivered
+    return message
+
+
+def _set(request: worker_pb2.GenerateRequest, option: str, value: object) -> None:
+    """Set the field of that option, wherever in the request it is."""
+    name = _FIELD_OF.get(option, option)
+    parts: tuple[Message, ...] = (request.sampling, request.stop, request)
+    part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
+    field = part.DESCRIPTOR.fields_by_name[name]
+    try:
+        if field.message_type is not None:
+            getattr(part, name).update(value)
+        elif field.is_repeated:
+            getattr(part, name).extend([value] if isinstance(value, str) else value)
+        else:
+            setattr(part, name, value)
+    except (TypeError, ValueError):
+        kind = _TYPES[field.cpp_type]
+        is_list = field.is_repeated and field.message_type is None
+        _require(False, option, f"a list, each {kind}" if is_list else kind, reprlib.repr(value))
+
+
+def _require(holds: bool, option: str, expected: str, got: object) -> None:
+    """InvalidRequest, naming the option, unless it holds."""
+    if not holds:
+        raise InvalidRequest(f"{option} must be {expected}; got {got}", reason="BAD_FIELD")

@@ -1,0 +1,64 @@
+"""What may be in a message: its size, and the options of a GenerateRequest. Clients check before they send, workers again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvpool.v1 import worker_pb2
+
+from .sampling import RANGES, Range, sampling_fields
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Largest message, both ways: four prompts of a million tokens."""
+MAX_ID_BYTES: Final = 128
+"""Of a sequence_id."""
+MAX_NAME_BYTES: Final = 256
+"""Of an adapter, a tenant and a tenant_salt."""
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGPROBS: Final = 20
+"""Most likely tokens whose log-probabilities are reported with each token."""
+MAX_LOGIT_BIASES: Final = 1024
+
+
+class BadField(Exception):
+    """A field of a request is outside its limits; `needed` and `got` say which limit."""
+
+    def __init__(self, field: str, needed: str, got: object) -> None:
+        super().__init__(f"{field}: needed {needed}, got {got}")
+        self.field = field
+        """Path from the request, e.g. sampling.top_p."""
+        self.needed = needed
+        self.got = got
+
+
+def check_options(request: worker_pb2.GenerateRequest) -> None:
+    """Check all fields but the prompt and the names of model, sequence and attempt. Raises BadField for the first bad one."""
+    for name in ("adapter", "tenant_salt", "tenant"):
+        _require_at_most(name, len(getattr(request, name).encode()), MAX_NAME_BYTES, "bytes")
+    for name in ("logprobs", "prompt_logprobs"):
+        _require_at_most(name, getattr(request, name), MAX_LOGPROBS, "tokens")
+    stop = request.stop
+    _require_at_most("stop.stop_token_ids", len(stop.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _require_at_most("stop.stop_strings", len(stop.stop_strings), MAX_STOP_STRINGS, "strings")
+    for text in stop.stop_strings:
+        if not 1 <= len(text.encode()) <= MAX_STOP_STRING_BYTES:
+            raise BadField("stop.stop_strings", f"strings of 1 to {MAX_STOP_STRING_BYTES} bytes", len(text.encode()))
+    sampling = request.sampling
+    _require_at_most("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES, "ids")
+    for name, value in sampling_fields(sampling).items():
+        if name in RANGES:
+            _require_within(f"sampling.{name}", value.values() if name == "logit_bias" else [value], RANGES[name])
+
+
+def _require_at_most(field: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise BadField(field, f"at most {most} {what}", count)
+
+
+def _require_within(field: str, numbers: Iterable[float], allowed: Range) -> None:
+    for number in numbers:
+        if not allowed.holds(number):
+            raise BadField(field, f"a number in {allowed}", f"{number:g}")
