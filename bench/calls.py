@@ -1,6 +1,6 @@
-"""The calls that a worker makes to the manager in the course of a trace: recorded once, replayed for timing.
+"""A worker's calls to the manager during a trace: recorded once, replayed for timing.
 
-Tokens are not recorded: they are the trace's own, by request, first position and count.
+Tokens are not recorded: they follow from the trace, by request, first position and count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RecordedItem(NamedTuple):
     """One sequence's part of a call."""
 
     request: int
-    """Which request of the trace."""
+    """Index of the request in the trace."""
     round: int
     start: int
     num_tokens: int
@@ -44,16 +44,16 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Recording:
-    """All calls of one trace, and what came of them."""
+    """All calls of one trace, and their results."""
 
     trace: Trace
     calls: list[RecordedCall] = field(default_factory=list)
     num_steps: int = 0
     num_cached_tokens: int = 0
     num_waits: int = 0
-    """Allocations answered "wait": the prefix was being computed."""
+    """Allocations answered with a wait, because the prefix was being computed."""
     num_reserve_waits: int = 0
-    """Decodes that had to wait for a call."""
+    """Decodes that waited for a call."""
     num_preemptions: int = 0
 
     def num_calls(self, kind: str) -> int:
@@ -65,7 +65,7 @@ class Recording:
         return sum(len(call.items) for call in self.calls if call.kind == kind)
 
     def save(self, path: Path) -> None:
-        """Write to a JSON file, for `load` in a process of ours."""
+        """Write to a JSON file, for `load`."""
         path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
@@ -80,7 +80,7 @@ class Recording:
 def _call(
     kind: str, call_no: int, downlink_ack: int, wish: int | None, returned: list[list[int]], items: list[list[Any]]
 ) -> RecordedCall:
-    """A call as JSON has it, lists for tuples."""
+    """A call from JSON, which has lists for tuples."""
     blocks = tuple((block, generation) for block, generation in returned)
     return RecordedCall(kind, call_no, downlink_ack, wish, blocks, tuple(_item(*fields) for fields in items))
 

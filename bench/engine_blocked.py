@@ -1,13 +1,13 @@
-"""How long the manager keeps the engine from starting its steps, over real gRPC, against what vLLM's engine spends in its own.
+"""How long the manager delays the engine's steps, over real gRPC, against the time that vLLM's engine spends in its own manager.
 
 python -m bench.engine_blocked [--runs N] [--json]
 
 The reference trace (1,000 requests, 64 at a time, 512 shared + 64 own prompt tokens, 64 generated) through the real engine, cache
-side and link, and a manager in a process of its own. Only the model is not there: a step sleeps 10 ms. Between the end of a step
-and the start of the next lie the engine's own work and what the manager costs it: the cache side's books, the link's code on the
-same event loop, and waiting for grants. A control run, the same engine over a cache side that has blocks without end and talks to
-nobody, has only the engine's own work. The difference is the engine's blocked time. vLLM's figure is what its KVCacheManager takes
-in process on the same trace, as bench.manager_core measures it, in the same run. `make bench-peers` installs vLLM's.
+side and link, and a manager in another process. Only the model is replaced: a step sleeps 10 ms. The gap between two steps has the
+engine's own work and the manager's cost: the cache side's records, the link's code on the same event loop, and waits for grants. A
+control run, the same engine over a cache side with unlimited blocks and no manager, has only the engine's own work. The difference
+is the engine's blocked time. vLLM's figure is the time of its KVCacheManager in process on the same trace, measured as in
+bench.manager_core, in the same run. `make bench-peers` installs it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP_SECONDS: Final = 0.010
 
 
 class _SleepingModel:
-    """A step takes 10 ms and no core. Remembers when each step began and ended."""
+    """A step takes 10 ms and no CPU. Records when each step began and ended."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
@@ -59,7 +59,7 @@ class _SleepingModel:
 
 
 class _EndlessCache(EngineCache):
-    """The control: grants at once, has blocks without end, keeps no books and has nothing to say."""
+    """The control: grants at once, has unlimited blocks, keeps no records and makes no calls."""
 
     candidates: Callable[[], List[CacheSequence]]
     is_ready = staticmethod(lambda: True)
@@ -83,7 +83,7 @@ class _EndlessCache(EngineCache):
         granted: list[events.Event] = []
         for sequence in self.candidates():
             sequence.state = SequenceState.LIVE
-            # As in the real run, where one computes the shared prefix and the others wait for it.
+            # As in the real run, where one request computes the shared prefix and the others wait for it.
             sequence.num_computed_tokens = 0 if not granted else 512
             granted.append(events.Granted(sequence))
         return granted
@@ -108,7 +108,7 @@ class _Run:
             cache.candidates = self.engine.scheduler.candidates
 
     async def generate_all(self) -> None:
-        """All requests, as many at a time as the trace says."""
+        """Run all requests, at most num_at_once at a time."""
         places = asyncio.Semaphore(self._trace.num_at_once)
 
         async def one(index: int) -> None:
@@ -148,7 +148,7 @@ async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, in
     tasks = [asyncio.create_task(run.engine.run()), asyncio.create_task(link.run())]
     await is_open.wait()
     await run.generate_all()
-    while not cache.is_idle:  # noqa: ASYNC110 (nobody announces it)
+    while not cache.is_idle:  # noqa: ASYNC110 (there is no event for it)
         await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
@@ -189,7 +189,7 @@ async def measure(runs: int) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
+    """Print the figures."""
     rpcs = result["rpcs"]
     print(f"\nThe engine's blocked time on the reference trace, {result['steps']} steps of 10 ms")
     print(f"  between steps            {result['gaps']}")

@@ -9,7 +9,7 @@ from kvpool.cache_service.servicer import CacheServicer
 
 
 class LocalContext:
-    """In place of the context of a call over gRPC. Benchmarks send nothing that a manager refuses, so a status is an error."""
+    """Replaces the context of a gRPC call. Benchmarks send nothing that a manager refuses, so a status is an error."""
 
     def set_code(self, code: Any) -> None:
         self.code = code

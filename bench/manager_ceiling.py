@@ -1,11 +1,11 @@
-"""What one manager process can do at most: pairs of Allocate and Free a second over real gRPC, and the CPU time of each pair.
+"""The throughput limit of one manager process: pairs of Allocate and Free per second over real gRPC, and the CPU time of a pair.
 
 python -m bench.manager_ceiling [--seconds S] [--only CASE ...] [--json]
 
-The manager is the real process. The workers are light: they build requests, send them, and do not parse the replies, one call in
-flight for each, as the protocol has it. A pair allocates a prompt of its own and frees it with all of it computed, so its
-blocks stay as cache until another prompt takes them. The reference is the same calls without gRPC, in the same run: from the
-bytes of a request to the bytes of its reply through the manager's codec and core. The rest is the transport's.
+The manager is the real process. The workers are light: they build and send requests and do not parse replies, one call in flight
+each, as in the protocol. A pair allocates a new prompt and frees it with all tokens computed, so its blocks stay cached until
+another prompt takes them. The reference is the same calls without gRPC, in the same run: from the bytes of a request to the bytes
+of its reply through the manager's codec and core. The rest is the transport.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 8193
-"""Of each worker: enough for its prompts in flight, and soon full of cached ones."""
+"""Per worker: enough for its prompts in flight, and soon full of cached ones."""
 NUM_TOKENS: Final = 512
 LEASE_SECONDS: Final = 3600.0
 """The workers send no heartbeats."""
@@ -51,18 +51,18 @@ _SERVICE: Final = "/kvpool.v1.CacheService/"
 
 
 class Case(NamedTuple):
-    """How the pairs come."""
+    """The load."""
 
     num_workers: int
     num_items: int = 1
-    """Of one Allocate and of one Free."""
+    """Sequences in each Allocate and Free."""
     num_tokens: int = NUM_TOKENS
     is_shared: bool = False
-    """All prompts of a worker are one."""
+    """All prompts are the same."""
 
     @property
     def name(self) -> str:
-        """As --only takes it."""
+        """The name for --only."""
         name = f"{self.num_workers}x{self.num_items}"
         if self.num_tokens != NUM_TOKENS:
             name += f"-{self.num_tokens}"
@@ -79,20 +79,20 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case."""
+    """The figures of one case."""
 
     case: str
     pairs_per_second: float
     call_ms_p50: float
     call_ms_p99: float
     cpu_us_per_pair: float
-    """Of the manager's process."""
+    """CPU time of the manager's process."""
     alone_us_per_pair: float
-    """CPU time of the same without gRPC."""
+    """CPU time without gRPC."""
 
     @property
     def ratio(self) -> float:
-        """What a pair over gRPC costs of one without."""
+        """CPU time with gRPC over that without."""
         return self.cpu_us_per_pair / self.alone_us_per_pair
 
 
@@ -111,13 +111,13 @@ class Pairs:
         return register_request(f"bench-{self._number}", time.time_ns(), BLOCK_SIZE, NUM_BLOCKS)
 
     def begin(self, registered: cache_pb2.RegisterResponse) -> None:
-        """What Register answered leads every call: the session, and whatever else an uplink has of it."""
+        """Copy the fields of Register's reply that an uplink has, e.g. the session."""
         for field in registered.DESCRIPTOR.fields:
             if field.name in self._uplink.DESCRIPTOR.fields_by_name:
                 setattr(self._uplink, field.name, getattr(registered, field.name))
 
     def next_pair(self) -> tuple[cache_pb2.AllocateRequest, Callable[[], cache_pb2.FreeRequest]]:
-        """Both requests of one pair; the second is made when it is sent."""
+        """Both requests of one pair; the second is built when it is sent."""
         numbers = [next(self._numbers) for _ in range(self._case.num_items)]
         keys = [common_pb2.SequenceKey(sequence_id=f"{self._number}-{number}", attempt=1) for number in numbers]
         root = common_pb2.Root(model_fingerprint=FINGERPRINT)
@@ -152,7 +152,7 @@ async def _over_grpc(case: Case, manager: OurCluster, seconds: float) -> tuple[f
 
     async def work(channel: grpc.aio.Channel, pairs: Pairs) -> None:
         nonlocal num_pairs
-        # Replies are not parsed: the workers are not what is measured. That all was granted is looked up in the end.
+        # Replies are not parsed: the workers are not measured. _look_up checks at the end that all was granted.
         allocate: Any = channel.unary_unary(f"{_SERVICE}Allocate", request_serializer=_serialised)
         free: Any = channel.unary_unary(f"{_SERVICE}Free", request_serializer=_serialised)
         while time.perf_counter() < ends_at:
@@ -167,7 +167,7 @@ async def _over_grpc(case: Case, manager: OurCluster, seconds: float) -> tuple[f
     async with AsyncExitStack() as stack:
         channels, workers = [], []
         for number in range(case.num_workers):
-            # Each worker has a connection of its own, as those of other machines have.
+            # Each worker has its own connection, as workers on other machines have.
             options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 16 << 20))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(manager.address, options=options))
             pairs = Pairs(case, number)
@@ -193,7 +193,7 @@ def _serialised(message: Message) -> bytes:
 
 
 async def _look_up(stub: cache_pb2_grpc.CacheServiceStub, case: Case, num_pairs: int) -> None:
-    """Every prompt was granted, and every block has come back."""
+    """Assert that every prompt was granted, and every block freed."""
     workers = (await stub.Describe(cache_pb2.DescribeRequest())).workers
     num_tokens = sum(worker.totals.num_prompt_tokens for worker in workers)
     assert num_tokens == num_pairs * case.num_tokens, f"{num_tokens} tokens granted for {num_pairs} pairs"
@@ -206,13 +206,13 @@ async def _look_up(stub: cache_pb2_grpc.CacheServiceStub, case: Case, num_pairs:
 
 
 def _run(coroutine: Coroutine[Any, Any, Message]) -> Message:
-    """A method of the servicer that awaits nothing."""
+    """Run a method of the servicer that awaits nothing."""
     try:
         coroutine.send(None)
     except StopIteration as ended:
         reply: Message = ended.value
         return reply
-    raise AssertionError("it waits for something")
+    raise AssertionError("the method awaits something")
 
 
 def _alone(case: Case, num_calls: int, epochs: EpochStore) -> float:
@@ -238,7 +238,7 @@ def _alone(case: Case, num_calls: int, epochs: EpochStore) -> float:
         _run(servicer.Free(cache_pb2.FreeRequest.FromString(payload), context)).SerializeToString()
         spent.append(between - began + time.thread_time() - resumed)
     gc.enable()
-    half = spent[len(spent) // 2 :]  # from a pool that is full on
+    half = spent[len(spent) // 2 :]  # the pool is full by then
     return 1e6 * sum(half) / len(half) / case.num_items
 
 
@@ -254,7 +254,7 @@ def measure(case: Case, seconds: float) -> Measured:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
         epochs = EpochStore.open(Path(folder))
         try:
-            # Enough to fill the pools twice, so that most calls evict, and to last for a while.
+            # Enough to fill the pools twice, so that most calls evict, and to take a while.
             fills = 2 * case.num_workers * NUM_BLOCKS * BLOCK_SIZE // (case.num_tokens * case.num_items)
             alone = _alone(case, min(20_000, max(2_000, fills)), epochs)
         finally:
@@ -264,7 +264,7 @@ def measure(case: Case, seconds: float) -> Measured:
 
 
 def show(found: list[Measured]) -> None:
-    """For people."""
+    """Print a table."""
     table = Table("workers x items", box=None, pad_edge=False)
     for column in ("pairs/s", "call p50", "p99", "CPU of a pair", "core and codec alone", "ratio"):
         table.add_column(column, justify="right")
@@ -278,7 +278,7 @@ def show(found: list[Measured]) -> None:
 def main() -> None:
     parser = command_line(__doc__, runs=None)
     names = [case.name for case in CASES]
-    parser.add_argument("--seconds", type=float, default=5.0, help="that each case is measured for (default 5)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each case (default 5)")
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="CASE", help=f"of {', '.join(names)}"
     )

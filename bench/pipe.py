@@ -1,8 +1,8 @@
-"""An engine in a process of its own, at the other end of a pipe: this is the child's side. Standard library only: it runs in the
-peers' environments too.
+"""An engine in a separate process, connected by a pipe: the child's side. Standard library only: it runs in the peers'
+environments too.
 
-Lines of JSON. In: {"id": n, "prompt": [token ids], "num_tokens": k} asks, {"cancel": n} ends a request. Out: {"ready": {facts}}
-once; then, at most once per turn of the event loop, {"came": [[id, [token ids], cached tokens or null], …]}; and
+JSON lines. In: {"id": n, "prompt": [token ids], "num_tokens": k} starts a request, {"cancel": n} cancels it. Out:
+{"ready": {facts}} once; then, at most once per turn of the event loop, {"came": [[id, [token ids], cached tokens or null], …]}; and
 {"failed": id, "why": "…"}. A request ends with its last token. The end of the input ends the process.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 Generate = Callable[[list[int], int], AsyncGenerator[tuple[list[int], int | None], None]]
-"""(prompt, number of tokens) → (new token ids, prompt tokens that were cached if that is known now), as they come."""
+"""(prompt, number of tokens) → (new token ids, number of cached prompt tokens or None), as they arrive."""
 
 
 def take_stdout() -> Any:
-    """The pipe to the parent; from here on, whatever prints goes to stderr. Call it before anything noisy is imported."""
+    """The pipe to the parent; afterwards all prints go to stderr. Call it before imports that may print."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return pipe
@@ -36,7 +36,7 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, facts: dict[str, Any]) -> None:
-        """Say that the engine is ready, and serve."""
+        """Report that the engine is ready, and serve."""
         loop = asyncio.get_running_loop()
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         reading = loop.run_in_executor(None, _read_all, lambda line: loop.call_soon_threadsafe(lines.put_nowait, line))
@@ -73,7 +73,7 @@ class Child:
 
 
 def _read_all(take: Callable[[bytes], object]) -> None:
-    """Hand on every line of the input, and an empty one at its end."""
+    """Pass on every line of the input, and an empty one at its end."""
     for line in sys.stdin.buffer:
         take(line)
     take(b"")

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, at the other end of a pipe: this is our side, an engine that can be put under load.
+"""An engine in a separate process, connected by a pipe: the parent's side, an Engine for the load generator.
 
-All sides that are measured engine to engine are behind it, ours too: one line per step and no gRPC.
+All engines that are compared without gRPC use it, kvpool's too: one line per step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvpool.client.bench.engine import Delivery, Served
 _MAX_LINE_BYTES: Final = 1 << 24
 _LOG_CHARS: Final = 2000
 _END_SECONDS: Final = 10.0
-"""For a process to end by itself when its input is closed."""
+"""For a process to exit after its input is closed."""
 
 
 class EngineFailed(Exception):
-    """The process behind the pipe has ended, or could not serve a request; says why as far as it is known."""
+    """The process has ended, or could not serve a request."""
 
 
 class PipedEngine:
@@ -34,7 +34,7 @@ class PipedEngine:
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, served: Served) -> None:
         self.name = name
         self.facts: dict[str, Any] = {}
-        """What it says of itself."""
+        """Its name and versions, from its first message."""
         self._process = process
         self._log = log
         self._served = served
@@ -47,7 +47,7 @@ class PipedEngine:
     async def start(
         cls, name: str, command: Sequence[str], environment: Mapping[str, str], served: Served, seconds: float
     ) -> PipedEngine:
-        """Start the process, and wait at most `seconds` until it is ready. EngineFailed with the end of its log if it is not."""
+        """Start the process, and wait at most `seconds` until it is ready. Raises EngineFailed with the end of its log."""
         handle, path = tempfile.mkstemp(prefix="kvpool-bench-", suffix=".log")
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -56,7 +56,7 @@ class PipedEngine:
             stderr=handle,
             env={**os.environ, **environment},
             limit=_MAX_LINE_BYTES,
-            # A group of its own, with all that it starts: none of that may outlive it, and Ctrl-C is ours to deal with.
+            # A process group with all its children, so that none outlives it, and Ctrl-C reaches only the parent.
             start_new_session=True,
         )
         os.close(handle)
@@ -64,7 +64,7 @@ class PipedEngine:
         try:
             async with asyncio.timeout(seconds):
                 engine.facts = (await engine._read())["ready"]
-        except BaseException as error:  # also a cancellation: nobody else knows of the process yet
+        except BaseException as error:  # also a cancellation: no other code can end the process yet
             log = engine._end_of_log()
             engine._signal_all(signal.SIGKILL)
             await engine.close()
@@ -76,11 +76,10 @@ class PipedEngine:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
         return self._process.pid
 
     async def served(self) -> Served:
-        """As it was started."""
+        """See Engine."""
         return self._served
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
@@ -105,7 +104,7 @@ class PipedEngine:
                 self._write({"cancel": number})
 
     async def close(self) -> None:
-        """End its process. May be repeated."""
+        """End its process. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -120,15 +119,15 @@ class PipedEngine:
         self._log.unlink(missing_ok=True)
 
     def suspend(self) -> None:
-        """Freeze all its processes: some engines burn a core while they wait for work, and others are to be measured meanwhile."""
+        """Stop all its processes: some engines use a core while they are idle, which would disturb measurements of others."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Continue all its processes."""
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        """To whatever is left of its process group."""
+        """Signal its process group, if there is still one."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -145,20 +144,20 @@ class PipedEngine:
         return json.loads(line)
 
     async def _read_all(self) -> None:
-        """Hand on what comes. When the process has ended, everyone who waits hears of it."""
+        """Deliver the messages. When the process ends, all waiting requests get the error."""
         try:
             while True:
                 message = await self._read()
                 if "failed" in message:
-                    self._hand_on(message["failed"], EngineFailed(f"{self.name}: {message['why']}"))
+                    self._deliver(message["failed"], EngineFailed(f"{self.name}: {message['why']}"))
                 for number, token_ids, num_cached in message.get("came", ()):
-                    self._hand_on(number, Delivery(tuple(token_ids), num_cached))
+                    self._deliver(number, Delivery(tuple(token_ids), num_cached))
         except EngineFailed as error:
             self._ended = error
             for deliveries in self._waiting.values():
                 deliveries.put_nowait(error)
 
-    def _hand_on(self, number: int, what: Delivery | EngineFailed) -> None:
+    def _deliver(self, number: int, what: Delivery | EngineFailed) -> None:
         if number in self._waiting:
             self._waiting[number].put_nowait(what)
 

@@ -1,7 +1,7 @@
-"""Runs a trace through the worker's real scheduler and cache side over the real core, and records what they say to each other.
+"""Runs a trace through the worker's real scheduler and cache side and the real core, and records their calls.
 
-The model is not there: tokens are the trace's own, a step takes 10 ms and a call 1 ms of simulated time. Also measured: the
-whole way of a call without its socket, that is, the worker's books, protobuf both ways, the manager's decoding, and the core.
+There is no model: tokens are the trace's own, a step takes 10 ms and a call 1 ms of simulated time. Also measures the whole path of
+a call without its socket: the worker's cache side, protobuf both ways, the manager's decoding, and the core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class _TimedCache(EngineCache):
-    """A cache side that adds up the time spent in it, except in `extend`, which is too short for a clock."""
+    """A cache side that sums the time spent in it, except in `extend`, which is too short to measure."""
 
     seconds = 0.0
 
@@ -47,7 +47,7 @@ class _TimedCache(EngineCache):
         self.seconds += time.thread_time() - began
 
     def timed(self, work: Callable[[], Result]) -> Result:
-        """Do something and add up its time."""
+        """Run `work` and add its time."""
         began = time.thread_time()
         result = work()
         self.seconds += time.thread_time() - began
@@ -73,11 +73,11 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the whole way of calls, without sockets."""
+        """Time of the whole path of calls, without sockets."""
         return self._cache.seconds
 
     def run(self) -> None:
-        """All steps, until the manager has acknowledged that nothing is held any more."""
+        """Run all steps, until the manager has acknowledged that all blocks are freed."""
         now = 0.0
         while self._num_ended < self._trace.num_requests or not self._cache.is_idle:
             self._arrive()
@@ -130,7 +130,7 @@ class Recorder:
                 self._num_ended += 1
                 self._scheduler.remove(part.request)
 
-    # -- the link, beside the running step
+    # -- the link, during the running step
 
     def _talk(self, now: float, until: float) -> None:
         candidates = self._scheduler.candidates
@@ -146,7 +146,7 @@ class Recorder:
             self._cache.timed(partial(self._exchange, call, now))
 
     def _exchange(self, call: Call, now: float) -> None:
-        """What the link and the servicer do, with bytes in place of a socket."""
+        """The work of link and servicer, with bytes instead of a socket."""
         request = _over_the_wire(call.request)
         response: cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse
         if isinstance(request, cache_pb2.AllocateRequest):

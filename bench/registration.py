@@ -1,4 +1,4 @@
-"""How the workers of benchmarks introduce themselves to a manager over gRPC."""
+"""The Register request of a benchmark's worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 
 def register_request(worker_id: str, incarnation: int, block_size: int, num_blocks: int) -> cache_pb2.RegisterRequest:
-    """A worker with one pool, which holds nothing yet and serves no texts."""
+    """A worker with one empty pool, which serves no texts."""
     config = common_pb2.KVCacheConfig(block_size=block_size)
     config.groups.add(group=0).full_attention.SetInParent()
     config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)

@@ -1,7 +1,7 @@
-"""The two managers on one trace, in one process: what each is asked is prepared beforehand, what it does is timed.
+"""The two managers on one trace, in one process: their inputs are prepared, their work is timed.
 
-The time is CPU time of the one thread, which other programs on the machine disturb least. Runs where the peer is installed,
-where ours needs no more than xxhash.
+The time is CPU time of the thread, which other programs disturb least. Runs in the peer's environment, where kvpool's core needs
+only xxhash.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvpool.cache_service.core.messages import (
 )
 
 FINGERPRINT = "bench"
-"""Of the model that no worker of a benchmark has."""
+"""Model fingerprint; the workers of benchmarks have no model."""
 
 
 def registration(worker_id: str, block_size: int, num_blocks: int) -> Registration:
-    """How a worker introduces itself to the core."""
+    """A worker's registration at the core."""
     return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, PoolConfig(block_size, num_blocks))
 
 
 class OurReplay:
-    """Our core answers the recorded calls. Building its messages out of token lists and block ids is inside the time."""
+    """kvpool's core executes the recorded calls. The time includes building its messages from token lists and block ids."""
 
     def __init__(self, recording: Recording) -> None:
         self._trace = trace = recording.trace
@@ -67,7 +67,7 @@ class OurReplay:
         return time.thread_time() - began
 
     def check(self) -> None:
-        """The replay must have come to the same end as the recording, with every law intact."""
+        """Assert that the replay has the results of the recording, and that all laws hold."""
         (session,) = self.manager.sessions
         assert session.num_cached_tokens == self._recording.num_cached_tokens
         assert session.num_calls == len(self._recording.calls)
@@ -96,10 +96,10 @@ class OurReplay:
 
 
 class VllmReplay:
-    """vLLM's KVCacheManager, asked what vLLM's scheduler asks it: a look-up and an allocation per admission, an allocation per
+    """vLLM's KVCacheManager with the calls of vLLM's scheduler: a look-up and an allocation per admission, an allocation per
     sequence and step, the hashing of prompts and of generated blocks, a free at the end.
 
-    Requests are built beforehand; their scheduling, sampling and statistics are left out.
+    Requests are prepared; their scheduling, sampling and statistics are left out.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -142,7 +142,7 @@ class VllmReplay:
                 for index, tokens in enumerate(self._tokens)
             ]
             for request in requests:
-                # Given now, so that the first hashes are computed inside the time, as on arrival.
+                # Set now, so that the first hashes are computed within the measured time, as on arrival.
                 request._block_hasher = hasher
             return requests
 

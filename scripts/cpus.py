@@ -1,9 +1,9 @@
-"""python -m scripts.cpus [SETTING …]: run the tests whose results depend on the CPU, also with the kernels of lesser CPUs.
+"""python -m scripts.cpus [SETTING …]: run the tests whose results depend on the CPU, also with the kernels of older CPUs.
 
-Libraries choose their kernels by the CPU. Environment variables make them choose those of a lesser one. It prints a table: what
-passed, failed and was skipped, and which partition attention chose. The exit status is 1 if a test failed or could not run.
+Libraries select kernels by the CPU; environment variables make them select those of an older one. Prints a table: tests passed,
+failed and skipped, and the partition that attention selected. The exit status is 1 if a test failed or could not run.
 
-A setting that this CPU cannot have is in the table too, as such.
+Settings that this CPU does not support are in the table too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 CHOICE = "attention_choice"
-"""Property of a test, in pytest's report: what attention chose for some heads."""
+"""Property of a test in pytest's report: attention's selection for some heads."""
 _LIMIT_S = 1800
 TESTS = (
     "tests/attention/test_attention_interface.py",
@@ -44,18 +44,18 @@ TESTS = (
     "tests/model/test_sampling_truncation.py",
     "tests/model/test_smollm2_truth.py",
 )
-"""Those that compute with tensors: other tests of attention and models are about files, memory and settings."""
+"""Tests that compute with tensors; others of attention and models concern files, memory and settings."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run pretends that the CPU is."""
+    """Environment of a run."""
 
     name: str
     variables: dict[str, str]
     num_threads: int = 1
     needs: str | None = None
-    """A flag of /proc/cpuinfo without which this would be no other setting."""
+    """A flag of /proc/cpuinfo without which the setting has no effect."""
 
 
 _LEAST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
@@ -82,7 +82,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one setting."""
+    """The result of one setting."""
 
     passed: int = 0
     failed: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def run_all(settings: Sequence[Setting]) -> int:
     print(f"{name}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}\n")
     print("| setting | variables | threads | passed | failed | skipped | partition by size of V's heads | seconds |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    told: list[str] = []
+    details: list[str] = []
     is_bad = False
     for setting in settings:
         variables = " ".join(f"`{key}={value}`" for key, value in setting.variables.items()) or "none"
@@ -124,9 +124,9 @@ def run_all(settings: Sequence[Setting]) -> int:
         is_bad = is_bad or bool(result.failed or result.trouble)
         counts = f"{result.passed} | {len(result.failed)} | {len(result.skipped)}"
         print(f"{start} {counts} | {result.trouble or result.choices} | {result.seconds:.0f} |", flush=True)
-        told += [f"{setting.name}: failed: {test}" for test in result.failed]
-        told += [f"{setting.name}: skipped: {test}" for test in result.skipped]
-    print("\n" + "\n".join(told) if told else "")
+        details += [f"{setting.name}: failed: {test}" for test in result.failed]
+        details += [f"{setting.name}: skipped: {test}" for test in result.skipped]
+    print("\n" + "\n".join(details) if details else "")
     return int(is_bad)
 
 
@@ -150,9 +150,9 @@ def _run(setting: Setting) -> Result:
 
 
 def read(report: Path, files: Sequence[str]) -> Result:
-    """What passed, what failed, what was skipped and why, and the choices of attention that tests have recorded.
+    """Tests passed, failed and skipped with the reason, and attention's selections as recorded by tests.
 
-    A file of which no test is in the report is trouble.
+    `trouble` if a file has no test in the report.
     """
     passed = 0
     failed: list[str] = []

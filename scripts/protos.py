@@ -1,4 +1,4 @@
-"""Generate the Python code of the protos in place, or check that what is committed is what they generate.
+"""Generate the Python code of the protos in place, or check that the committed code is up to date.
 
 python scripts/protos.py generate | check | lint
 """
@@ -54,12 +54,12 @@ def check() -> int:
     }
     stale = sorted(str(name) for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     for name in stale:
-        print(f"protos/{name} is not what the protos generate: run `make proto` and commit", file=sys.stderr)
+        print(f"protos/{name} differs from the generated code: run `make proto` and commit", file=sys.stderr)
     return len(stale)
 
 
 def lint() -> int:
-    """Run `buf lint`; it has no registry here, so the one foreign import is copied to where buf.yaml looks."""
+    """Run `buf lint`, without a registry: the one foreign import is copied to the folder in buf.yaml."""
     target = ROOT / ".cache" / "googleapis" / "google" / "rpc"
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(SITE / "google" / "rpc" / "status.proto", target)

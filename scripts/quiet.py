@@ -1,4 +1,4 @@
-"""Silence from libraries in a process whose own lines are the result."""
+"""Turns off the output of libraries in a process whose own output is the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def be_quiet() -> None:
-    """transformers warns of what tiny configs are missing, and draws progress bars; our own log lines are for services."""
+    """transformers warns about tiny configs and draws progress bars; kvpool's own log is for services."""
     warnings.simplefilter("ignore")
     import structlog
     from transformers.utils import logging as transformers_logging

@@ -17,8 +17,8 @@ from .settings import WorkerSettings, settings_of_this_process
 
 
 def main() -> None:
-    """Run a worker until it is told to stop, or only print its plan. Exit status 2: bad settings; 1: it could not start or
-    go on."""
+    """Run a worker until it is stopped, or only print its plan. Exit status 2: bad settings; 1: it could not start or
+    continue."""
     settings = settings_of_this_process()
     configure_logging(settings.log_format, settings.log_level)
     if settings.model_spin:
@@ -45,11 +45,11 @@ def main() -> None:
             try:
                 runner.run(run_worker(settings))
             except StoppedWhileLoading:
-                # Nothing is held and nobody knows this worker; to leave in order would be to wait for the load.
+                # The worker holds nothing and is not registered; an orderly exit would wait for the load.
                 sys.stderr.flush()
                 os._exit(0)
     except (ModelError, PortError, RegistrationRefused, WorkerStateError) as error:
-        # Among them words of the manager.
+        # Printable: some texts come from the manager.
         print(f"kvpool worker: {printable_lines(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Between the messages of WorkerService and the engine's own types. Pure."""
+"""Conversion between the messages of WorkerService and the engine's types. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .engine.stream import Chunk, FinishReason, Usage
 from .model.facts import BatchInvariance
 
 PART_BYTES = 1 << 16
-"""Of a model's files in one message, which is in memory for as long as its reader does not take it."""
+"""Bytes of a model's files in one message, which is in memory until its reader takes it."""
 MAX_PROMPT_LOGPROBS = 256
-"""In one message: with 20 of the most likely tokens each, 50 KB."""
+"""In one message: 50 KB with 20 most likely tokens each."""
 
 ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 """The files that GetModel streams, by kind."""
 
 
 def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
-    """Refuse what can be refused before the prompt is used: no list of its ids is made, its text is not tokenised. Raises
-    EngineError naming the field that is wrong."""
+    """Every check that needs neither a list of the prompt's ids nor the tokens of its text. Raises EngineError naming the field
+    that is wrong."""
     if not 1 <= len(request.sequence_id.encode()) <= MAX_ID_BYTES:
         raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
     if request.attempt < 1:
@@ -54,8 +54,8 @@ def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, 
 
 
 def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder) -> GenerationParams:
-    """The engine's view of a request that was checked; tokenises a text, which may take seconds. Raises EngineError naming the
-    field that is wrong."""
+    """A checked request as the engine's parameters. Tokenises a text, which may take seconds. Raises EngineError naming the field
+    that is wrong."""
     is_text = request.WhichOneof("prompt") == "text"
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
@@ -99,7 +99,7 @@ _FINISH_REASONS = {
 
 
 def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
-    """The next messages of the stream: one, unless log-probabilities of a long prompt wait to be told."""
+    """The next messages of the stream: one, unless log-probabilities of a long prompt need more."""
     prompt = [_encode_prompt_logprobs(logprobs) for logprobs in chunk.prompt_logprobs]
     while len(prompt) > MAX_PROMPT_LOGPROBS:
         yield worker_pb2.GenerateResponse(usage=_usage_of(chunk), prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS])
@@ -135,7 +135,6 @@ def _usage_of(chunk: Chunk) -> worker_pb2.Usage | None:
 
 
 def encode_usage(usage: Usage) -> worker_pb2.Usage:
-    """What a request has cost so far."""
     return worker_pb2.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
@@ -145,7 +144,7 @@ def encode_usage(usage: Usage) -> worker_pb2.Usage:
 
 
 def encode_batch_invariance(found: BatchInvariance) -> worker_pb2.BatchInvariance:
-    """What was found of it at load."""
+    """The result of the check at load."""
     return worker_pb2.BatchInvariance(
         promised=found.is_promised, attention_partition=found.attention_partition, reason=found.reason
     )

@@ -1,4 +1,4 @@
-"""How much of a busy CPU the forward pass gets."""
+"""The forward pass's share of a busy CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from typing import Final
 
 SPIN_COUNT: Final = "30000"
-"""Each a pause of the CPU, some 40 ns: longer than what lies between two products of a step, shorter than an idle worker's rest."""
+"""CPU pauses of about 40 ns: in all longer than the gap between two products of a step, shorter than the gap between steps."""
 
 
-def stand_back(nice: int) -> None:
-    """From here on this thread, and those that it starts, get less of a CPU that others want too, as by nice(1).
+def lower_priority(nice: int) -> None:
+    """Raise the nice value of this thread, and of those that it starts, to at least `nice`.
 
-    A forward pass uses all that there is, for seconds without a pause; heartbeats, streams and a manager that starts again need
-    little of it, but at once. Threads have priorities of their own on Linux only; elsewhere nothing happens.
+    A forward pass uses the whole CPU for seconds without a pause; heartbeats, streams and a restarting manager need little of it,
+    but at once. Only on Linux do threads have priorities of their own; on other systems this has no effect.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -25,8 +25,8 @@ def stand_back(nice: int) -> None:
 def spin_between_products() -> None:
     """Let threads that wait for the next product of a step spin for about a millisecond before they sleep.
 
-    Must come before torch is imported: GNU's OpenMP, which torch has on Linux, reads it when its library is loaded. Waking a thread
-    takes longer than a product of a small model does, so a step has little of its second thread without it; but a thread that
-    spins on a core that another one needs holds all of them up. What the environment says already stays.
+    Call it before torch is imported: GNU's OpenMP, which torch uses on Linux, reads the variable when its library is loaded. Waking
+    a thread takes longer than a product of a small model, so without it a second thread helps little; but a thread that spins on
+    a core that another one needs delays all. A value in the environment takes precedence.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

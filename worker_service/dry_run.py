@@ -1,4 +1,4 @@
-"""`kvpool worker --dry-run`: what the worker would do with the memory, without loading the model."""
+"""`kvpool worker --dry-run`: the worker's memory plan, without loading the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .model.placement import dtype_name
 from .settings import WorkerSettings
 
 _LENGTHS = (512, 2048, 8192)
-"""Tokens per sequence that the number of sequences is told for, beside the longest."""
+"""Lengths in tokens for which the number of sequences is shown, besides the longest."""
 
 
 def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str], None]) -> None:
-    """Print the plan that a start with these settings would make now. Raises ModelError where a start would."""
+    """Print the memory plan of a worker with these settings. Raises ModelError where a start would."""
     outline = outline_model(settings.model_settings(), progress)
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
@@ -52,7 +52,7 @@ def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
     table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
     table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
-    table.add_row("blocks", f"{plan.num_blocks:,}, of which {plan.capacity:,} can be used")
+    table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
     table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
         table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")

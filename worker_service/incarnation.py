@@ -1,11 +1,11 @@
-"""The worker's incarnation: a number that is larger in every life of the worker, kept in its state folder.
+"""The worker's incarnation: a number that grows with every start of the worker, kept in its state folder.
 
-The folder is locked for the life of the process, so whoever holds the lock knows that the process before it has ended. It shows
-that to the manager by that process's key, which is written nowhere else: so a worker that crashed is taken back at once, while a
-second process of the same name is not taken as long as the first one lives.
+A process locks the folder for its lifetime, so the holder of the lock knows that its predecessor has ended. It proves that to the
+manager with the predecessor's key, which is stored only there: a crashed worker may register again at once, while a second process
+of the same name is refused as long as the first one runs.
 
-Nothing here is needed for safety. Without a folder a worker starts all the same: the manager then makes it wait until the lease
-of the process before it has ended.
+Safety does not depend on it. A worker starts without a folder too: the manager then makes it wait until the predecessor's lease
+ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvpool.process.durable_file import write_durably
 log = structlog.get_logger("kvpool.worker")
 
 MAX_INCARNATION = (1 << 63) - 1
-"""What the wall clock reads in the year 2262. A larger one in the folder is damage."""
+"""The wall clock in the year 2262. A larger one in the folder is damage."""
 LOCK_WAIT_SECONDS = 10.0
-"""For the process before this one to end, where it is about to: a worker that leaves ends what runs first."""
+"""For the predecessor to end: a worker that leaves finishes running requests first."""
 _LOCK_POLL_SECONDS = 0.1
 _KEY_BYTES = 16
 _FILE = "incarnation"
@@ -38,17 +38,17 @@ _FORMAT = re.compile(rb"kvpool worker (\d{1,19}) ([0-9a-f]{32}) ([0-9a-f]{8})\n"
 
 
 class WorkerStateError(Exception):
-    """The worker cannot start: another process has its state folder, or the folder that was named cannot be used."""
+    """The worker cannot start: another process has its state folder, or the given folder cannot be used."""
 
 
 class Identity(NamedTuple):
-    """What this process introduces itself with."""
+    """The identity of this process, for Register."""
 
     incarnation: int
     process_key: bytes
-    """Random, of this process."""
+    """Random."""
     predecessor_key: bytes
-    """Of the process before it, which has ended; empty if it is not known."""
+    """The process key of the predecessor, which has ended; empty if not known."""
 
 
 class _FolderInUse(Exception):
@@ -56,7 +56,7 @@ class _FolderInUse(Exception):
 
 
 class WorkerState:
-    """The state folder of a worker, locked, and the identity of this process. Made by `open`."""
+    """The locked state folder of a worker, and the identity of this process. Created by `open`."""
 
     def __init__(self, identity: Identity, lock: int) -> None:
         self.identity = identity
@@ -71,11 +71,11 @@ class WorkerState:
         wait_seconds: float = LOCK_WAIT_SECONDS,
         wall_clock: Callable[[], int] = time.time_ns,
     ) -> WorkerState:
-        """Make the folder if there is none, lock it for the life of the process, and begin the next incarnation.
+        """Create the folder if it is missing, lock it for the lifetime of the process, and start the next incarnation.
 
-        A folder that cannot be used is logged and done without, unless it `is_required`; so is a damaged file. `folder` None:
-        the worker has none. `wall_clock` gives nanoseconds. Blocks. Raises WorkerStateError if another process holds the folder
-        and does not end within `wait_seconds`.
+        A damaged file is logged and replaced. A folder that cannot be used is logged and ignored, unless it `is_required`. `folder`
+        None: the worker has none. `wall_clock` returns nanoseconds. Blocks. Raises WorkerStateError if another process holds the
+        folder and does not end within `wait_seconds`.
         """
         if folder is None:
             return cls(next_identity(None, wall_clock()), -1)
@@ -95,7 +95,7 @@ class WorkerState:
                 raise WorkerStateError(f"{problem}; give the worker another --state-dir") from error
             log.warning(
                 problem,
-                result="after a crash the manager takes this worker back only when the lease of the crashed process has ended",
+                result="after a crash this worker can register only when the lease of the crashed process has ended",
                 cure="name a folder with --state-dir",
             )
             return cls(next_identity(None, wall_clock()), -1)
@@ -105,7 +105,7 @@ class WorkerState:
         return cls(identity, lock)
 
     def close(self) -> None:
-        """Let the folder go. Idempotent; the end of the process does it too."""
+        """Release the folder. Idempotent; the end of the process does it too."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -119,7 +119,7 @@ def next_identity(last: tuple[int, bytes] | None, now_ns: int) -> Identity:
 def _take_lock(lock: int, folder: Path, wait_seconds: float) -> None:
     """Raises _FolderInUse, OSError."""
     ends_at = time.monotonic() + wait_seconds
-    is_told = False
+    is_logged = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,8 +132,8 @@ def _take_lock(lock: int, folder: Path, wait_seconds: float) -> None:
                     f"{process} runs this worker already and holds its state folder {folder}: stop it, or give this worker another "
                     "--worker-id or --state-dir"
                 ) from None
-            if not is_told:
-                is_told = True
+            if not is_logged:
+                is_logged = True
                 log.warning(f"{process} still runs this worker: waiting for its end", seconds=wait_seconds)
             time.sleep(_LOCK_POLL_SECONDS)
     os.ftruncate(lock, 0)
@@ -157,5 +157,5 @@ def _read(folder: Path) -> tuple[int, bytes] | None:
         incarnation, key = int(match[1]), bytes.fromhex(match[2].decode())
         if incarnation < MAX_INCARNATION and _encode(incarnation, key) == data:
             return incarnation, key
-    log.warning("the last incarnation is not known: the file is damaged", path=str(path))
+    log.warning("the last incarnation is unknown: the file is damaged", path=str(path))
     return None

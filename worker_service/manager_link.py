@@ -1,4 +1,4 @@
-"""Talking to the manager: registration, heartbeats, and sending what the cache side wants said. Runs beside the engine's steps."""
+"""The link to the manager: registration, heartbeats, and the cache side's calls. Runs concurrently with the engine's steps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from .registration import FINAL, Registration
 log = structlog.get_logger("kvpool.link")
 
 CALL_SECONDS = 2.0
-"""Deadline of every call; a call that is given up goes out again with the state of then."""
+"""Deadline of every call; a call that is given up is sent again with the state of that time."""
 REGISTER_RETRY_SECONDS = 0.2
 LEAVE_SECONDS = 2.0
-"""For finding out, before leaving, what became of a Register that was not answered."""
+"""For finding out, before leaving, whether an unanswered Register was executed."""
 REGISTER_PAUSE_SECONDS = 0.02
-"""Between the end of a session and the next: should sessions end as soon as they begin, this is what is left of the CPU."""
+"""Between the end of a session and the next: leaves some CPU if sessions end as soon as they begin."""
 
 
 class RegistrationRefused(Exception):
-    """The manager does not take this worker, and asking again does not help."""
+    """The manager refuses this worker for a reason that does not pass."""
 
 
 class ManagerLink:
-    """Keeps one worker registered and the manager informed.
+    """Keeps one worker registered, and sends its heartbeats and calls.
 
-    `on_session(works)` is called whenever that changes: a session works from when the worker serves in it, its report in, until it
-    ends or no heartbeat has been answered for the length of its lease.
+    `on_session(works)` is called at each change: a session works once its report is complete, until it ends or no heartbeat is
+    answered for the length of its lease.
     """
 
     def __init__(
@@ -58,39 +58,39 @@ class ManagerLink:
         self._clock = clock
         self._patience = Patience()
         self.num_sessions = 0
-        """Registrations that the manager has taken."""
+        """Registrations that the manager has accepted."""
         self.num_failed_calls = 0
         """Mutating calls that were not executed or not answered."""
         self.has_left = False
-        """The manager has confirmed that no session of this process lives there, nor will one begin."""
+        """The manager has confirmed that this process has no session, and none will start."""
         self._keep_alive_seconds = 1.0
         self._keep_alive_deadline = CALL_SECONDS
         self._lease_seconds = 0.0
         self._heard_at = 0.0
-        """When Register or a heartbeat of this session was answered last."""
+        """When a Register or a heartbeat of this session was last answered."""
         self._complained = False
         self._is_away = False
-        """Nobody answered the last call: the next one waits for a connection, and is on its way as soon as somebody listens."""
+        """No manager answered the last call: the next one waits for a connection, and is sent as soon as there is one."""
         self._heartbeat_due = asyncio.Event()
         self._is_announced = False
-        """on_session has been told that the session works."""
+        """The last call of on_session was with True."""
 
     @property
     def highest_epoch(self) -> int:
-        """Of the manager, that this process has seen since its books were last empty."""
+        """The manager's highest epoch that this process has seen since it last held no blocks."""
         return self._registration.highest_epoch
 
     def send_heartbeat(self) -> None:
-        """Send the next heartbeat at once: there is something in it that the manager should know."""
+        """Send the next heartbeat at once: it has news for the manager."""
         self._heartbeat_due.set()
 
     async def run(self) -> None:
-        """Connect and `talk_to` the manager; for ever. Raises RegistrationRefused."""
+        """Connect and `talk_to` the manager until cancelled. Raises RegistrationRefused."""
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
             await self.talk_to(cache_pb2_grpc.CacheServiceStub(channel))
 
     async def talk_to(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """Register, talk, and register again when the session is lost; for ever. Raises RegistrationRefused."""
+        """Register, send calls, and register again when the session is lost, until cancelled. Raises RegistrationRefused."""
         try:
             while True:
                 await self._register(stub)
@@ -104,7 +104,7 @@ class ManagerLink:
     # -- sessions
 
     async def _hold_session(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """Calls and heartbeats until the session is lost. If either breaks, so does the whole: no half-dead worker."""
+        """Calls and heartbeats until the session is lost. If one of the two tasks fails, both end."""
         tasks = [asyncio.create_task(self._talk(stub)), asyncio.create_task(self._keep_alive(stub))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ class ManagerLink:
             self.num_sessions += 1
             self._keep_alive_seconds = response.keep_alive_interval_ms / 1000
             self._lease_seconds = response.lease_ms / 1000
-            # One that is lost must leave time for the next, also under a short lease.
+            # A lost heartbeat must leave time for the next, also under a short lease.
             self._keep_alive_deadline = min(CALL_SECONDS, self._lease_seconds / 4)
             self._heard_at = self._clock()
             self._cache.on_registered(response)
@@ -146,18 +146,18 @@ class ManagerLink:
             self._announce_if_ready()
             self._engine.on_cache_changed()
             if self._engine.is_draining:
-                self.send_heartbeat()  # the new session does not know it yet
+                self.send_heartbeat()  # the new session does not know that this worker is draining
             return
 
     def _on_register_failed(self, error: grpc.aio.AioRpcError) -> float:
-        """Seconds to the next Register. Raises RegistrationRefused if there should be none."""
+        """Seconds to the next Register. Raises RegistrationRefused if a retry is of no use."""
         self._is_away = _is_of_nobody(error)
         details = details_of(error)
         reason, code = details.reason, error.code()
         self._registration.on_error(error)
         pause: float | None = REGISTER_RETRY_SECONDS
         if reason in PASSING:
-            if not self._patience.is_tried:
+            if not self._patience.is_waiting:
                 log.warning("another process has this worker's name", manager=self._address, why=error.details())
             pause = self._patience.pause(details.retry_seconds or 0.0, self._clock())
         elif code in FINAL:
@@ -174,13 +174,13 @@ class ManagerLink:
         return pause
 
     async def _drop_blocks(self, why: str) -> None:
-        """The manager cannot outgrow the epoch of what is held here: end all streams, forget all blocks, and begin anew."""
+        """The manager cannot raise its epoch above that of the blocks held here: end all streams and forget all blocks."""
         self._cache.give_up(why, is_defect=False)
         await self._until_reset()
         self._registration.forget_manager()
 
     def _announce_if_ready(self) -> None:
-        """Say that the session works, if its report is in."""
+        """Report that the session works, if its report is complete."""
         if self._cache.is_ready():
             self._announce(True)
 
@@ -190,7 +190,7 @@ class ManagerLink:
             self._on_session(works)
 
     async def _until_reset(self) -> None:
-        """If all is given up: until the engine has ended its streams and steps and forgotten all blocks."""
+        """If all blocks are given up, wait until the engine has ended its streams and steps and forgotten the blocks."""
         while self._cache.is_given_up:
             self._engine.on_cache_changed()
             self._engine.changed_for_link.clear()
@@ -198,11 +198,11 @@ class ManagerLink:
                 await self._engine.changed_for_link.wait()
 
     async def _leave(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """End this process's session at the manager, also one that it has not heard of.
+        """End this process's session at the manager, even one whose Register was not answered.
 
-        A Register whose answer was not heard may be executed still, after any Deregister, and the session that it begins would
-        live until its lease ends. One more Register with a larger number settles that: it fences a session of the earlier one,
-        which, should it come later, is refused. It says that there is state, so that Route passes the session by.
+        An unanswered Register may be executed after a Deregister, and its session would last until its lease ends. One more
+        Register with a larger number prevents that: it fences the session of the earlier one, or the earlier one is refused if it
+        arrives later. It sets holds_state, so that Route does not return the session.
         """
         registration = self._registration
         give_up_at = self._clock() + LEAVE_SECONDS
@@ -215,14 +215,14 @@ class ManagerLink:
                 if not registration.is_settled:
                     await asyncio.sleep(REGISTER_RETRY_SECONDS)
         if not registration.is_settled:
-            log.info("left without a good-bye", why="a registration was not answered")
+            log.info("left without deregistering", why="a registration was not answered")
         if not registration.session:
             return
         leave = cache_pb2.DeregisterRequest(session=registration.session, session_key=registration.session_key)
         try:
             await stub.Deregister(leave, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
-            log.info("left without a good-bye", why=error.details())
+            log.info("left without deregistering", why=error.details())
         else:
             self.has_left = registration.is_settled
 
@@ -245,7 +245,7 @@ class ManagerLink:
                     return
                 log.debug("heartbeat not answered", why=error.details())
                 if self._is_announced and self._clock() - self._heard_at > self._lease_seconds:
-                    # The manager, if there is one, has ended the session by now, or does not hear that it has not.
+                    # The lease is over: a manager that runs has ended the session, or gets no heartbeat of it.
                     log.warning("session does not work", silent_seconds=self._lease_seconds, why=error.details())
                     self._announce(False)
                 continue
@@ -257,7 +257,7 @@ class ManagerLink:
     # -- calls
 
     async def _talk(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """Send call after call until the session is lost. The engine may have reset the cache before we look."""
+        """Send call after call until the session is lost, or the engine has reset the cache."""
         engine, cache = self._engine, self._cache
         while cache.session == self._registration.session:
             engine.changed_for_link.clear()
@@ -285,13 +285,14 @@ class ManagerLink:
         self.num_failed_calls += 1
         self._is_away = _is_of_nobody(error)
         reason = details_of(error).reason
-        is_told_by_its_end = reason == "STALE_CALL" or reason in SESSION_OVER
-        retriable = is_told_by_its_end or error.code() in (
+        # The end of the session is logged instead.
+        is_logged_later = reason == "STALE_CALL" or reason in SESSION_OVER
+        retriable = is_logged_later or error.code() in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
             grpc.StatusCode.CANCELLED,
         )
-        level = logging.ERROR if not retriable else logging.DEBUG if is_told_by_its_end else logging.INFO
+        level = logging.ERROR if not retriable else logging.DEBUG if is_logged_later else logging.INFO
         log.log(level, "call not executed", why=error.details(), code=error.code().name)
         if retriable:
             self._cache.on_failure(call, reason, self._clock())
@@ -301,7 +302,7 @@ class ManagerLink:
 
 
 def _is_of_nobody(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call may have failed because no manager was there; one that starts or stops answers so too."""
+    """Whether a call may have failed for lack of a manager; one that starts or stops returns these codes too."""
     code = error.code()
     return code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.DEADLINE_EXCEEDED
 

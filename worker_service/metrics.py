@@ -1,6 +1,6 @@
-"""What a worker tells on /metrics under names of our own, and under those of vLLM. Reads counts that others keep; keeps none.
+"""A worker's /metrics, under kvpool's names and vLLM's. Reads the counts of other modules, keeps none.
 
-Labels are settings, enums and the model's name, so the number of series is fixed from the start.
+Labels are settings, enums and the model's name, so the number of series is fixed at the start.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.process.metrics import MetricsPage
+from kvpool.process.version import installed_version
 
 from .engine.engine import Engine
 from .engine.errors import ErrorKind
 from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
-from .labels import WorkerLabels
 from .manager_link import ManagerLink
+from .model.facts import ModelFacts
 from .vllm_metrics import fill_vllm_names
 
 OUTCOMES: Final = (
@@ -29,24 +30,27 @@ class WorkerMetrics:
     """Fills the page of one worker."""
 
     def __init__(
-        self, engine: Engine, link: ManagerLink, labels: WorkerLabels, num_server_rebuilds: Callable[[], int]
+        self,
+        engine: Engine,
+        link: ManagerLink,
+        facts: ModelFacts,
+        bytes_per_block: int,
+        num_server_rebuilds: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._link = link
-        self._labels = labels
+        self._facts = facts
+        self._bytes_per_block = bytes_per_block
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
-        """Everything, as it is now. To be called on the event loop."""
-        self._fill_requests(page)
-        self._fill_tokens(page)
-        self._fill_steps(page)
+        """All metrics, as of now. Call it on the event loop."""
+        self._fill_engine(page)
         self._fill_cache(page)
         self._fill_link(page)
-        self._fill_server(page)
-        fill_vllm_names(page, self._engine, self._labels)
+        fill_vllm_names(page, self._engine, self._facts)
 
-    def _fill_requests(self, page: MetricsPage) -> None:
+    def _fill_engine(self, page: MetricsPage) -> None:
         scheduler, stats = self._engine.scheduler, self._engine.stats
         for state, number in (("running", scheduler.num_running), ("waiting", scheduler.num_waiting)):
             page.gauge("kvpool_worker_requests", "Requests here now, by state.", number, state=state)
@@ -66,82 +70,84 @@ class WorkerMetrics:
             )
         page.counter(
             "kvpool_worker_preemptions",
-            "Times a request gave its blocks back to be computed again.",
+            "Times a running request lost its blocks and was computed again.",
             scheduler.num_preemptions,
         )
-        page.histogram(
-            "kvpool_worker_request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds
-        )
-        page.histogram(
-            "kvpool_worker_time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_seconds
-        )
-        page.histogram(
-            "kvpool_worker_inter_token_seconds",
-            "From a token to the next of the same request.",
-            stats.inter_token_seconds,
-        )
-        page.histogram(
-            "kvpool_worker_request_duration_seconds",
-            "From arrival to the last token of a whole answer.",
-            stats.request_seconds,
-        )
-
-    def _fill_tokens(self, page: MetricsPage) -> None:
-        stats = self._engine.stats
-        page.counter(
-            "kvpool_worker_prompt_tokens", "Prompt tokens of requests that have got blocks.", stats.num_admitted_tokens
-        )
-        page.counter("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens)
-        page.counter(
-            "kvpool_worker_prefilled_tokens",
-            "Tokens computed before a first token or after a preemption.",
-            stats.num_forwarded_tokens - stats.num_decoded_tokens,
-        )
-        page.counter("kvpool_worker_generated_tokens", "Tokens sampled.", stats.num_generated_tokens)
-
-    def _fill_steps(self, page: MetricsPage) -> None:
-        stats = self._engine.stats
-        page.histogram("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds)
-        page.histogram("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences)
-        page.histogram("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens)
+        for name, text, histogram in (
+            ("kvpool_worker_request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
+            (
+                "kvpool_worker_time_to_first_token_seconds",
+                "From arrival to the first token.",
+                stats.first_token_seconds,
+            ),
+            (
+                "kvpool_worker_inter_token_seconds",
+                "From a token to the next of the same request.",
+                stats.inter_token_seconds,
+            ),
+            (
+                "kvpool_worker_request_duration_seconds",
+                "From arrival to the last token of a whole answer.",
+                stats.request_seconds,
+            ),
+            ("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
+            ("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences),
+            ("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens),
+        ):
+            page.histogram(name, text, histogram)
+        num_prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
+        for name, text, value in (
+            (
+                "kvpool_worker_prompt_tokens",
+                "Prompt tokens of requests that have got blocks.",
+                stats.num_admitted_tokens,
+            ),
+            ("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
+            (
+                "kvpool_worker_prefilled_tokens",
+                "Tokens computed before a first token or after a preemption.",
+                num_prefilled,
+            ),
+            ("kvpool_worker_generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
+        ):
+            page.counter(name, text, value)
 
     def _fill_cache(self, page: MetricsPage) -> None:
-        cache, labels = self._engine.cache, self._labels
-        page.gauge("kvpool_worker_capacity_blocks", "Blocks that can be granted.", labels.num_blocks - 1)
+        cache = self._engine.cache
+        num_blocks = cache.settings.num_blocks
+        page.gauge("kvpool_worker_capacity_blocks", "Blocks that can be granted.", num_blocks - 1)
         page.gauge("kvpool_worker_held_blocks", "Blocks in tables, shared ones once.", cache.num_used_blocks)
         page.gauge("kvpool_worker_reserve_blocks", "Blocks granted ahead of need.", cache.num_spare_blocks)
-        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", labels.num_blocks * labels.bytes_per_block)
+        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", num_blocks * self._bytes_per_block)
         page.counter(
             "kvpool_worker_decodes_that_waited_for_a_call",
-            "Decodes that went without a block although the pool had some.",
+            "Decodes that skipped a step for lack of a spare block although the pool had some.",
             cache.num_reserve_waits,
         )
 
     def _fill_link(self, page: MetricsPage) -> None:
-        engine, link, labels = self._engine, self._link, self._labels
+        engine, link, facts = self._engine, self._link, self._facts
         page.gauge(
             "kvpool_worker_info",
             "Version, model and device.",
             1,
-            version=labels.version,
-            model_name=labels.model_name,
-            dtype=labels.dtype,
-            device=labels.device,
+            version=installed_version(),
+            model_name=facts.name,
+            dtype=facts.dtype,
+            device=facts.device,
         )
         page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
-        page.gauge("kvpool_worker_draining", "Whether it takes no further requests.", engine.is_draining)
+        page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)
         page.gauge("kvpool_worker_manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch)
-        page.counter("kvpool_worker_sessions", "Registrations that the manager has taken.", link.num_sessions)
+        page.counter("kvpool_worker_sessions", "Registrations that the manager has accepted.", link.num_sessions)
         page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
         page.counter(
             "kvpool_worker_manager_calls_failed",
             "Mutating calls that were not executed or not answered.",
             link.num_failed_calls,
         )
-
-    def _fill_server(self, page: MetricsPage) -> None:
         page.counter(
             "kvpool_worker_server_rebuilds",
-            "gRPC servers that ended unasked and were built anew.",
+            "gRPC servers that ended unexpectedly and were replaced.",
             self._num_server_rebuilds(),
         )

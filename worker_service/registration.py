@@ -1,4 +1,4 @@
-"""What a worker's process states with each Register, and the session that it was answered: numbers that only grow, and the key."""
+"""The Registers of a worker's process, and its current session: numbers that only grow, and the key."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2
 
 FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
-"""A registration that is answered so would be answered so again. Anything else may pass: a manager that starts or stops."""
+"""A Register refused with these would be refused again. Other codes may pass: the manager starts or stops."""
 
 
 class Registration:
-    """The Registers of one process. One at a time is waited for."""
+    """The Registers of one process, one at a time."""
 
     def __init__(self, introduction: cache_pb2.RegisterRequest) -> None:
         self.introduction = introduction
-        """What is the same in all of them."""
+        """The fields that are the same in all of them."""
         self.highest_epoch = 0
-        """Of the manager, that this process has seen since its books were last empty."""
+        """The manager's highest epoch that this process has seen since it last held no blocks."""
         self.session = 0
-        """The session that was answered last."""
+        """Number of the last session."""
         self.session_key = b""
-        """Its secret."""
         self._register_no = 0
         self._answered_no = 0
-        """The last Register that the manager has answered in any way."""
+        """The last Register that was answered or refused."""
         self._is_doubtful = False
         """An earlier Register was not answered: it may have been executed, or be executed later."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether no session of this process can begin any more but by another Register."""
+        """Whether only another Register can start a session of this process."""
         return self._answered_no == self._register_no and not self._is_doubtful
 
     def next_request(self, *, holds_state: bool) -> cache_pb2.RegisterRequest:
-        """The next Register. It overtakes all before it: those are refused if they come later."""
+        """The next Register. Earlier ones are refused if they arrive after it."""
         self._is_doubtful = not self.is_settled
         self._register_no += 1
         request = cache_pb2.RegisterRequest()
@@ -47,7 +46,7 @@ class Registration:
         return request
 
     def on_answer(self, response: cache_pb2.RegisterResponse) -> None:
-        """The last Register has begun a session, and fenced those of the Registers before it."""
+        """The last Register has started a session, and fenced those of the Registers before it."""
         self._answered_no = self._register_no
         self._is_doubtful = False
         self.highest_epoch = max(self.highest_epoch, response.epoch)
@@ -57,18 +56,18 @@ class Registration:
         """The last Register was refused or not answered."""
         details = details_of(error)
         if error.code() in FINAL:
-            # The others of this process have been, or will be, refused too.
+            # The manager refuses the others of this process too.
             self._answered_no = self._register_no
             self._is_doubtful = False
         elif details.reason:
-            # It was not executed. An earlier one that was not answered may still be, if what it was refused for passes.
+            # It was not executed. An earlier unanswered one may still be, if the reason for the refusal passes.
             self._answered_no = self._register_no
             if details.reason == "STALE_REGISTER":
-                # By a number that is not ours, for ours are stated in order. The next is larger.
+                # Another process has used a larger number, since ours are sent in order. The next one is larger still.
                 self._is_doubtful = True
                 self._register_no = max(self._register_no, details.number("register_no") or 0)
 
     def forget_manager(self) -> None:
-        """The books are empty: what an earlier manager has given is of no use to this process any more."""
+        """This process holds no blocks: epoch and session of an earlier manager no longer matter."""
         self.highest_epoch = self.session = 0
         self.session_key = b""

@@ -24,11 +24,10 @@ from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
 from .cache.state import CacheSettings
-from .cpu_share import stand_back
+from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
-from .labels import WorkerLabels
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
 from .model.facts import ModelFacts
@@ -46,19 +45,19 @@ log = structlog.get_logger("kvpool.worker")
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 LAST_WORDS_SECONDS = 1.0
-"""For the calls that have ended to be read to their end, and for transfers of a model's files."""
+"""Time for readers of ended calls to get the last messages, and for transfers of a model's files."""
 
 NOTICE_SECONDS = 0.1
-"""Between NOT_SERVING and the end, so that those who watch the health hear of it."""
+"""Between NOT_SERVING and the end, so that health watchers get it."""
 
 
 class StoppedWhileLoading(Exception):
-    """A signal came before the worker served. The thread that loads cannot be stopped: only the end of the process ends it."""
+    """A signal arrived before the worker served. The loading thread cannot be stopped except by the end of the process."""
 
 
 async def run_worker(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Raises PortError,
-    WorkerStateError, ModelError, RegistrationRefused, StoppedWhileLoading."""
+    """Serve until SIGTERM, SIGINT or a drain; a second signal ends the grace. Raises PortError, WorkerStateError, ModelError,
+    RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     server: Server | None = None
@@ -78,23 +77,23 @@ async def run_worker(settings: WorkerSettings) -> None:
         log.info("stopped while the model was loading")
         raise StoppedWhileLoading
     server = loading.result()
-    _keep_the_collector_from_what_stays()
+    _freeze_permanent_objects()
     async with server:
         await server.serve_until(stop)
 
 
-def _keep_the_collector_from_what_stays() -> None:
-    """torch, transformers and the model are some 400,000 objects that no collection will ever free, but each would go through.
+def _freeze_permanent_objects() -> None:
+    """Exclude the 400,000 objects of torch, transformers and the model from collections: they are never freed.
 
-    grpc.aio leaves a few objects per call behind, in a cycle with the request; with the rest out of the way they go soon.
+    grpc.aio leaves a few objects per call in a cycle with the request; without the permanent ones they are collected soon.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # of next to nothing: how much there was the last time decides when the next full collection comes
+    gc.collect()  # of almost nothing: the next full collection depends on how much this one found
 
 
 class Server:
-    """A worker that listens. `load` makes one, `async with` starts and stops it, in the same event loop."""
+    """A worker that listens. Created by `load`, started and stopped by `async with`, in the same event loop."""
 
     def __init__(
         self,
@@ -106,8 +105,7 @@ class Server:
         model_thread: ThreadPoolExecutor,
         metrics_listener: socket.socket | None = None,
     ) -> None:
-        """`grpc_server` is bound and not started yet. `state` is closed in the end. `metrics_listener`: where /metrics is to be
-        served, if at all."""
+        """`grpc_server` is bound and not started. `state` is closed at the end. `metrics_listener`: socket of /metrics."""
         self._settings = settings
         self._state = state
         self._grpc = grpc_server
@@ -131,8 +129,9 @@ class Server:
         self._grace_cut = asyncio.Event()
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
-            labels = _labels(settings, loaded.facts, plan)
-            metrics = WorkerMetrics(self.engine, self._link, labels, lambda: grpc_server.num_rebuilds)
+            metrics = WorkerMetrics(
+                self.engine, self._link, loaded.facts, plan.bytes_per_block, lambda: grpc_server.num_rebuilds
+            )
             self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
 
@@ -144,8 +143,8 @@ class Server:
             metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
         server = GrpcServer(settings.host, settings.port, settings)
         server.bind()
-        # The thread that loads runs the steps too: OpenMP keeps a team of threads for each thread that ever computed
-        # something, and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
+        # The loading thread runs the steps too: OpenMP keeps a team of threads for each thread that has computed something,
+        # and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
         model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
         state = None
         try:
@@ -164,7 +163,6 @@ class Server:
 
     @property
     def address(self) -> str:
-        """host:port that it listens on."""
         return self._grpc.address
 
     async def __aenter__(self) -> Self:
@@ -190,8 +188,7 @@ class Server:
         return self
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, for an order to drain, or for the engine, the link or the gRPC server to fail: raises what they
-        raised."""
+        """Wait for `stop` or a drain. Raises the error of the engine, the link or the gRPC server if one fails."""
         reasons = [asyncio.create_task(_wait(event)) for event in (stop, self.engine.drain_asked)]
         parts = {*self._tasks, asyncio.create_task(self._grpc.run(), name="grpc-server-run")}
         done, _ = await asyncio.wait({*parts, *reasons}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,19 +198,18 @@ class Server:
             task.result()
 
     def cut_grace(self) -> None:
-        """End the streams that still run at once, if the worker is about to leave."""
+        """While the worker drains, end the running streams at once."""
         self._grace_cut.set()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take no further requests, let the running ones end within the grace, free everything, and take leave of the
-        manager."""
+        """Refuse new requests, let the running ones end within the grace, free everything, and deregister."""
         self._set_health(False)
         await self._drain()
-        # The last statuses are on their way; a reader that takes none must not keep us.
+        # Bounded: a reader may never take its last status.
         await self._grpc.stop(LAST_WORDS_SECONDS)
-        # The streams have ended; let the link say Free before it says good-bye.
+        # The streams have ended; the link must send Free before Deregister.
         await _settle(self.engine)
         assert self._throughput is not None
         tasks = [*self._tasks, self._throughput]
@@ -235,7 +231,7 @@ class Server:
         )
 
     async def _drain(self) -> None:
-        """Until no request is left; those that are not done within the grace are ended."""
+        """Wait until no request is left; after the grace, end the rest."""
         engine = self.engine
         grace_seconds = self._settings.grace_seconds
         if engine.drain_grace_seconds is not None:
@@ -243,7 +239,6 @@ class Server:
         log.info("draining", grace_seconds=grace_seconds, num_running=engine.scheduler.num_running)
         engine.begin_drain()
         self._link.send_heartbeat()
-        # Those who watch the health hear of it before the connections close.
         await asyncio.sleep(NOTICE_SECONDS)
         if not any(task.done() for task in self._tasks):
             ends = [asyncio.create_task(wait) for wait in (engine.wait_until_empty(), self._grace_cut.wait())]
@@ -253,11 +248,11 @@ class Server:
         num_left = engine.scheduler.num_running + engine.scheduler.num_waiting
         if num_left:
             log.warning("streams ended unfinished", num_requests=num_left, grace_seconds=grace_seconds)
-            why = f"this worker has left: the {grace_seconds:g} s it gives running requests to end were over"
+            why = f"this worker has left: running requests had {grace_seconds:g} s to end"
             engine.fail_all(EngineError(ErrorKind.DRAINING, why))
 
     def _set_health(self, serving: bool) -> None:
-        """Set the health: whether this worker takes requests, so it has a session that works and is not about to leave."""
+        """Set the health status. `serving`: the session works; a draining worker is NOT_SERVING all the same."""
         serving = serving and not self.engine.is_draining
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
@@ -271,7 +266,7 @@ async def _wait(event: asyncio.Event) -> None:
 
 
 async def _settle(engine: Engine, seconds: float = 1.0) -> None:
-    """Until the manager knows that everything is freed, or for a second."""
+    """Wait until the manager has acknowledged that everything is freed, at most `seconds`."""
     for _ in range(round(seconds / 0.01)):
         if engine.cache.is_idle or not engine.cache.is_ready():
             break
@@ -279,15 +274,15 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
-    """In the thread that will run the steps."""
+    """Runs in the thread that will run the steps."""
     device = choose_device(settings.device)
     enter_device(device)
     if device.type == "cpu":
-        stand_back(settings.model_nice)
+        lower_priority(settings.model_nice)
     loaded = load_model(settings.model_settings(), progress=log.info)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
     loaded = loaded.try_batch_invariance(backend)
-    tell_of_invariance(loaded.facts)
+    log_batch_invariance(loaded.facts)
     budget = loaded.plan(settings.memory_settings(), backend)
     for line in budget.lines():
         log.info(str(line))
@@ -298,9 +293,9 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     return loaded, loaded.runner(plan, backend, sizes)
 
 
-def tell_of_invariance(facts: ModelFacts) -> None:
+def log_batch_invariance(facts: ModelFacts) -> None:
     found = facts.batch_invariance
-    # It is meant to hold in float32 on every CPU; elsewhere nothing is promised, and nothing is wrong.
+    # It should hold in float32 on every CPU; for others it is not promised, and its lack is no fault.
     is_missing = not found.is_promised and facts.dtype == "float32" and facts.device == "cpu"
     (log.warning if is_missing else log.info)(found.describe())
 
@@ -343,7 +338,7 @@ def _introduction(
     address: str,
 ) -> cache_pb2.RegisterRequest:
     config = common_pb2.KVCacheConfig(block_size=plan.block_size)
-    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_token * plan.block_size)
+    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_block)
     group.full_attention.SetInParent()
     config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=plan.num_blocks)
     return cache_pb2.RegisterRequest(
@@ -357,19 +352,6 @@ def _introduction(
         kv_cache_config=config,
         max_model_len=loaded.facts.max_model_len,
         engine=f"kvpool {installed_version()}",
-    )
-
-
-def _labels(settings: WorkerSettings, facts: ModelFacts, plan: KVCachePlan) -> WorkerLabels:
-    return WorkerLabels(
-        version=installed_version(),
-        model_name=facts.name,
-        dtype=facts.dtype,
-        device=facts.device,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        bytes_per_block=plan.bytes_per_token * plan.block_size,
-        prefix_caching=settings.prefix_caching,
     )
 
 

@@ -24,10 +24,10 @@ log = structlog.get_logger("kvpool.worker")
 GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
 
 TOKENISE_IN_THREAD_CHARS = 1 << 13
-"""Longer texts are tokenised off the event loop: this many take some milliseconds."""
+"""Longer texts are tokenised off the event loop; one of this length takes some milliseconds."""
 
 TOKENISE_ALONE_CHARS = 1 << 15
-"""Of longer texts one is tokenised at a time: it may take seconds, and a hundred times its size in memory."""
+"""Longer texts are tokenised one at a time: each may take seconds, and a hundred times its size in memory."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -36,12 +36,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles, *, reader_seconds: float
     ) -> None:
-        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: for ever."""
+        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: no limit."""
         self._engine = engine
         self._reader_seconds = reader_seconds
         self._facts = facts
         self._files = files
-        self._slow_readers = RareLine(log, "readers that took nothing: their requests were ended")
+        self._slow_readers = RareLine(log, "readers took nothing: their requests were ended")
         self._long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
     async def GetModel(
@@ -78,24 +78,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reader.end()
             engine.abort(accepted)
 
-        # A client that goes away while a message waits to be sent would leave the `finally` to the garbage collector.
+        # If the client goes away while a message waits to be sent, only the garbage collector would run the `finally`.
         context.add_done_callback(end)  # type: ignore[arg-type]
         try:
             while (chunk := await accepted.stream.get()) is not None:
                 for message in codec.encode_chunk(chunk):
                     reader.begin(message.ByteSize())
-                    yield message  # goes on when the transport has taken it
+                    yield message  # returns when the transport has taken it
                     reader.end()
                     if reader.is_slow:
-                        break  # the stream has an error by now
+                        break  # the next get() raises the stream's error
         except EngineError as error:
             set_status(context, status.of_error(error))
         finally:
             end()  # at the end, and when gRPC cancels this coroutine
 
     def _give_up(self, request: Request, peer: str) -> None:
-        """End a request whose reader takes nothing. Its blocks are free from now on; the status follows when the reader takes the
-        message that waits before it, since a stream of HTTP/2 has one order."""
+        """End a request whose reader takes nothing. Its blocks are freed now; the reader gets the status after the message that
+        waits, since an HTTP/2 stream is ordered."""
         self._engine.give_up_reader(request, self._reader_seconds)
         self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
 
@@ -105,7 +105,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._engine.stats.on_refused(ErrorKind.INVALID)
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
-        """The engine's view of a request. What can be refused at once does not wait for its turn to be tokenised."""
+        """The request as the engine's parameters. The cheap checks come first, so that a refusal does not wait for tokenising."""
         prompts = self._engine.prompts
         codec.check_generate(request, prompts, self._facts.model_fingerprint)
         num_chars = len(request.text)

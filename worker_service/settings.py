@@ -1,7 +1,6 @@
-"""What a worker's process can be told: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file.
+"""A worker's settings: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file.
 
-`python -m kvpool.worker_service.settings …` only looks whether a worker could use its arguments, as `kvpool up` has it done
-before it starts anything."""
+`python -m kvpool.worker_service.settings …` only checks its arguments; `kvpool up` runs it before it starts anything."""
 
 from __future__ import annotations
 
@@ -27,42 +26,41 @@ from .model.memory.plan import MemorySettings
 from .model.settings import ModelSettings
 
 _MAX_FILE_NAME: Final = 200
-"""Bytes of one part of a path; file systems take 255."""
+"""Bytes of one path component; file systems allow 255."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
 class WorkerSettings(ServerSettings):
-    """A worker of kvpool: holds a model and its KV tensors, and generates text out of blocks that the cache manager grants.
+    """A worker of kvpool: holds a model and its KV tensors, and generates text in blocks that the cache manager grants.
 
-    Each setting is also a variable, e.g. KVPOOL_WORKER_NUM_BLOCKS=4096, and a line below [worker] of the file that --config
-    names, e.g. num_blocks = 4096. Flags go before variables, variables before the file.
+    Each setting is also a variable, e.g. KVPOOL_WORKER_NUM_BLOCKS=4096, and a line in the [worker] table of the --config file,
+    e.g. num_blocks = 4096. Flags override variables, variables override the file.
     """
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_WORKER_", cli_prog_name="kvpool worker")
     table: ClassVar[str] = "worker"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": "KVPOOL_MANAGER", "cache_dir": "KVPOOL_CACHE_DIR"}
 
-    manager: Name = Field(DEFAULT_MANAGER, description="host:port of the cache manager. $KVPOOL_MANAGER names it too.")
+    manager: Name = Field(DEFAULT_MANAGER, description="host:port of the cache manager; also $KVPOOL_MANAGER.")
     worker_id: Name | None = Field(
         None,
-        description="Name of this worker, unique in the cluster, the same over restarts. Default: host name and port.",
+        description="Name of this worker: unique in the cluster, the same after a restart. Default: host name and port.",
     )
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         "127.0.0.1",
-        description="Address to listen on. There is neither encryption nor authentication: "
-        "anything but loopback needs a network you trust.",
+        description="Address to listen on. There is no encryption or authentication: "
+        "use other addresses than loopback only in a trusted network.",
     )
-    port: int = Field(0, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
+    port: int = Field(0, ge=0, le=65535, description="TCP port to listen on; 0: any free one.")
     advertise: Name | None = Field(
         None,
-        description="host or host:port under which clients reach this worker; without a port, the one it listens on. "
-        "Default: the address it listens on.",
+        description="host or host:port at which clients reach this worker. Default port and address: those it listens on.",
     )
     model: str = Field(
         "smollm2",
         min_length=1,
-        description="A model folder (config.json and safetensors, or a GGUF file), smollm2, or a model's name on the hub, "
+        description="A model folder (config.json and safetensors, or a GGUF file), smollm2, or a model on the hub, "
         "e.g. Qwen/Qwen3-0.6B, which is downloaded once.",
     )
     device: str = Field(
@@ -71,13 +69,14 @@ class WorkerSettings(ServerSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Of weights and KV. auto: on a CPU bfloat16 where it computes it natively, else float32; on CUDA the model's.",
+        description="Data type of weights and KV. auto: on CUDA the model's; on a CPU bfloat16 if the CPU computes it natively, "
+        "else float32.",
     )
     block_size: int = Field(16, ge=1, le=65536, description="Token slots of one block: a power of two.")
     num_blocks: int | None = Field(
         None,
         ge=2,
-        description="Blocks of the KV cache, with the null block 0. Default: as many as --kv-cache-memory holds.",
+        description="Blocks of the KV cache, the null block 0 included. Default: as many as fit into --kv-cache-memory.",
     )
     kv_cache_memory: ByteSize | None = Field(
         None,
@@ -87,54 +86,53 @@ class WorkerSettings(ServerSettings):
         0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's memory that may be taken, other processes' included, if the size of the KV cache is not "
-        "given. On a CPU the KV cache takes a fifth of the free memory.",
+        description="Share of the GPU's memory to use, other processes included, if the size of the KV cache is not given. On a "
+        "CPU the KV cache takes a fifth of the free memory.",
     )
     attention_backend: Literal["auto", "torch", "varlen", "flash"] = Field(
         "auto",
-        description="What reads the KV blocks. flash: the kernel of the package flash-attn; varlen: torch's, with FlashAttention 3 "
-        "or 4; torch: plain torch, everywhere. auto: the first of these that passes a self-test on the model's shapes.",
+        description="Attention kernel over KV blocks. flash: of the package flash-attn; varlen: torch's, with FlashAttention 3 or "
+        "4; torch: plain torch, on every device. auto: the first of these that passes a self-test on the model's shapes.",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Largest sequence in tokens, prompt and generated together. Default: the model's own; with longrope "
-        "the length up to which every text equals what transformers generates.",
+        description="Largest sequence in tokens, prompt and generated together. Default: the model's own; with longrope, "
+        "the length up to which texts equal those of transformers.",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one batch.")
     max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Tokens forwarded in one step at most; a longer prompt is computed in chunks."
+        2048, ge=1, description="Tokens in one step; a longer prompt is computed in chunks."
     )
     max_mixed_prefill_tokens: int = Field(
         512,
         ge=1,
-        description="Prompt tokens in one step at most while others decode: less is a steadier pace for those, more a sooner "
-        "first token.",
+        description="Prompt tokens in one step while other sequences decode. Smaller: more even decoding; larger: first tokens "
+        "sooner.",
     )
     model_nice: int = Field(
         5,
         ge=0,
         le=19,
-        description="On a CPU, how far the forward pass stands back, as by nice(1), behind everything else on the machine: this "
-        "worker's own RPCs, a manager. 0: not at all.",
+        description="On a CPU, the nice(1) value of the forward pass, so that RPCs and other processes get the CPU first.",
     )
     model_spin: bool = Field(
         False,
-        description="On a CPU, whether the threads of a forward pass spin between two products, for a millisecond at most, instead "
-        "of sleeping: up to twice as fast where the cores are this worker's own, several times slower where others want them.",
+        description="On a CPU, whether the threads of a forward pass spin for up to a millisecond between two products, instead of "
+        "sleeping: up to twice as fast on cores of its own, several times slower on cores that it shares.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         SchedulingPolicy.fcfs,
         description="fcfs: first come, first served. priority: by the requests' priority, smaller first. Both share fairly between "
-        "the tenants that requests name.",
+        "the requests' tenants.",
     )
-    max_num_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more are refused.")
+    max_num_waiting: int = Field(1024, ge=1, le=1 << 20, description="Waiting requests; more are refused.")
     max_num_waiting_tokens: int = Field(
-        1 << 22, ge=1, description="Tokens of all prompts that may wait; more are refused. One prompt may always wait."
+        1 << 22, ge=1, description="Prompt tokens of all waiting requests; more are refused, but one may always wait."
     )
     prefix_caching: bool = Field(True, description="Whether prompts may be served from the cache.")
     report_seconds: float = Field(
-        0.1, ge=0, le=10, description="Filled blocks are reported at most so many seconds late."
+        0.1, ge=0, le=10, description="Longest time in seconds until a filled block is reported."
     )
     reserve_seconds: float = Field(
         2.0,
@@ -146,37 +144,37 @@ class WorkerSettings(ServerSettings):
         5.0,
         ge=0,
         le=3600,
-        description="Seconds that running requests get to end on SIGTERM, or when the worker is drained.",
+        description="Seconds that running requests have to end after SIGTERM, or when the worker is drained.",
     )
     reader_seconds: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="Seconds that a message of Generate may wait for a reader who takes nothing; then the request ends and its "
-        "blocks are freed. A request that has nothing to read yet does not count. 0: no limit.",
+        description="Seconds that a message of Generate may wait for its reader; then the request ends and its blocks are freed. "
+        "Time without a message does not count. 0: no limit.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="TCP port for /metrics, which Prometheus reads; 0 takes any free one, which the log names. Default: none.",
+        description="TCP port of /metrics for Prometheus; 0: any free one, which is logged. Default: none.",
     )
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         "127.0.0.1", description="Address for /metrics; --host does not change it."
     )
     state_dir: Path | None = Field(
         None,
-        description="Folder for what must outlive the process (its incarnation); one worker at a time. Default: "
-        "kvpool/workers/MANAGER/ID below $XDG_STATE_HOME or ~/.local/state; none for a worker without a name on a free port.",
+        description="Folder for the worker's incarnation, which outlives the process; for one worker. Default: "
+        "kvpool/workers/MANAGER/ID in $XDG_STATE_HOME or ~/.local/state; none for a worker without a name on a free port.",
     )
     dry_run: bool = Field(
         False,
-        description="Print what the model needs, what the device has and how large the KV cache would be, and end. Reads the "
-        "model's config, not its weights.",
+        description="Print the model's needs, the device's memory and the size of the KV cache, and exit. Reads the model's "
+        "config, not its weights.",
     )
     cache_dir: Path | None = Field(
         None,
-        description="Folder for converted models. Default: $KVPOOL_CACHE_DIR, else the user's cache folder / kvpool.",
+        description="Folder for converted models. Default: $KVPOOL_CACHE_DIR, else kvpool in the user's cache folder.",
     )
     log_format: LogFormat = Field(LogFormat.console, description="Format of the log lines on stderr.")
     log_level: LogLevel = Field(LogLevel.info, description="Least severe lines to log.")
@@ -193,19 +191,18 @@ class WorkerSettings(ServerSettings):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
-                f"({self.max_num_seqs}), or decoding alone could use up every step; raise the one or lower the other"
+                f"({self.max_num_seqs}), or decodes alone could exceed a step; raise the one or lower the other"
             )
         if self.block_size & (self.block_size - 1):
             below = 1 << self.block_size.bit_length() - 1
-            raise ValueError(f"--block-size must be a power of two, got {self.block_size}: take {below} or {2 * below}")
+            raise ValueError(f"--block-size must be a power of two, got {self.block_size}: use {below} or {2 * below}")
         if self.host in EVERY_ADDRESS and self.advertise is None:
             raise ValueError(
-                f"listening on {self.host} needs --advertise: the host, or host:port, under which clients reach this worker"
+                f"listening on {self.host} needs --advertise: the host, or host:port, at which clients reach this worker"
             )
         return self
 
     def model_settings(self) -> ModelSettings:
-        """How the model is to be loaded."""
         return ModelSettings(
             model=self.model,
             dtype=self.dtype,
@@ -215,7 +212,6 @@ class WorkerSettings(ServerSettings):
         )
 
     def memory_settings(self) -> MemorySettings:
-        """How much memory may be taken."""
         return MemorySettings(
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -230,12 +226,11 @@ class WorkerSettings(ServerSettings):
         return join_host_port(self.host, port)
 
     def advertised(self, port: int) -> str:
-        """host:port that clients are told."""
+        """host:port for clients."""
         return with_default_port(self.advertise, port) if self.advertise else self.address(port)
 
     def state_folder(self, port: int) -> Path | None:
-        """--state-dir, or the default that goes with the manager and the worker's name; None for a name that is made up anew at
-        every start."""
+        """--state-dir, or the default for the manager and the worker's name; None if the name changes with every start."""
         if self.state_dir is not None:
             return self.state_dir
         if self.worker_id is None and not self.port:
@@ -244,12 +239,12 @@ class WorkerSettings(ServerSettings):
         return Path(base) / "kvpool" / "workers" / _file_name(self.manager) / _file_name(self.name(port))
 
     def name(self, port: int) -> str:
-        """The worker's name, made up from host and port if none was given."""
+        """The worker's name; host name and port if none was given."""
         return self.worker_id or f"{socket.gethostname()}-{port}"
 
 
 def _file_name(name: str) -> str:
-    """A name as one part of a path; other names give other parts."""
+    """A name as one path component; injective."""
     quoted = quote(name, safe="@:+,=")
     if set(name) == {"."}:
         quoted = quoted.replace(".", "%2E")
@@ -259,7 +254,7 @@ def _file_name(name: str) -> str:
 
 
 def settings_of_this_process() -> WorkerSettings:
-    """Out of its arguments, variables and file. What is wrong with them is told on stderr and ends it with status 2."""
+    """From its arguments, variables and file. Bad settings are printed on stderr, and end the process with status 2."""
     try:
         return load_settings(WorkerSettings)
     except SettingsProblem as problem:

@@ -1,4 +1,4 @@
-"""The one table from an error of the engine to the status that a client sees."""
+"""From an error of the engine to the status that a client sees, in one table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .engine.errors import EngineError, ErrorKind
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
-    """Where the error itself does not say it; 0: there is no use in trying again."""
+    """Used if the error has none; 0: a retry is of no use."""
     bad_request: bool = False
 
 
@@ -33,7 +33,7 @@ _TABLE = {
 
 
 def of_error(error: EngineError) -> status_pb2.Status:
-    """The status of a request that ended with `error`; what the manager refused is passed on as it is."""
+    """The status of a request that ended with `error`; a refusal of the manager is passed on as it is."""
     if error.status is not None:
         return error.status
     row = _TABLE[error.kind]

@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds while a worker is busy: how fast, how full, how much the cache serves."""
+"""A log line every ten seconds while a worker is busy: throughput, cache usage, hit rate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Counts(NamedTuple):
 
 
 class ThroughputLog:
-    """Looks at the engine's counts again and again, and tells what has changed."""
+    """Logs the change of the engine's counts."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -33,13 +33,13 @@ class ThroughputLog:
         self._last = self._count()
 
     async def run(self) -> None:
-        """A look every INTERVAL_SECONDS, for ever."""
+        """Call `log_change` every INTERVAL_SECONDS until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_SECONDS)
-            self.look()
+            self.log_change()
 
-    def look(self) -> None:
-        """Log what has happened since the look before; nothing if nothing has, and nobody waits for anything."""
+    def log_change(self) -> None:
+        """Log the change since the last call; nothing while the worker is idle."""
         before, now = self._last, self._count()
         self._last = now
         scheduler, cache = self._engine.scheduler, self._engine.cache
@@ -48,7 +48,7 @@ class ThroughputLog:
         if seconds <= 0 or not (prefilled or generated or scheduler.num_running or scheduler.num_waiting):
             return
         admitted = now.admitted - before.admitted
-        # Where no prompt came in there is no rate to tell.
+        # Without a new prompt there is no rate.
         hits = {"hit_rate": round((now.cached - before.cached) / admitted, 3)} if admitted else {}
         log.info(
             "throughput",

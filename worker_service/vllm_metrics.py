@@ -1,31 +1,29 @@
-"""The metrics that routers and dashboards made for vLLM look for, under its names, with its labels and meaning.
+"""Metrics for routers and dashboards made for vLLM, with its names, labels and meaning.
 
 The names are those of vLLM 0.32 (docs.vllm.ai, "Production Metrics"): KV usage counts blocks of running requests, cached ones are
-free; prefix cache queries and hits are in tokens, once per request; prompt tokens count when the first token is out.
+free; prefix cache queries and hits are in tokens, once per request; prompt tokens count at the first token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvpool.process.metrics import MetricsPage
 
 from .engine.engine import Engine
 from .engine.stats import CANCELLED
 from .engine.stream import FinishReason
-
-if TYPE_CHECKING:
-    from .labels import WorkerLabels
+from .model.facts import ModelFacts
 
 ENGINE: Final = "0"
 """vLLM numbers the engines of one process; a worker is one."""
 
 
-def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> None:
-    """Everything that we have of what vLLM tells."""
-    labels = {"model_name": worker.model_name, "engine": ENGINE}
+def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> None:
+    """All of vLLM's metrics that kvpool has."""
+    labels = {"model_name": facts.name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
-    usage = cache.num_used_blocks / (worker.num_blocks - 1)
+    usage = cache.num_used_blocks / (cache.settings.num_blocks - 1)
     page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
     page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.num_waiting, **labels)
     page.gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, **labels)
@@ -33,10 +31,10 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> 
         "vllm:cache_config_info",
         "Layout of the KV cache.",
         1,
-        block_size=str(worker.block_size),
-        num_gpu_blocks=str(worker.num_blocks),
-        cache_dtype=worker.dtype,
-        enable_prefix_caching=str(worker.prefix_caching),
+        block_size=str(cache.settings.block_size),
+        num_gpu_blocks=str(cache.settings.num_blocks),
+        cache_dtype=facts.dtype,
+        enable_prefix_caching=str(engine.settings.prefix_caching),
         engine=ENGINE,
     )
     for name, text, value in (
@@ -64,7 +62,7 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, worker: WorkerLabels) -> 
 
 
 def _finished(engine: Engine) -> dict[str, int]:
-    """Ends of requests in vLLM's words."""
+    """Outcomes of requests under vLLM's names."""
     ended = engine.stats.ended
     whole = {reason.value: ended[reason.value] for reason in FinishReason}
     cancelled = ended[CANCELLED]

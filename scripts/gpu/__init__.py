@@ -1,1 +1,1 @@
-"""`make gpu`: everything that has to be tried and measured on a GPU, in one command, with its results as JSON."""
+"""`make gpu`: all tests and measurements that need a GPU, in one command, with results as JSON."""

@@ -1,9 +1,9 @@
-"""Everything that has to be tried and measured on a GPU, in one command.
+"""All tests and measurements that need a GPU, in one command.
 
 python -m scripts.gpu [facts] [check] [step] [serve] [--out FOLDER] [--seconds N] [--wheels FOLDER] [--device NAME] [--tiny]
 
-Writes FOLDER/PART.json for each part. Exit status 0: all was tried, and nothing failed; 1: something failed, or the time did not
-suffice; 2: it could not begin.
+Writes FOLDER/PART.json for each part. Exit status 0: complete, and nothing failed; 1: a failure, or time ran out; 2: it could not
+start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEFAULT_SECONDS = 470.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     given = _parser().parse_args(arguments)
-    # Who ends us politely, as `timeout` does, wants to find nothing left either.
+    # SIGTERM, e.g. of `timeout`, must end all child processes too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     out = given.out.absolute()
     wheels = None if given.wheels is None else given.wheels.absolute()
@@ -58,7 +58,7 @@ def _run(setup: Setup, parts: Sequence[str], seconds: float, out: Path) -> int:
         )
     except NoDevice as error:
         return _cannot_begin(
-            f"{error}. On a GPU machine give `make gpu` its own Python and the carried wheels: PYTHON=python3 WHEELS=.whl. "
+            f"{error}. On a GPU machine run `make gpu` with its own Python and the copied wheels: PYTHON=python3 WHEELS=.whl. "
             "Without a GPU, --tiny runs the same code on a CPU."
         )
     for report in reports:
@@ -97,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--wheels", type=Path, metavar="FOLDER", help="install these into a temporary folder first, without a network"
     )
     parser.add_argument("--device", help="cuda:0, cuda:1, … (default cuda:0, with --tiny cpu)")
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest models and a few cases: does the command work?"
-    )
+    parser.add_argument("--tiny", action="store_true", help="the smallest models and a few cases, to test the command")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Every attention backend over a tiny model: its self-test, then the model's text through it."""
+"""Every attention backend with a tiny model: its self-test, then the model's text."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from .setup import Setup
 _BACKENDS: Final[tuple[BackendName, ...]] = ("torch", *(candidate.name for candidate in CANDIDATES))  # type: ignore[arg-type]
 _NUM_BLOCKS: Final = 256
 TOLERANCE: Final = 1e-3
-"""Of log-probabilities in float32; the prompts' best tokens are further apart."""
+"""Of log-probabilities in float32; the distance of the prompts' best tokens is larger."""
 _FACTOR, _ALLOWANCE = 2.0, 0.02
-"""In narrow formats: how much further from the float32 truth we may be than transformers' eager attention in the same format."""
+"""In narrow formats: allowed error against float32, as a factor on that of transformers' eager attention in the same format, plus a
+constant."""
 
 _Truth = list[tuple[list[int], torch.Tensor]]
-"""Per prompt: greedy tokens, and the logits [num_tokens, vocab_size] that they were chosen by."""
+"""Per prompt: greedy tokens, and the logits [num_tokens, vocab_size] that they were chosen from."""
 
 
 def try_backends(
     setup: Setup, add_row: AddRow, architecture: str, dtype: DTypeName, block_sizes: tuple[int, ...]
 ) -> None:
-    """A row for each backend and block size. What the worker refuses to serve with is refused, and plain torch never may be."""
+    """A row for each backend and block size. A row is refused if the worker refuses the backend; plain torch must not be."""
     with tempfile.TemporaryDirectory(dir=setup.folder) as folder:
         _try_backends(setup, add_row, make_tiny_model(architecture, Path(folder)), dtype, block_sizes)
 
@@ -88,15 +89,13 @@ def _try_backends(
 
 
 def _reason(refusal: ModelError) -> str:
-    """Without what differs from row to row."""
+    """The reason without details of the row."""
     return str(refusal).partition(". Give --attention-backend")[0]
 
 
 def _compare_text(paged: PagedModel, tiny: TinyModel, truth: _Truth) -> float:
-    """Greedy text of all prompts, at once and in chunks, equals generate's; returns the largest difference of log-probabilities.
-
-    Raises AssertionError.
-    """
+    """Assert that greedy texts of all prompts, at once and in chunks, equal generate's; returns the largest difference of
+    log-probabilities."""
     largest = 0.0
     for chunk, stagger in ((NEVER, 0), (7, 2)):
         requests = [paged.request(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
@@ -104,7 +103,7 @@ def _compare_text(paged: PagedModel, tiny: TinyModel, truth: _Truth) -> float:
         for request, (tokens, logits) in zip(requests, truth, strict=True):
             best = logits.topk(2, dim=-1).values
             assert float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN, (
-                "the oracle is in doubt, so equality means nothing"
+                "the oracle's best tokens are too close, so equality proves nothing"
             )
             assert request.token_ids == tokens, f"tokens {request.token_ids}, generate has {tokens}"
             expected = torch.log_softmax(logits, dim=-1).max(dim=-1).values
@@ -115,7 +114,7 @@ def _compare_text(paged: PagedModel, tiny: TinyModel, truth: _Truth) -> float:
 
 
 def _median_error(paged: PagedModel, tiny: TinyModel, truth: _Truth, block_size: int) -> float:
-    """Of the log-probabilities of generate's tokens, which are forced: the prompt first, then they over its KV."""
+    """Median error of the log-probabilities of generate's tokens, which are forced: first the prompt, then the tokens."""
     errors = []
     for prompt, (tokens, logits) in zip(tiny.prompts, truth, strict=True):
         table = paged.request(prompt, len(tokens)).table
@@ -126,7 +125,7 @@ def _median_error(paged: PagedModel, tiny: TinyModel, truth: _Truth, block_size:
 
 
 def _eager_error(tiny: TinyModel, truth: _Truth, loaded: LoadedModel) -> float:
-    """The same of transformers' eager attention, in the format of the model that is loaded."""
+    """The same for transformers' eager attention, in the format of the loaded model."""
     model = AutoModelForCausalLM.from_pretrained(
         tiny.path, dtype=loaded.dtype, attn_implementation="eager", device_map={"": loaded.device}
     ).eval()
@@ -140,7 +139,7 @@ def _eager_error(tiny: TinyModel, truth: _Truth, loaded: LoadedModel) -> float:
 
 
 def _errors(logits: torch.Tensor, tokens: list[int], truth: torch.Tensor) -> list[float]:
-    """Of each token's log-probability. Raises AssertionError where one is no number."""
+    """Errors of the tokens' log-probabilities. Raises AssertionError if one is not finite."""
     chosen = torch.tensor(tokens)[:, None]
     ours, right = (torch.log_softmax(rows.float().cpu(), dim=-1).gather(1, chosen)[:, 0] for rows in (logits, truth))
     assert ours.isfinite().all(), "logits are not finite"

@@ -1,7 +1,6 @@
-"""Installs the wheels that were made beforehand, on a machine with a Python of its own and no network.
+"""Installs wheels that were built on another machine, on a machine with its own Python and without a network.
 
-Needs nothing but the standard library and pip. kvpool itself is not installed but linked: building a wheel of it would need
-setuptools.
+Needs only the standard library and pip. kvpool itself is linked, not installed: building its wheel would need setuptools.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from .project import package_folders
 
 
 class NoWheels(Exception):
-    """They cannot be installed; the message says what to do."""
+    """The wheels cannot be installed; the message says what to do."""
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Install all wheels of the folder into `site` and link kvpool there; this process and its children import from it first.
-
-    Raises NoWheels.
-    """
+    """Install all wheels of the folder into `site`, link kvpool there, and put it first on the import path of this process and its
+    children. Raises NoWheels."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise NoWheels(
-            f"there are no wheels in {wheels}: run `make gpu-wheels` where there is a network, and bring the folder"
+            f"there are no wheels in {wheels}: run `make gpu-wheels` on a machine with a network, and copy the folder"
         )
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--target", str(site), *map(str, files)]

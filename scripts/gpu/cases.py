@@ -1,4 +1,4 @@
-"""Cases in processes of their own, under one deadline: a case that fails, hangs or ends its process costs itself alone."""
+"""Runs cases in separate processes with a common deadline: a case that fails, hangs or crashes affects no other."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .results import Outcome, Row
 from .setup import Setup
 
 _GLANCE_S = 1.0
-"""Between looks at the clock."""
+"""Interval between checks of the deadline."""
 _MAX_DETAIL = 4000
-"""Characters of a failure that are kept, its end."""
+"""Characters kept of a failure's end."""
 
 AddRow = Callable[[Row], None]
 
 
 class DeviceLost(RuntimeError):
-    """The device answers nothing any more in this process; what is left of the case was not tried."""
+    """The device no longer responds in this process; the rest of the case was not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Work that adds one row or several."""
+    """A function that adds one or more rows."""
 
     name: str
     run: Callable[..., None]
-    """Of a module: run(setup, add_row, *arguments)."""
+    """A module-level function, called as run(setup, add_row, *arguments)."""
     arguments: tuple[Any, ...] = ()
     needs_fresh_process: bool = False
-    """Nothing of an earlier case may be left on the device."""
+    """Needs a new process, without memory of earlier cases on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of the monotonic clock."""
+    """A time of the monotonic clock."""
 
     end_s: float
 
@@ -50,12 +50,12 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """0 once it is over."""
+        """0 after the deadline."""
         return max(0.0, self.end_s - time.monotonic())
 
 
 class Children:
-    """Processes that run cases, started as they are needed. `with` leaves none behind."""
+    """Processes that run cases, started on demand; `with` ends all of them."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -68,7 +68,7 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        """End all of them at once; others can be started afterwards."""
+        """Kill all of them; new ones can be started afterwards."""
         for child in self._children:
             child.close()
         self._children.clear()
@@ -81,7 +81,7 @@ class Children:
         on_row: Callable[[Case, Row], None],
         on_end: Callable[[Case], None],
     ) -> None:
-        """Run all cases, at most num_processes at a time. What is not over at the deadline is ended, and gets a row that says so.
+        """Run all cases, at most num_processes at a time. Cases still running at the deadline are killed and get a row.
 
         on_row gets every row as it comes, on_end each case when it is over.
         """
@@ -115,7 +115,7 @@ class Children:
 
 
 class _Child:
-    """A process that runs one case after another."""
+    """A process that runs case after case."""
 
     def __init__(self) -> None:
         self.case: Case | None = None
@@ -133,7 +133,7 @@ class _Child:
         self.connection.send((case, setup))
 
     def take(self, on_row: Callable[[Case, Row], None], on_end: Callable[[Case], None]) -> None:
-        """Take what the process has to say."""
+        """Read the process's messages."""
         case = self.case
         assert case is not None
         while self.connection.poll():
@@ -159,10 +159,10 @@ class _Child:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A case is over."""
+    """A case has ended."""
 
     is_usable: bool
-    """Whether its process may run another one."""
+    """Whether its process can run another one."""
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
@@ -175,14 +175,14 @@ def _serve(connection: Connection[Any, Any]) -> None:
         is_usable = True
         try:
             case.run(setup, connection.send, *case.arguments)
-        except Exception as error:  # a case may fail in every way
+        except Exception as error:  # a case may raise anything
             connection.send(Row(case.name, Outcome.FAILED, failure(error)))
-            is_usable = False  # nothing is known of the state that it left
+            is_usable = False  # its state is unknown
         connection.send(_End(is_usable))
 
 
 def attempt(add_row: AddRow, name: str, work: Callable[[], Row]) -> bool:
-    """AddRow the row that the work gives, or that it failed; whether it passed. Raises DeviceLost where going on makes no sense."""
+    """Add the row that the work returns, or a failed one; returns whether it passed. Raises DeviceLost."""
     try:
         row = work()
     except Exception as error:  # as above
@@ -195,7 +195,7 @@ def attempt(add_row: AddRow, name: str, work: Callable[[], Row]) -> bool:
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Out of memory is none: the next row may need less."""
+    """Out of memory does not count: the next row may need less."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""The part check: is what this device computes right? Tests, attention backends over tiny models, text through real processes."""
+"""The part check: correctness on this device. Tests, attention backends with tiny models, texts of real processes."""
 
 from __future__ import annotations
 

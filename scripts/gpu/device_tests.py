@@ -1,4 +1,4 @@
-"""The tests that are marked gpu, in a process of their own."""
+"""The tests marked gpu, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG_CHARACTERS: Final = 3000
 
 
 def run_device_tests(setup: Setup, add_row: AddRow, arguments: Sequence[str] = ()) -> None:
-    """A row for each test. arguments: others than those for this setup."""
+    """A row for each test. arguments: pytest's, instead of those for this setup."""
     with tempfile.TemporaryDirectory(dir=setup.folder) as folder:
         _run(
             add_row,
@@ -38,7 +38,7 @@ def run_device_tests(setup: Setup, add_row: AddRow, arguments: Sequence[str] = (
 
 def _run(add_row: AddRow, arguments: list[str], is_parallel: bool, folder: Path) -> None:
     report = folder / "tests.xml"
-    # Other versions of packages than we test with warn of other things.
+    # Other versions of packages may emit other warnings.
     command = ["-m", "pytest", *arguments, "--quiet", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
     if is_parallel and importlib.util.find_spec("xdist") is not None:
@@ -57,7 +57,7 @@ def _run(add_row: AddRow, arguments: list[str], is_parallel: bool, folder: Path)
 
 
 def read_report(xml: str) -> Iterator[Row]:
-    """Rows of a report in JUnit's form. A test that was left out for another reason than a refusal has failed: it must run here."""
+    """Rows of a JUnit report. A test skipped for another reason than a refusal counts as failed: it must run here."""
     for case in ElementTree.fromstring(xml).iter("testcase"):
         name = f"{case.get('classname', '').replace('.', os.sep)}::{case.get('name')}"
         failed = [*case.findall("failure"), *case.findall("error")]

@@ -1,4 +1,4 @@
-"""The part facts: what this machine is, what is installed on it, and how fast the device is."""
+"""The part facts: the machine, its packages, and the speed of the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _facts(setup: Setup, add_row: AddRow) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and what matters most of what is installed."""
+    """Versions of Python and the main packages."""
     found = {"python": platform.python_version()}
     for package in _SHOWN:
         try:
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def _packages() -> Row:
-    """Whether what is installed is what pyproject.toml asks for."""
+    """Whether the installed packages satisfy pyproject.toml."""
     unmet = []
     for text in requirements():
         requirement = Requirement(text)
@@ -58,7 +58,7 @@ def _packages() -> Row:
 
 
 def device_figures(setup: Setup) -> dict[str, Any]:
-    """Name, size and driver of the device. Raises RuntimeError where torch does not see it."""
+    """Name, size and driver of the device. Raises RuntimeError if torch does not find it."""
     import torch
 
     if not setup.is_cuda:
@@ -98,7 +98,7 @@ def _speeds(setup: Setup) -> Row:
 
 
 def probe(setup: Setup, add_row: AddRow) -> None:
-    """One row: the machine, for the head of every file; or that the device is not there."""
+    """One row: the machine, for the head of every file; or a failure if the device is missing."""
     import torch
 
     if setup.is_cuda and not torch.cuda.is_available():

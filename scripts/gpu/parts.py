@@ -1,4 +1,4 @@
-"""The parts of a run, one after the other, each under the deadline of its group."""
+"""Runs the parts in order, each with the deadline of its group."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .results import Outcome, Report, Row
 from .setup import Setup
 
 GROUPS: Final = (("facts", "check"), ("step", "serve"))
-"""Parts that share a deadline: two calls where a command may not take longer."""
+"""Parts with a common deadline: one call each if the time of a command is limited."""
 PARTS: Final = tuple(part for group in GROUPS for part in group)
 _NUM_PROCESSES: Final = {"check": 6}
-"""Of tiny models; what is timed has the machine to itself."""
+"""For tiny models; measurements run alone."""
 
 Say = Callable[[str], None]
 
 
 class NoDevice(Exception):
-    """The device is not there; the message says what torch sees."""
+    """The device is missing; the message has torch's view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was asked for."""
+    """The arguments of a run."""
 
     setup: Setup
     parts: Sequence[str]
-    """In any order; they run in that of PARTS."""
+    """In any order; they run in the order of PARTS."""
     seconds: float
     """For the parts of one group together."""
     out: Path
 
 
 def run_parts(run: Run, say: Say) -> list[Report]:
-    """Run them, write a file for each, and say how it goes. Raises NoDevice before anything is written."""
+    """Run the parts, write a file for each, and report progress. Raises NoDevice before a file is written."""
     reports = []
     with Children(run.setup) as children:
         for group in GROUPS:
@@ -53,12 +53,12 @@ def run_parts(run: Run, say: Say) -> list[Report]:
                 say(f"wrote {report.write(run.out)}")
                 reports.append(report)
                 if not run.setup.is_tiny:
-                    children.close()  # nothing of one part may be left on the device in the next
+                    children.close()  # frees the device for the next part
     return reports
 
 
 def run_part(report: Report, cases: Sequence[Case], children: Children, deadline: Deadline, say: Say) -> None:
-    """Run these cases as the part of the report, and say how it goes."""
+    """Run these cases into the report, with progress."""
     part, began, num_over = report.part, time.monotonic(), 0
 
     def on_row(case: Case, row: Row) -> None:
@@ -76,10 +76,10 @@ def run_part(report: Report, cases: Sequence[Case], children: Children, deadline
 
 
 def _cases(part: str, setup: Setup) -> Sequence[Case]:
-    """Listed by the part's own module. What is wrong with that is a case which fails: the other parts go on."""
+    """The part's cases. If its module fails, that is a failed case, and the other parts run."""
     try:
         found: Sequence[Case] = importlib.import_module(f"{__package__}.{part}").cases(setup)
-    except Exception as error:  # a package may be broken in every way
+    except Exception as error:  # a broken package may raise anything
         return [Case(part, _fail, (failure(error),))]
     return found
 
@@ -89,7 +89,7 @@ def _fail(setup: Setup, add_row: AddRow, why: str) -> None:
 
 
 def _machine(children: Children, deadline: Deadline) -> dict[str, Any]:
-    """Of the head of each file; empty where the time did not even suffice for that. Raises NoDevice."""
+    """Facts for the head of each file; empty if time ran out. Raises NoDevice."""
     rows: list[Row] = []
     children.run([Case("device", probe)], deadline, 1, lambda _, row: rows.append(row), lambda _: None)
     if any(row.outcome is Outcome.FAILED for row in rows):

@@ -1,4 +1,4 @@
-"""What the device is given in one run of some work: kernels, copies, waits. By torch's profiler, where it works."""
+"""Counts kernels, copies and waits of some work with torch's profiler, if it works."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LAUNCHES: Final = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC",
 _WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _COPIES: Final = ("cudaMemcpyAsync", "cudaMemcpy")
 _NUM_KERNELS: Final = 12
-"""That take the most time, listed by name."""
+"""Number of slowest kernels listed by name."""
 
 
 def profile_of(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Counts of one run; the profiler makes it slower, so its time is none to compare. Where it does not work, why."""
+    """Counts of one run, whose time is not comparable, because the profiler is slow. If it does not work, the reason."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -28,7 +28,7 @@ def profile_of(work: Callable[[], object], device: torch.device) -> dict[str, An
             work()
             seconds = time.perf_counter() - began
         events = profiler.key_averages()
-    except Exception as error:  # counters may be closed to us; what was measured without it stays
+    except Exception as error:  # access to counters may be denied; other measurements remain
         return {"problem": f"{type(error).__name__}: {error}"}
     on_device = [event for event in events if event.device_type == _CUDA]
     busy_s = sum(event.self_device_time_total for event in on_device) / 1e6

@@ -1,4 +1,4 @@
-"""What pyproject.toml says: the packages of kvpool and what they need. Needs nothing but the standard library."""
+"""Packages of kvpool and their requirements, from pyproject.toml. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 TEST_TOOLS: Final = frozenset({"hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pyyaml"})
-"""Of the extra dev, what the tests import; the rest of it are linters and generators."""
+"""Packages of the extra dev that tests import; the others are linters and generators."""
 
 
 def _project() -> dict[str, Any]:
@@ -17,7 +17,7 @@ def _project() -> dict[str, Any]:
 
 
 def requirements() -> Sequence[str]:
-    """What a worker and the tests need, as pyproject.toml has it."""
+    """Requirements of a worker and the tests, from pyproject.toml."""
     project = _project()["project"]
     extras = project["optional-dependencies"]
     tools = [text for text in extras["dev"] if _name(text) in TEST_TOOLS]

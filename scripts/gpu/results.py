@@ -1,4 +1,4 @@
-"""What came of a run: rows of one claim or one measurement each, a JSON file per part, lines for people."""
+"""Results of a run: rows with one claim or measurement each, a JSON file per part, lines for the terminal."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from pathlib import Path
 from typing import Any, Final
 
 VERSION: Final = 1
-"""Of the files. A change of what a field means gets a new number."""
+"""Version of the files; it changes with the meaning of a field."""
 _SHOWN_LINES: Final = 6
-"""Of a failure, on the terminal; the file has all of it."""
+"""Characters of a failure on the terminal; the file has all."""
 
 
 class Outcome(StrEnum):
-    """What came of one row."""
+    """The outcome of a row."""
 
     PASSED = "passed"
     FAILED = "failed"
     REFUSED = "refused"
-    """The worker would refuse it too, and says why. No failure, and no pass."""
+    """The worker would refuse it too; neither a failure nor a pass."""
     NO_TIME = "no time left"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One claim that was tried, or one measurement."""
+    """One claim or one measurement."""
 
     name: str
     outcome: Outcome = Outcome.PASSED
     detail: str = ""
     """Why it was refused or failed."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What was measured, for JSON; names end in their unit."""
+    """Measurements, for JSON; names end in their unit."""
 
 
 @dataclass(slots=True)
 class Report:
-    """A part that is over, or was cut off."""
+    """A part that is complete, or was stopped at the deadline."""
 
     part: str
     machine: dict[str, Any]
-    """The device and the versions, so that each file can be read alone."""
+    """Device and versions, so that each file is self-contained."""
     tiny: bool
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     """Wall-clock time, ISO 8601."""
@@ -62,11 +62,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Something was tried, all of it had its time, and nothing failed."""
+        """Something was tried, all of it completed, and nothing failed."""
         return bool(self.rows) and not any(row.outcome in (Outcome.FAILED, Outcome.NO_TIME) for row in self.rows)
 
     def write(self, folder: Path) -> Path:
-        """Put it into the folder as PART.json, whole or not at all."""
+        """Write it to the folder as PART.json, atomically."""
         content = {
             "version": VERSION,
             "part": self.part,
@@ -85,7 +85,7 @@ class Report:
         return path
 
     def lines(self) -> Iterable[str]:
-        """The part for people: counts, every row that did not pass, every figure that has a place in a table."""
+        """Lines for the terminal: counts, every row that did not pass, every figure of the tables."""
         counted = ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items() if count)
         yield f"{self.part}: {counted or 'nothing was tried'}, {self.seconds:.0f} s"
         for (outcome, detail), names in _by_reason(self.rows).items():
@@ -98,7 +98,7 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no infinity and no NaN: a figure that went wrong must not cost the file."""
+    """The value for JSON, which has no infinity and NaN: a wrong figure must not make the file invalid."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def _by_reason(rows: Iterable[Row]) -> dict[tuple[Outcome, str], list[str]]:
-    """Rows that did not pass, those with one reason together: a kernel that is not installed is refused a hundred times."""
+    """Rows that did not pass, grouped by reason: a missing kernel is refused a hundred times."""
     found: dict[tuple[Outcome, str], list[str]] = {}
     for row in rows:
         if row.outcome is not Outcome.PASSED:
@@ -120,7 +120,7 @@ def _some(names: list[str]) -> str:
 
 
 def _shown(figures: dict[str, Any]) -> str:
-    """Figures on the top level; those inside others are in the file only."""
+    """Top-level figures; nested ones are only in the file."""
     simple = {name: value for name, value in figures.items() if isinstance(value, int | float | str)}
     return ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in simple.items()

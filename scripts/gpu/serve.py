@@ -28,9 +28,9 @@ from .speeds import Speeds, measure_speeds
 _WORKER: Final = "worker"
 _LOG_CHARACTERS: Final = 3000
 _BENCH_S: Final = 600.0
-"""For one run, more than the deadline leaves."""
+"""For one run, longer than any deadline."""
 _SPARE: Final = 1.2
-"""Of a folder's space, above the weights."""
+"""Free space of a folder needed in addition to the weights."""
 _CPU_BLOCKS: Final = 256
 
 
@@ -86,7 +86,7 @@ def _serve(setup: Setup, add_row: AddRow, shape: Shape) -> None:
 
 
 def _write(shape: Shape, device: torch.device, folder: Path) -> Row:
-    """Random weights as safetensors. Raises RuntimeError where they do not fit."""
+    """Write random weights as safetensors. Raises RuntimeError if they do not fit."""
     began = time.perf_counter()
     outline = build(shape, torch.bfloat16, torch.device("meta"))
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
@@ -154,7 +154,7 @@ async def _bench(cluster: Cluster, load: _Load, log: Path) -> tuple[int, str]:
 
 
 def _figures(output: str) -> dict[str, Any]:
-    """What matters most of its JSON, and all of it."""
+    """The main figures of its JSON, and the whole."""
     (line,) = [line for line in output.splitlines() if line.startswith("{")]
     found = json.loads(line)
     case = found["cases"]["cold"]
@@ -176,7 +176,7 @@ def _decode_floor_ms(shape: Shape, load: _Load, speeds: Speeds) -> float:
 
 
 async def _engine_totals(port: int) -> dict[str, float]:
-    """What the worker has counted of its steps so far."""
+    """The worker's counters of steps."""
     page = await scrape(f"http://127.0.0.1:{port}/metrics")
     return {
         "steps": page.value("kvpool_worker_step_duration_seconds_count"),
@@ -186,6 +186,6 @@ async def _engine_totals(port: int) -> dict[str, float]:
 
 
 def _differences(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Of a run with its warm-up: steps, their time, and what of the time no step ran."""
+    """Of a run with its warm-up: steps, their time, and the time without a step."""
     steps, step_s, all_s = (after[name] - before[name] for name in ("steps", "step_s", "at_s"))
     return {"steps": steps, "step_ms": 1e3 * step_s / max(1.0, steps), "share_of_time_in_steps": step_s / all_s}

@@ -1,4 +1,4 @@
-"""Where a run runs, and how large it is: what all parts are given."""
+"""Device and scale of a run, for all parts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Setup:
     """A run on a device."""
 
     device: str
-    """As torch names it: cuda:0, cpu."""
+    """torch's name: cuda:0, cpu."""
     is_tiny: bool
-    """The same code over the smallest models and a few cases, for a CPU."""
+    """The same code with the smallest models and a few cases, for a CPU."""
     folder: Path
-    """For models and logs; it goes when the run ends."""
+    """For models and logs; removed at the end."""
 
     @property
     def is_cuda(self) -> bool:

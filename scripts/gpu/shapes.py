@@ -1,4 +1,4 @@
-"""Shapes of models without weights: random numbers cost as much to compute with as trained ones."""
+"""Shapes of models: random weights take as much time as trained ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shapes(is_tiny: bool) -> tuple[Shape, ...]:
 
 
 def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with random weights, made where it is to be."""
+    """The model with random weights, created on the device."""
     register()
     torch.manual_seed(0)
     with device:
@@ -71,7 +71,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step must move and compute at least."""
+    """The least memory traffic and computation of a step."""
 
     num_bytes: int
     """Weights once, and the KV of every sequence once."""
@@ -80,17 +80,17 @@ class Cost:
 
 
 def cost(model: Any, num_sequences: int, num_new: int, num_before: int) -> Cost:
-    """Of a step in which each sequence computes so many tokens after so many others, and the last one of each is sampled."""
+    """The work of a step in which each sequence computes num_new tokens after num_before, and samples after the last."""
     config = model.config
     dtype_size = next(model.parameters()).element_size()
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    # Of the embeddings a few rows are read, unless the head multiplies with them.
+    # A step reads a few rows of the embeddings, unless the head shares them.
     num_all = sum(parameter.numel() for parameter in model.parameters())
     num_read = num_all - (0 if head is embeddings else embeddings.numel())
     num_in_layers = num_read - head.numel()
     num_tokens, num_keys = num_sequences * num_new, num_sequences * (num_before + num_new)
     kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    # Token i of the new ones sees num_before + i + 1 keys; a score and its share of the output are head_dim products each.
+    # New token i sees num_before + i + 1 keys; a score and its share of the output take head_dim products each.
     pairs = num_sequences * (num_new * num_before + num_new * (num_new + 1) // 2)
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     return Cost(

@@ -1,4 +1,4 @@
-"""How fast a device is at the two things that bound a step: copying memory and multiplying matrices."""
+"""Measures a device's speed of memory copies and matrix products, which bound a step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a device reaches here, measured."""
+    """The measured speeds of a device."""
 
     copy_bytes_per_s: float
-    """Of a copy within its memory, bytes read and bytes written counted."""
+    """Of a copy within its memory, in bytes read plus bytes written."""
     products_flop_per_s: float
     """Of a bfloat16 product of square matrices, a multiplication and an addition counted as two."""
 
     def floor_s(self, num_bytes: float, num_flop: float) -> float:
-        """The least time of work that moves so many bytes and computes so much."""
+        """The least time of work with this traffic and computation."""
         return max(num_bytes / self.copy_bytes_per_s, num_flop / self.products_flop_per_s)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that the device was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, runs: int = _RUNS) -> float:
-    """Of one run, the mean of several in a row, after some that are not counted."""
+    """Seconds of one run: the mean of several, after a warm-up."""
     for _ in range(_WARM_UPS):
         work()
     synchronize(device)
@@ -47,7 +47,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, runs: int = _RU
 
 @cache
 def measure_speeds(device: torch.device, is_tiny: bool) -> Speeds:
-    """Takes a second on a GPU, and 4 GiB of its memory meanwhile; on the tiny scale the figures mean nothing."""
+    """Takes a second on a GPU, and 4 GiB of its memory; on the tiny scale the figures are meaningless."""
     num_bytes, size = (1 << 22, 128) if is_tiny else (1 << 31, 8192)
     speeds = Speeds(2 * num_bytes / _copy_s(num_bytes, device), 2 * size**3 / _product_s(size, device))
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The part step: one step of a worker's runner over random weights, next to what the device's measured speed allows."""
+"""The part step: one step of a worker's runner with random weights, compared with the device's measured speed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _TINY: Final = _Sizes((1, 4), 24, 32, 2)
 
 
 def cases(setup: Setup) -> Sequence[Case]:
-    """One for each shape, so that each has the device's memory to itself."""
+    """One per shape, so that each can use all of the device's memory."""
     return [
         Case(f"step {shape.name}", _measure, (shape,), needs_fresh_process=not setup.is_tiny)
         for shape in shapes(setup.is_tiny)
@@ -90,7 +90,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
 
 
 def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
-    """As load_model gives it, but for files: there are none."""
+    """A LoadedModel without files."""
     model = build(shape, _DTYPE, device)
     layers = guarded_layers(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
     facts = ModelFacts(
@@ -111,7 +111,7 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """A model that is bound to its KV cache."""
+    """A model bound to its KV cache."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -121,7 +121,7 @@ class _Bench:
     runs: int
 
     def row(self, name: str, batch: int, num_new: int, num_before: int, sampling: SamplingParams) -> Row:
-        """Time of the step, next to the least time by the device's own speed; then where the host's time goes."""
+        """Time of the step, the least time by the device's speed, and the host's time by section."""
         step = _step(batch, num_new, num_before, sampling, self.loaded.facts.vocab_size)
         seconds = self._seconds(step)
         least = cost(self.loaded.model, batch, num_new, num_before)
@@ -146,7 +146,7 @@ class _Bench:
         return Row(name, figures=figures)
 
     def _seconds(self, step: Step) -> list[float]:
-        """Of the step, several times; it ends when its tokens are on the host."""
+        """Times of the step; it ends when its tokens are on the host."""
         for _ in range(_WARM_UPS):
             self.runner.execute(step)
         seconds = []
@@ -158,7 +158,7 @@ class _Bench:
         return seconds
 
     def _host_ms(self, step: Step) -> dict[str, float]:
-        """What the host does in a step, in ms. On a GPU it only launches: waiting is in the section that reads a result."""
+        """The host's time in a step by section, in ms. On a GPU it only launches; it waits in the section that reads a result."""
         watch = Stopwatch()
         with timed_calls(
             watch,
@@ -178,7 +178,7 @@ class _Bench:
 
 
 def _step(batch: int, num_new: int, num_before: int, sampling: SamplingParams, vocab_size: int) -> Step:
-    """Sequences that share nothing, over blocks of their own."""
+    """Sequences that share no blocks."""
     blocks = itertools.count(1)
     count = -(-(num_before + num_new) // _BLOCK_SIZE)
     return Step(

@@ -1,4 +1,4 @@
-"""`make gpu-wheels`: the wheels that a GPU machine without a network needs in addition to what it has.
+"""`make gpu-wheels`: fetches the wheels that a GPU machine without a network lacks.
 
 python -m scripts.gpu.wheels FOLDER
 
@@ -20,24 +20,24 @@ from packaging.utils import NormalizedName, canonicalize_name
 from .project import ROOT, requirements
 
 PYTHON: Final = "3.12"
-"""Of the machine."""
+"""Version of the machine's Python."""
 BROUGHT: Final = frozenset(
     map(canonicalize_name, ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "PyYAML"))
 )
-"""What the machine has, and with it all that these need: they are large, and belong together in versions of its own."""
+"""Packages of the machine, with their requirements: they are large, and their versions belong together."""
 _GLIBC: Final = range(17, 29)
-"""2.17 to 2.28: pip takes a platform by its exact name, and older ones run on newer machines."""
+"""2.17 to 2.28: pip matches platforms by exact name, and wheels for older ones run on newer machines."""
 
 
 def pinned() -> dict[NormalizedName, str]:
-    """Versions by name, of constraints.txt."""
+    """Versions by name, from constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in pairs}
 
 
 def needed(roots: Iterable[str]) -> set[NormalizedName]:
-    """These requirements and all that they need, but for what the machine has."""
+    """These requirements and theirs, without the machine's packages."""
     environment = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": ""}
     found: set[NormalizedName] = set()
     waiting = [Requirement(root) for root in roots]
@@ -53,7 +53,7 @@ def needed(roots: Iterable[str]) -> set[NormalizedName]:
 
 
 def download(folder: Path) -> int:
-    """Fetch them with pip, in place of what the folder held. Returns pip's exit status."""
+    """Fetch them with pip, replacing the folder's content. Returns pip's exit status."""
     versions = pinned()
     wanted = sorted(f"{name}=={versions[name]}" for name in needed(requirements()))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A tiny model's text through a manager, a worker and a client, each a process of its own or this one, over gRPC."""
+"""A tiny model's text over gRPC: manager and worker are processes, the client is in this one."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ async def _compare(setup: Setup, add_row: AddRow, tiny: TinyModel, folder: Path)
 
 
 def _served(log: str) -> dict[str, str]:
-    """Which backend the worker chose, by its log."""
+    """The backend that the worker selected, from its log."""
     found = re.search(r"attention: (\w+)", log)
     return {"backend": found[1] if found else "not known"}

@@ -1,1 +1,1 @@
-"""Which of transformers' causal language models run over the paged KV: each tried as a tiny model, written to docs/MODELS.md."""
+"""Tries each of transformers' causal language models over the paged KV, as a tiny model, and writes docs/MODELS.md."""

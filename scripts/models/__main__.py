@@ -1,6 +1,6 @@
 """python -m scripts.models [--write] [TYPE …]: try each causal type of the installed transformers over the paged KV.
 
---write puts the result into docs/MODELS.md (all types only). Exit status 1 if a type is taken and computes something else.
+--write writes the result to docs/MODELS.md (all types only). Exit status 1 if a type is accepted and computes a wrong result.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _try(kinds: list[str], num_processes: int) -> list[Outcome]:
             flush=True,
         )
     counts = Counter(outcome.result.value for outcome in outcomes)
-    told = ", ".join(f"{count} {result}" for result, count in counts.most_common())
-    print(f"{told}; {time.monotonic() - started:.0f} s")
+    summary = ", ".join(f"{count} {result}" for result, count in counts.most_common())
+    print(f"{summary}; {time.monotonic() - started:.0f} s")
     return outcomes
 
 

@@ -18,29 +18,27 @@ PATH = Path(__file__).parents[2] / "docs" / "MODELS.md"
 _INTRODUCTION = """\
 # Which models run
 
-Every type that `transformers` has a causal language model for, tried as a tiny random model; written by `make models`, not by hand.
+Every type with a causal language model in `transformers`, tried as a tiny random model; written by `make models`, not by hand.
 
-* **runs**: load_model takes it, and over the paged pool it gives what transformers' `generate` gives in eager attention, in
-  float32: the same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation.
-  Prompts are shorter and longer than every window, packed together, whole and in chunks, prefill mixed with decode, and blocks
-  come in random order.
-* **refused**: load_model rejects it before it reads any weights, for the reason given: by the config, by the way in which layers
-  reach attention, or because a tiny model of the same kind computes something else; never by a list of names.
-* **not built here**: transformers itself cannot make or run the type in this environment.
-* **WRONG**: accepted, and the output differs. There must be none; otherwise the script fails.
+* **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
+  same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and
+  longer than every window, packed together, whole and in chunks, prefill is mixed with decode, and blocks are in random order.
+* **refused**: load_model refuses it before it reads weights, for the given reason: by the config, by the way in which layers call
+  attention, or because a tiny model of the same kind computes other logits; never by a list of names.
+* **not built here**: transformers cannot build or run the type in this environment.
+* **WRONG**: accepted, with a wrong result. There must be none; the script then fails.
 
-What was tried is each type's default config, its sizes made small; `+longrope` is the type with the RoPE of Phi-3.5 and Phi-4-mini.
-Such a model runs up to its original length (4,096 tokens there), which is its default `--max-model-len`. A larger one serves longer
-texts too, with the factors for long texts for all of them, so that texts up to the original length differ from `generate`. That is
-not what this page calls runs.
+Each type is tried with its default config and small sizes; `+longrope` is the type with the RoPE of Phi-3.5 and Phi-4-mini. Such a
+model runs up to its original length (4,096 tokens), which is its default `--max-model-len`. With a larger one, the factors for long
+texts apply to all, so texts up to the original length differ from `generate`; this page does not call that "runs".
 
-A checkpoint with other settings is checked in the same way when it is loaded: one of a type that runs may be refused, for
-example with `dynamic` RoPE beyond the original length, and one of a type that is refused may run.
+A checkpoint with other settings is checked in the same way when it is loaded: some of a type that runs may be refused, for example
+with `dynamic` RoPE beyond the original length, and some of a type that is refused may run.
 """
 
 
 class Summary(NamedTuple):
-    """What the document says of itself."""
+    """The document's own statements."""
 
     transformers: str
     torch: str
@@ -95,7 +93,7 @@ def _torch_version() -> str:
 
 
 def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
-    """Reasons without what is of one type only, the most common first."""
+    """Reasons without details of a single type, the most common first."""
     groups: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.result is Result.REFUSED:
@@ -105,7 +103,7 @@ def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
 
 def _general(outcome: Outcome) -> str:
     reason = re.sub(rf"^{re.escape(outcome.kind)} ", "", outcome.reason)
-    reason = reason.removeprefix("cannot be served, as a tiny model of its kind shows: ")
+    reason = reason.removeprefix("cannot be served, according to a tiny model of its kind: ")
     reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|WithLMHead|Decoder) ", "", reason)
     reason = re.sub(r"has layers of type [\w, ]+, whose", "has layers of a type whose", reason)
     reason = re.sub(r"\d+(\.\d+)?%", "x %", reason)

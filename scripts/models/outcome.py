@@ -1,4 +1,4 @@
-"""What came of trying a type."""
+"""The outcome of a type's trial."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Result(Enum):
-    """What became of a type."""
+    """The result of a type."""
 
     RUNS = "runs"
     REFUSED = "refused"
@@ -22,5 +22,5 @@ class Outcome:
     kind: str
     result: Result
     reason: str = ""
-    """Our own message where it is refused, the library's where it cannot be built; where it runs, a restriction if any."""
+    """kvpool's message if it is refused, the library's if it cannot be built; a restriction, if any, if it runs."""
     seconds: float = 0.0

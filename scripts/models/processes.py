@@ -1,4 +1,4 @@
-"""Trials in processes of their own, so that a type that hangs or crashes is one line in the result and nothing more."""
+"""Trials in separate processes, so that a type that hangs or crashes costs one line of the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .outcome import Outcome, Result
 
 _NICENESS = 10
 _GLANCE_S = 1.0
-"""Between looks at what runs."""
+"""Interval between checks of the running trials."""
 
 
 def try_all(kinds: Sequence[str], num_processes: int, limit_s: float) -> Iterator[Outcome]:
-    """Outcomes as they come. A trial that computes for longer than limit_s is ended, and counts as not built."""
+    """Outcomes as they arrive. A trial that computes for longer than limit_s is killed, and counts as not built."""
     waiting = list(reversed(kinds))
     running = [_Worker() for _ in range(min(num_processes, len(kinds)))]
     idle = list(running)
@@ -56,12 +56,12 @@ class _Worker:
         self.connection.send(kind)
 
     def _cpu_s(self) -> float:
-        """CPU time of the process so far: what others do on this machine does not count."""
+        """CPU time of the process so far, which other load on the machine does not affect."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def outcome(self, limit_s: float) -> Outcome | None:
-        """What came of the type at work; None: nothing yet."""
+        """The outcome of the running trial; None: not finished."""
         assert self.kind is not None
         kind, outcome = self.kind, None
         if self.connection.poll():

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# What a default config lacks that published models of the type have.
+# Fields of published models that the default config of the type lacks.
 _FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10,
@@ -29,7 +29,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    # As Phi-3.5-mini and Phi-3.5-MoE are published. The lists have an entry per pair of rotated dimensions.
+    # As published for Phi-3.5-mini and Phi-3.5-MoE. The lists have an entry per pair of rotated dimensions.
     "phi3+longrope": (
         "phi3",
         {
@@ -61,7 +61,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Types of which published models compute positions in another way than their default config."""
+"""Types whose published models have another RoPE than their default config."""
 _IS_DECODER = frozenset(
     {"bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"}
     | {"big_bird", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
@@ -75,7 +75,7 @@ def all_types() -> list[str]:
 
 
 def default_config(kind: str) -> Any:
-    """The type's config as transformers has it by default, completed where it cannot be run. Raises anything."""
+    """The type's default config in transformers, completed if it cannot run otherwise. Raises any exception."""
     if kind in _VARIANTS:
         of, fields = _VARIANTS[kind]
         return CONFIG_MAPPING[of](**fields)

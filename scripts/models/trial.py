@@ -1,4 +1,4 @@
-"""One type tried: is it refused, and if it is not, does it compute over the paged KV what transformers' generate does?"""
+"""The trial of a type: whether it is refused, and if not, whether it equals transformers' generate over the paged KV."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from .subjects import default_config
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, as a share of the logits' standard deviation."""
 _MIN_MARGIN = 1e-3
-"""Between the oracle's two best logits at every step, the same share; else equal tokens would be luck."""
+"""Least distance of the oracle's two best logits at every step, the same share; else equal tokens could be chance."""
 _MIN_EFFECT = 0.02
-"""Of an earlier token on a logit, the same share; else equal logits would prove nothing about attention."""
+"""Least effect of an earlier token on a logit, the same share; else equal logits prove nothing about attention."""
 _NUM_NEW = 12
 _PROMPT_LENGTHS = (5, 19, 41)
 _FIRST_PLAIN = 16
 _SEEDS = range(8)
 _ENDLESS = 1 << 20
-"""Tokens; longer than whatever a config speaks of."""
-# Prompts alone; packed; in chunks; in chunks and joining one after the other, so that prefill runs beside decode.
+"""Tokens; longer than all lengths in configs."""
+# Whole prompts; in chunks; in chunks and joining one after the other, so that prefill is mixed with decode.
 _WAYS = ((NEVER, 0), (7, 0), (3, 2))
 
 
 class _Truth(NamedTuple):
-    """What generate answers to one prompt."""
+    """generate's answer to a prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -59,11 +59,11 @@ class _Truth(NamedTuple):
 
 
 class Meaningless(Exception):
-    """The tiny model cannot tell right from wrong."""
+    """A comparison with this tiny model would prove nothing."""
 
 
 def try_type(kind: str, folder: Path) -> Outcome:
-    """Try one type; the folder is used for its files. Never raises for what a model does."""
+    """Try one type; `folder` is for its files. Does not raise errors of the model."""
     started = time.monotonic()
     outcome = _try(kind, folder)
     return replace(outcome, seconds=time.monotonic() - started)
@@ -80,8 +80,8 @@ def _try(kind: str, folder: Path) -> Outcome:
         missing = re.search(r"ImportError: (.*)$", refusal)
         return Outcome(kind, Result.NOT_BUILT, missing[1]) if missing else Outcome(kind, Result.REFUSED, refusal)
     if limit is not None and (again := _refusal(config, limit)) is not None:
-        return Outcome(kind, Result.WRONG, f"it says that --max-model-len {limit} works, and then: {again}")
-    # So that everything begins within the prompts; not where texts that long would be refused.
+        return Outcome(kind, Result.WRONG, f"its message recommends --max-model-len {limit}, which is refused: {again}")
+    # Such that all thresholds are within the prompts, unless texts that long would be refused.
     length = limit or longest_exact(config) or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
     try:
         save(twin_config(config, length), folder)
@@ -91,20 +91,20 @@ def _try(kind: str, folder: Path) -> Outcome:
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
-    """A random model of the config as a folder of safetensors."""
+    """Save a random model of the config as a folder of safetensors."""
     build_twin(config, seed).save_pretrained(folder)
-    config.save_pretrained(folder)  # some models of several parts save their text's config only
+    config.save_pretrained(folder)  # some composite models save only their text's config
 
 
 def _longest(config: Any) -> int:
     try:
         return choose_max_model_len(config, None)
-    except ModelError:  # the config names none
+    except ModelError:  # the config has none
         return _ENDLESS
 
 
 def _refusal(config: Any, max_model_len: int) -> str | None:
-    """What load_model would say of a model of this config in full size, before it reads any weights."""
+    """load_model's refusal of a full-size model of this config, before it reads weights; None if it accepts it."""
     config = copy.deepcopy(config)
     fix_longrope(config, max_model_len)
     try:
@@ -124,7 +124,7 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
     try:
         loaded = load(folder, max_model_len=max_model_len)
     except ModelError as error:
-        # Its full-size config was not refused: then what was said of it was not true of its kind.
+        # Its full-size config was accepted, so the checks disagree.
         return Outcome(kind, Result.WRONG, f"refused only when loaded: {error}")
     limited = f"up to {limit} tokens" if limit else ""
     remark, wrong = "", None
@@ -132,12 +132,12 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
         wrong = _first_difference(loaded, _truths(folder, loaded))
         if wrong is None:
             return Outcome(kind, Result.RUNS, limited)
-        remark = "equals generate without a cache; with one, generate gives something else"
+        remark = "equals generate without a cache; with one, generate differs"
     except Meaningless as error:
         return Outcome(kind, Result.NOT_BUILT, str(error))
     except Exception as error:
         remark = f"equals generate without a cache; with one, generate fails: {_shown(error)}"
-    # Each type's cache is code of its own; what the model computes is what it computes without one.
+    # Each type has its own cache code; the truth is the result without a cache.
     try:
         uncached = _truths(folder, loaded, use_cache=False)
     except Exception as error:
@@ -155,7 +155,7 @@ def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:
 
 
 def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_Truth]:
-    """The oracle's answers to prompts for which they are beyond doubt."""
+    """The oracle's answers to prompts for which they do not depend on rounding."""
     oracle = Oracle.of(folder, use_cache)
     for seed in _SEEDS:
         numbers = random.Random(seed)
@@ -166,7 +166,7 @@ def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_
         if all(float(margin) >= _MIN_MARGIN for margin in margins):
             break
     else:
-        raise Meaningless("its greedy tokens are always a matter of rounding")
+        raise Meaningless("its greedy tokens always depend on rounding")
     _check_attention_matters(oracle, prompts[-1], answers[-1][1])
     return [
         _Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
@@ -175,7 +175,7 @@ def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_
 
 
 def _check_attention_matters(oracle: Oracle, prompt: list[int], logits: torch.Tensor) -> None:
-    """Other tokens a little before the end of the prompt must change what follows."""
+    """Other tokens shortly before the end of the prompt must change the next logits."""
     other = list(prompt)
     other[-THRESHOLD:-1] = reversed(other[-THRESHOLD:-1])
     _, changed = oracle.logits(tuple(other), 1)
@@ -184,7 +184,7 @@ def _check_attention_matters(oracle: Oracle, prompt: list[int], logits: torch.Te
 
 
 def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: int) -> str | None:
-    """Run all prompts at once over the paged KV; what differs from the truth, if anything does."""
+    """Run all prompts at once over the paged KV; returns the first difference from the truth, if any."""
     paged = PagedModel(loaded)
     everything = SamplingParams(num_logprobs=truths[0].logprobs.shape[-1])
     requests = [paged.request(truth.prompt, _NUM_NEW, sampling=everything) for truth in truths]

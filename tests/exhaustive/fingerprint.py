@@ -147,7 +147,7 @@ def _peer(index: int, peer: Peer) -> Form:
             forms = [form_of("Report", part.SerializeToString(deterministic=True), False) for part in parts]
             for form in forms:
                 numbers.stamps += form.stamps
-            told = tuple(form.template for form in forms), link.report._num_told
+            told = tuple(form.template for form in forms), link.report._num_sent
         # Not how many calls were stale: that decides something from MAX_STALE_CALLS on, which no world has faults enough for.
         linked = in_flight, told, link.is_unanswered
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]

@@ -20,7 +20,7 @@ from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.server import tell_of_invariance
+from kvpool.worker_service.server import log_batch_invariance
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEVER, PagedModel, load, quiet
@@ -78,7 +78,7 @@ def test_a_model_keeps_its_bits_where_no_partition_holds(loaded: LoadedModel) ->
         said = found(loaded)
         assert torch.equal(rows(loaded, 33), rows(loaded, NUM_TOKENS))
     assert said.is_promised
-    assert "an order of its own" in said.reason
+    assert "a fixed order" in said.reason
 
 
 def test_without_packed_products_nothing_is_promised(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_the_log_and_get_model_say_what_was_found(promised: bool, loaded: Loaded
     said = BatchInvariance(promised, 192, "as it was found")
     facts = replace(loaded.facts, batch_invariance=said)
     with capture_logs() as logs:
-        tell_of_invariance(facts)
+        log_batch_invariance(facts)
     (entry,) = logs
     assert entry["log_level"] == ("info" if promised else "warning")
     assert "as it was found" in entry["event"]

@@ -63,7 +63,7 @@ def test_control_groups_of_the_first_version(proc: Path, tmp_path: Path) -> None
 
 
 def test_a_machine_that_says_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Cannot tell the memory"):
+    with pytest.raises(ModelError, match="The memory of this machine is unknown"):
         read_cpu_memory(tmp_path, tmp_path)
 
 

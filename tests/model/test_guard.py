@@ -43,7 +43,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     [
         ("bart", {}, "encoder-decoder"),
         ("t5", {}, "encoder-decoder"),
-        ("bloom", {}, "not through transformers' AttentionInterface"),
+        ("bloom", {}, "not with transformers' AttentionInterface"),
         ("llama4_text", {}, "in chunks of"),
         ("qwen3_next", {}, "linear_attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
@@ -83,7 +83,7 @@ def test_positions_that_are_ignored_are_found_by_behaviour(tmp_path: Path) -> No
         init_std=0.5,
     )
     folder = save(AutoModelForCausalLM.from_config(decoder), tmp_path)
-    with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
         load(folder)
 
 
@@ -99,7 +99,7 @@ def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatc
     folder = save(build_model("llama", 0), tmp_path)
     load(folder)
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_zero)
-    with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
         load(folder)
 
 

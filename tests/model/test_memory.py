@@ -210,15 +210,15 @@ def test_what_an_error_says() -> None:
         plan_memory(GPU, replace(SETTINGS, num_blocks=50_000))
     assert str(caught.value) == (
         "A KV cache of 50000 blocks needs 97.66 GiB, but cuda:0 has room for 59.00 GiB: of 80.00 GiB, 2.00 GiB are in use "
-        "already, 16.00 GiB are for the weights and 3.00 GiB for a maximum batch. At most 30208 blocks fit "
+        "already, 16.00 GiB are needed for the weights and 3.00 GiB for a maximum batch. At most 30208 blocks fit "
         "(--num-blocks 30208, or --kv-cache-memory 63350767616)."
     )
     with pytest.raises(KVCacheTooLarge) as caught:
         plan_memory(GPU, replace(SETTINGS, gpu_memory_utilization=0.2))
     assert str(caught.value) == (
         "With --gpu-memory-utilization 0.2 no KV cache fits on cuda:0: at least 2 are needed (block 0 stays empty), 4.00 MiB "
-        "at 2.00 MiB per block of 16 tokens, but of 80.00 GiB, 2.00 GiB are in use already, 16.00 GiB are for the weights and "
-        "3.00 GiB for a maximum batch. Give --gpu-memory-utilization 0.263 or more."
+        "at 2.00 MiB per block of 16 tokens, but of 80.00 GiB, 2.00 GiB are in use already, 16.00 GiB are needed for the weights "
+        "and 3.00 GiB for a maximum batch. Give --gpu-memory-utilization 0.263 or more."
     )
     with pytest.raises(KVCacheTooLarge, match=r"No KV cache fits on cuda:0.* end other processes"):
         plan_memory(replace(GPU, other_bytes=70 * GIB), SETTINGS)
@@ -239,7 +239,7 @@ def test_the_budget_of_a_gpu_line_by_line() -> None:
         "activations of a maximum batch: 3.00 GiB (2,048 tokens of 64 sequences, measured)",
         "graphs: 0 B (none are captured)",
         "attention's workspace: 10.20 GiB (32.00 KiB for each token that a step reads)",
-        "KV cache: 40.80 GiB (20,889 blocks of 2.00 MiB, all that may be used and is not needed above)",
+        "KV cache: 40.80 GiB (20,889 blocks of 2.00 MiB, the rest of what may be used)",
         "left over: 8.00 GiB",
     ]
 
@@ -256,7 +256,7 @@ def test_the_budget_of_a_cpu_line_by_line() -> None:
         "KV cache: 50.50 MiB (101 blocks of 512.00 KiB, --num-blocks)",
         "left over: 9.70 GiB",
     ]
-    assert "20% of what is free" in [str(line) for line in plan_memory(CPU, SETTINGS).lines()][-2]
+    assert "20% of the free memory" in [str(line) for line in plan_memory(CPU, SETTINGS).lines()][-2]
 
 
 @given(FACTS, WISHES)

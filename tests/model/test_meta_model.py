@@ -58,7 +58,7 @@ def test_logits_are_counted_with_what_sampling_makes_of_them() -> None:
 
 
 def test_a_model_that_cannot_be_drawn_is_an_error_that_says_so() -> None:
-    with pytest.raises(UnsupportedModel, match="What bert needs cannot be told"):
+    with pytest.raises(UnsupportedModel, match="The needs of bert are unknown"):
         draw_blueprint(AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=3))
 
 

@@ -93,7 +93,7 @@ def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     assert len(prompts.parts) == len(decodes.parts) == num_seqs
     assert sum(len(part.token_ids) for part in prompts.parts) == min(num_tokens, num_seqs * max_model_len)
     assert late.parts[0].start + len(late.parts[0].token_ids) == max_model_len
-    told = batches.told_prompt()
+    told = batches.prompt_with_logprobs()
     rows = told.parts[0].prompt_rows
     assert (0 if rows is None else len(rows.targets)) == min(num_tokens, max_model_len) - 1
     assert (decodes.parts[0].start > 0) == (max_model_len > block_size)

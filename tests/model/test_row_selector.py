@@ -82,7 +82,7 @@ def test_a_model_that_uses_its_head_otherwise_is_refused(model: ScalingModel, co
 
 
 def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="names no output embeddings"):
+    with pytest.raises(UnsupportedModel, match="has no output embeddings"):
         RowSelector(SimpleNamespace(get_output_embeddings=lambda: None))
 
 

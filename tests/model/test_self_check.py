@@ -76,7 +76,7 @@ def test_what_depends_on_the_row_is_seen(
     model: Any, mistake: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LlamaMLP, "forward", mistake)
-    with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
         check(model)
 
 
@@ -96,7 +96,7 @@ def test_a_window_that_is_one_off_is_seen(model: Any, told: int, monkeypatch: py
     if told == WINDOW:
         check(model)
     else:
-        with pytest.raises(UnsupportedModel, match="computes something else over paged KV"):
+        with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
             check(model)
 
 

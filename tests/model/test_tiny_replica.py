@@ -137,7 +137,7 @@ def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) 
 def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:
     """llama4 scales queries beyond position 8,191, and counts in the packed row: shorter texts are not safe either."""
     chunked = config("llama4_text", attention_chunk_size=8192, floor_scale=8192)
-    with pytest.raises(UnsupportedModel, match="computes something else over paged KV") as refused:
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV") as refused:
         check_twin(chunked, 4096)
     assert "--max-model-len" not in str(refused.value)
 
@@ -187,7 +187,7 @@ def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kin
     register()
     model = build_twin(changing)
     guarded_layers(model, changing, torch.float32, CPU, ORIGINAL)
-    with pytest.raises(UnsupportedModel, match=r"beside a neighbour at position 63.*smaller --max-model-len"):
+    with pytest.raises(UnsupportedModel, match=r"with a neighbour at position 63.*smaller --max-model-len"):
         guarded_layers(model, changing, torch.float32, CPU, 2 * ORIGINAL)
 
 
@@ -222,8 +222,8 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "words"),
     [
-        (None, f"at most {ORIGINAL} tokens, computed as transformers computes them"),
-        (2 * ORIGINAL, f"differ from what transformers generates; --max-model-len {ORIGINAL}"),
+        (None, f"at most {ORIGINAL} tokens, equal to those of transformers"),
+        (2 * ORIGINAL, f"differ from those of transformers; --max-model-len {ORIGINAL}"),
     ],
 )
 def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, words: str) -> None:
@@ -237,7 +237,7 @@ def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_twin() -
     """Phi-3.5-MoE scales its rotations by the length of the row: refused before weights are read, with the length that works."""
     moe = default_config("phimoe+longrope")
     fix_longrope(moe, 8192)
-    with pytest.raises(UnsupportedModel, match=r"computes something else[^G]*Give --max-model-len 4096 or less"):
+    with pytest.raises(UnsupportedModel, match=r"computes other logits[^G]*Give --max-model-len 4096 or less"):
         check_twin(moe, 8192)
     check_twin(moe, 4096)
 

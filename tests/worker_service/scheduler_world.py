@@ -124,7 +124,8 @@ class SchedulerWorld:
     def end(self, request: Request) -> None:
         """Its reader has gone, or it was refused. Nothing happens if it has ended."""
         self.open.discard(request.params.sequence_id)
-        self.scheduler.remove(request)
+        if self.scheduler.find(request.sequence.id) is request:
+            self.scheduler.remove(request)
 
     def talk(self, *, lose_answer: bool = False, num_to_park: int = 0, num_cached_blocks: int = 0) -> None:
         """An Allocate of all candidates, and its answer: the first so many are told to wait for a prefix; of the others those that

@@ -47,9 +47,9 @@ def test_every_field_arrives() -> None:
 def test_a_continuation_tells_nothing_of_its_prompt() -> None:
     asked = request()
     asked.prompt_logprobs = 0
-    assert decode_generate(asked, PROMPTS).tells_prompt_logprobs
+    assert decode_generate(asked, PROMPTS).wants_prompt_logprobs
     asked.num_delivered_tokens = 1
-    assert not decode_generate(asked, PROMPTS).tells_prompt_logprobs
+    assert not decode_generate(asked, PROMPTS).wants_prompt_logprobs
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])

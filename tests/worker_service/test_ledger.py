@@ -100,7 +100,7 @@ def test_hits_need_blocks_for_all_of_the_tokens() -> None:
     ledger = BlockLedger(4)
     _chain(ledger, 1, b"aaaa", b"bbbb")
     for blocks, tokens in (([], b"aaaa"), ([1], b"aaaabbbb"), ([1], b"aaaab"), ([1, 2], b"aaaabbbbcccc")):
-        with pytest.raises(DisagreementError, match=f"the {len(blocks)} blocks handed out hold"):
+        with pytest.raises(DisagreementError, match=f"the {len(blocks)} blocks returned hold"):
             _accept(ledger, blocks, tokens)
     _accept(ledger, [], b"")
 

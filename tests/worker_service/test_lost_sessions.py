@@ -189,5 +189,5 @@ async def test_an_unanswered_worker_leaves_all_the_same(monkeypatch: pytest.Monk
     link.cancel()
     with capture_logs() as lines:
         await asyncio.wait_for(asyncio.gather(link, return_exceptions=True), 20)
-    assert [line["event"] for line in lines] == ["left without a good-bye"]
+    assert [line["event"] for line in lines] == ["left without deregistering"]
     assert not world.link.has_left

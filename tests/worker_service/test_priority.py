@@ -1,4 +1,4 @@
-"""The forward pass stands back behind the rest of the worker."""
+"""The forward pass runs at a lower priority than the rest of the worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvpool.worker_service.cpu_share import stand_back
+from kvpool.worker_service.cpu_share import lower_priority
 from tests.cluster.in_process import in_process_cluster
 from tests.tiny_models import make_tiny_model
 
@@ -30,10 +30,10 @@ def _in_a_thread(work: Callable[[], Result]) -> Result:
         return thread.submit(work).result()
 
 
-def test_only_the_thread_that_asks_and_its_children_stand_back() -> None:
+def test_only_the_calling_thread_and_its_children_get_a_lower_priority() -> None:
     def ask() -> tuple[int, int]:
-        stand_back(7)
-        stand_back(3)  # nobody comes forward again
+        lower_priority(7)
+        lower_priority(3)  # never raises it again
         return _nice(), _in_a_thread(_nice)
 
     before = _nice()
@@ -42,7 +42,7 @@ def test_only_the_thread_that_asks_and_its_children_stand_back() -> None:
 
 
 @pytest.mark.parametrize("model_nice", [0, 5])
-async def test_a_workers_steps_stand_back_as_far_as_its_setting_says(tmp_path: Path, model_nice: int) -> None:
+async def test_a_workers_steps_run_at_the_nice_value_of_its_setting(tmp_path: Path, model_nice: int) -> None:
     model = make_tiny_model("llama", tmp_path / "model")
     async with in_process_cluster(model.path, tmp_path, model_nice=model_nice) as cluster:
         thread = cluster.worker.engine._model_thread

@@ -52,11 +52,11 @@ def test_a_longer_wait_is_more_patience() -> None:
 
 def test_another_answer_in_between_begins_it_anew() -> None:
     patience = Patience()
-    assert not patience.is_tried
+    assert not patience.is_waiting
     patience.pause(6.0, 0.0)
-    assert patience.is_tried
+    assert patience.is_waiting
     patience.restore()
-    assert not patience.is_tried
+    assert not patience.is_waiting
     assert patience.pause(6.0, 100.0) is not None
 
 

@@ -87,7 +87,7 @@ def test_a_refusal_says_what_there_is_and_what_to_change() -> None:
     queue.world.submit(30, 1)
     queue.world.submit(40, 1)
     error = queue.refused()
-    assert "2 requests with 70 prompt tokens wait, at most 2 and 70 may" in error.message
+    assert "2 requests with 70 prompt tokens are waiting, the limits are 2 and 70" in error.message
     assert "--max-num-waiting" in error.message
     answer = status.of_error(error)
     assert answer.code == code_pb2.RESOURCE_EXHAUSTED

@@ -12,23 +12,15 @@ from prometheus_client import generate_latest
 from kvpool.process.metrics import MetricsPage
 from kvpool.worker_service import throughput
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.labels import WorkerLabels
 from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
+from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
 from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
-LABELS = WorkerLabels(
-    version="1",
-    model_name="tracer",
-    dtype="float32",
-    device="cpu",
-    block_size=4,
-    num_blocks=65,
-    bytes_per_block=512,
-    prefix_caching=True,
-)
+FACTS = ModelFacts("tracer", "", "", "float32", "cpu", 1, 1, (), None, None, {})
+BYTES_PER_BLOCK = 512
 VLLM_TYPES = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -54,7 +46,7 @@ VLLM_TYPES = {
 
 def look(world: World) -> Scrape:
     page = MetricsPage()
-    WorkerMetrics(world.engine, world.link, LABELS, lambda: 0).fill(page)
+    WorkerMetrics(world.engine, world.link, FACTS, BYTES_PER_BLOCK, lambda: 0).fill(page)
     return Scrape(generate_latest(page).decode())
 
 
@@ -187,13 +179,13 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
     world = one_world()
     async with world.running():
         line = ThroughputLog(world.engine, clock=lambda: now)
-        line.look()
+        line.log_change()
         assert said.lines == []
         for _ in range(2):
             await world.generate(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
-        line.look()
+        line.log_change()
         assert said.lines == [
             {
                 "event": "throughput",
@@ -206,7 +198,7 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
             }
         ]
         now += 10.0
-        line.look()
+        line.log_change()
         assert len(said.lines) == 1
 
 
@@ -223,7 +215,7 @@ async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeyp
             await asyncio.sleep(0.001)
         line = ThroughputLog(world.engine, clock=lambda: now)
         now += 10.0
-        line.look()
+        line.log_change()
         gate.set()
         world.engine.abort(request)
     (told,) = said.lines

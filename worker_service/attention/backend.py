@@ -1,4 +1,4 @@
-"""The interface behind which attention kernels live."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .packing import Packing
 class AttentionBackend(Protocol):
     """Reads and writes the paged KV of all layers. One step at a time, from one thread.
 
-    Slots that no token of the step's sequences has written hold anything, NaN included: a backend never lets them
-    into the arithmetic, not even with weight 0. Only block 0, the null block, may be read as padding: it is zero.
+    Slots that no token of the step's sequences has written may hold any value, NaN included: a backend must keep them out of the
+    arithmetic, even with weight 0. Only block 0, the null block, may be read as padding: it is zero.
     """
 
     def begin(self, packing: Packing) -> None:
-        """Make the metadata of the next step; every attend until the next begin uses it."""
+        """Build the metadata of the next step, used by every attend until the next begin."""
         ...
 
     def attend(

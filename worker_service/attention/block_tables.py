@@ -1,4 +1,4 @@
-"""The block tables of the running sequences in one tensor on the device, which is told only what changes."""
+"""The block tables of the running sequences in one tensor on the device; only changes are copied."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Placement(NamedTuple):
-    """Where the tables of a step are, and what the device must be told so that they are."""
+    """The rows of a step's tables, and the entries to copy to the device."""
 
     rows: IntArray
     """[N] row of each table; two tables of a step have different rows unless they are the same list."""
     tables: list[IntArray]
-    """The tables as arrays; views, good until the next placement."""
+    """The tables as arrays; views, valid until the next placement."""
     changed: IntArray
-    """[M] places in the flattened tensor."""
+    """[M] indices into the flattened tensor."""
     values: IntArray
-    """[M] block ids that belong there."""
+    """[M] block ids to write there."""
 
 
 class BlockTables:
-    """[max_num_seqs, max_blocks_per_seq] block ids; grows when more is needed.
+    """[max_num_seqs, max_blocks_per_seq] block ids; grows as needed.
 
-    A row belongs to the sequence that was placed there, until another one needs it and no row is free: then the sequence that
-    has not been in a step for the longest time gives its row up. What rows hold beyond the tables of the step is left over from
-    earlier ones. Steps and changes go to the device in order, so a row changes only after the step that used it.
+    A sequence keeps its row until no row is free for another one; then the least recently used row is reassigned. Entries of a row
+    beyond the tables of the step are left from earlier ones. The device executes steps and changes in order, so a row changes only
+    after the step that used it.
 
-    Right whoever a row belonged to: a copy on the host says what the device has, and all that differs from the table is written.
+    The result does not depend on a row's earlier owner: the host has a copy of the tensor, and every entry that differs from the
+    table is written.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int = 1, max_blocks_per_seq: int = 1) -> None:
@@ -45,19 +46,19 @@ class BlockTables:
         self.forget()
 
     def forget(self) -> None:
-        """Take nothing for granted of what the device has; every table is written anew."""
+        """Assume nothing about the tensor on the device; every table is written again."""
         num_rows, width = self.tensor.shape
-        # 0 says that nothing is known: no table names the null block. Zeros take memory only where they are touched.
+        # 0 means unknown: no table contains the null block. Zeros take memory only once they are written.
         self._copy = np.zeros((num_rows, width), dtype=np.int64)
         self._seen: list[list[int]] = [[] for _ in range(num_rows)]
-        """The table that each row was last told, as a list: comparing lists is faster than making arrays of them."""
+        """The table last written to each row, as a list: lists are compared faster than converted to arrays."""
         self._row_of: dict[int, int] = {}
-        """By the identity of the table, the one that was placed longest ago first. A list that takes the identity of one that is
-        gone takes its row too, which costs nothing but the writing."""
+        """Row by the id() of the table, least recently placed first. A new list with the id of a deleted one gets its row, which
+        costs only the writing."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     def num_known(self, tables: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
-        """Of each table, how many of the first entries its row holds already."""
+        """Per table, the number of leading entries that its row already holds."""
         return [self._num_known(table, self._row_of.get(key)) for table, key in zip(tables, keys, strict=True)]
 
     def _num_known(self, table: list[int], row: int | None) -> int:
@@ -67,10 +68,10 @@ class BlockTables:
         return len(seen) if table[: len(seen)] == seen else 0
 
     def place(self, tables: Sequence[list[int]], keys: Sequence[int], num_known: Sequence[int]) -> Placement:
-        """Give every table its row. The caller writes `values` to the places `changed` of the tensor before the step.
+        """Assign a row to every table. The caller writes `values` to `changed` of the tensor before the step.
 
-        tables: lists that nobody changes any more. keys: the same for the same sequence in different steps.
-        num_known: what num_known says of these tables now.
+        tables: lists that no longer change. keys: the same for the same sequence in different steps. num_known: the result of
+        num_known for these tables.
         """
         if self._grow(len(set(keys)), max(map(len, tables))):
             num_known = [0] * len(tables)
@@ -104,13 +105,13 @@ class BlockTables:
                 self._row_of[key] = row
         for key in keys:
             if key not in self._row_of:
-                # Those of this step are at the end, and there are no more of them than rows.
+                # Rows of this step are at the end, and there are at least as many rows as tables.
                 row = self._free.pop() if self._free else self._row_of.pop(next(iter(self._row_of)))
                 self._row_of[key] = row
         return [self._row_of[key] for key in keys]
 
     def _update(self, row: int, table: list[int], num_known: int) -> IntArray:
-        """Make the host's copy of the row begin with the table; returns the places in the row that were different."""
+        """Write the table to the host's copy of the row; returns the indices in the row that were different."""
         new = np.array(table[num_known:], dtype=np.int64)
         have = self._copy[row, num_known : len(table)]
         places: IntArray = np.flatnonzero(have != new) + num_known
@@ -120,7 +121,7 @@ class BlockTables:
 
 
 def _large_enough(have: int, needed: int) -> int:
-    """The next power of two, so that growing is rare."""
+    """The next power of two, so that the tensor rarely grows."""
     return max(have, 1 << (needed - 1).bit_length())
 
 

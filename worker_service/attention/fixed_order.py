@@ -1,7 +1,7 @@
-"""Softmax attention whose sums run in an order of its own: for a CPU whose matrix products keep none.
+"""Softmax attention that sums in a fixed order, for a CPU whose matrix products do not.
 
-It is many times slower than a matrix product. It is built from elementwise operations only. Products and sums of two numbers are
-rounded exactly wherever in a tensor they stand, and so each row has the same bits in every tensor.
+It is many times slower than a matrix product, because it consists of elementwise operations. Products and sums of two numbers are
+rounded the same at every place of a tensor, so each row has the same bits in every tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .softmax import Attended, Keys, hide, scores_of
 def attend_in_fixed_order(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
     """As attend, with the log-sum-exp. query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key.
 
-    Keys that a query does not see change no bit of its result, and neither does their number.
+    Keys that a query does not see, and their number, change no bit of its result.
     """
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
     scores = hide(scores_of(query, keys, scaling, softcap, product=matmul_in_fixed_order), keys)
     peak = scores.amax(dim=-1, keepdim=True)  # a maximum has no rounding
     weights = torch.exp(scores - peak).view(batch, kv_heads, -1, num_keys)
-    # The sum of the weights is one more column, so it runs in the same order.
+    # The sum of the weights is one more column, so it has the same order.
     value = torch.nn.functional.pad(keys.value.float(), (0, 1), value=1.0)
     sums = matmul_in_fixed_order(weights, value).view(batch, heads, length, -1)
     out, total = sums[..., :-1] / sums[..., -1:], sums[..., -1]
@@ -29,9 +29,9 @@ def attend_in_fixed_order(query: torch.Tensor, keys: Keys, scaling: float, softc
 
 
 def matmul_in_fixed_order(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left [..., M, K] · right [..., K, N], each sum from k = 0 upwards, one term at a time; zeros at the end change no bit."""
+    """left [..., M, K] · right [..., K, N], each sum term by term from k = 0 upwards; trailing zeros change no bit."""
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(left.shape[-1]):
-        # Not addcmul: it may round once in some places of a tensor and twice in others.
+        # Not addcmul: it may round once at some places of a tensor and twice at others.
         total += left[..., k, None] * right[..., k, None, :]
     return total

@@ -17,14 +17,14 @@ _INSTALL = "pip install '.[flash]' in a checkout of kvpool, which compiles it"
 
 
 def flash_problem(setting: AttentionSpec) -> str | None:
-    """Why flash-attn cannot serve this, as far as it can be told without running it."""
+    """Why flash-attn cannot serve this, without running it; None if it may."""
     if any(needs.has_sinks for needs in setting.needs):
         return "it has no attention sinks, which this model needs"
     return kernel_limits(setting) or (None if _function() else f"flash-attn is not installed ({_INSTALL})")
 
 
 def make_flash(_: AttentionSpec) -> PagedAttention:
-    """The backend. Raises RuntimeError where flash_problem would name one."""
+    """The backend. Raises RuntimeError where flash_problem returns a problem."""
     function = _function()
     if function is None:
         raise RuntimeError(f"flash-attn is not installed ({_INSTALL})")
@@ -32,7 +32,7 @@ def make_flash(_: AttentionSpec) -> PagedAttention:
 
 
 def flash_version() -> str:
-    """For people."""
+    """For the log."""
     try:
         return f"flash-attn {version('flash-attn')}"
     except PackageNotFoundError:
@@ -40,16 +40,16 @@ def flash_version() -> str:
 
 
 def _function() -> Callable[..., torch.Tensor] | None:
-    # The function, not the package: flash-attn-4 brings a namespace package of that name, which imports without it.
+    # The function, not the package: flash-attn-4 has a namespace package of the same name.
     try:
         function = getattr(importlib.import_module("flash_attn"), _NAME, None)
-    except (ImportError, OSError, RuntimeError):  # also a build for another torch or CUDA
+    except (ImportError, OSError, RuntimeError):  # not installed, or built for another torch or CUDA
         return None
     return function if callable(function) else None
 
 
 class FlashKernel:
-    """A PagedKernel out of flash_attn_varlen_func."""
+    """flash_attn_varlen_func as a PagedKernel."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self._function = function
@@ -65,7 +65,7 @@ class FlashKernel:
             max_seqlen_k=step.max_context_len,
             softmax_scale=call.scaling,
             causal=True,
-            # A window counts the token itself, their left side does not.
+            # A window counts the token itself, the kernel's left side does not.
             window_size=(-1 if layer.window is None else layer.window - 1, 0 if layer.window is not None else -1),
             softcap=call.softcap or 0.0,
             block_table=step.block_tables,

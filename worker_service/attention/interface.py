@@ -1,4 +1,4 @@
-"""The function that transformers calls in place of its own attention, and the binding of modules to it."""
+"""The function that transformers calls instead of its own attention, and the binding of modules to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layer import AttentionCall, AttentionTarget
 ATTENTION_NAME = "kvpool"
 _TARGET = "kvpool_target"
 
-# Arguments that a model may hand over and that change nothing here, with the values that are harmless.
+# Arguments that a model may pass without effect, with the accepted values.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "dropout": (0, None),
     "is_causal": (True, None),
@@ -22,25 +22,25 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_cache": (False, None),
     "return_dict": (True, False, None),
 }
-# Positions are in q and k already; which rows the head gets is no business of attention.
+# Positions are in q and k already; logits_to_keep concerns the output head.
 _IGNORED = frozenset({"position_ids", "logits_to_keep"})
 
 
 class UnsupportedAttention(RuntimeError):
-    """A model asks for something of its attention that we do not compute."""
+    """A model needs a kind of attention that is not supported."""
 
 
 def register() -> None:
-    """Make `attn_implementation="kvpool"` known to transformers. Idempotent.
+    """Register `attn_implementation="kvpool"` with transformers. Idempotent.
 
-    No mask is registered on purpose: transformers then builds none and passes attention_mask=None.
+    Deliberately without a mask function: transformers then builds no mask and passes attention_mask=None.
     """
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
 def bind(module: torch.nn.Module, target: AttentionTarget) -> None:
-    """Let the module's attention calls reach the target."""
-    # Into __dict__, past torch's own __setattr__: a plain attribute, found without torch's __getattr__.
+    """Route the module's attention calls to the target."""
+    # Directly into __dict__: a plain attribute, not a submodule, and faster than torch's __getattr__.
     module.__dict__[_TARGET] = target
 
 
@@ -50,7 +50,7 @@ def unbind(module: torch.nn.Module) -> None:
 
 
 def target_of(module: torch.nn.Module) -> AttentionTarget | None:
-    """What the module is bound to."""
+    """The target that the module is bound to; None if it is not bound."""
     target: AttentionTarget | None = module.__dict__.get(_TARGET)
     return target
 
@@ -67,7 +67,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One attention call of one module, handed to what the module is bound to; see AttentionTarget for shapes."""
+    """One attention call of one module, passed to its target; see AttentionTarget for shapes."""
     if attention_mask is not None:
         raise UnsupportedAttention(f"{type(module).__name__} passes an attention mask; only causal attention is known")
     for name, value_given in kwargs.items():

@@ -1,8 +1,8 @@
-"""With which shapes attention is batch-invariant on this machine, found by trying them on the heads that a model has.
+"""Finds shapes with which attention is batch-invariant on this machine, by trials with the model's heads.
 
-Which terms of a sum a BLAS adds first depends on the CPU, and on the length, the number and the place of the rows that it gets. So
-nothing is assumed. A text is computed at once; then pieces of it are computed alone, in company and at other offsets, with every
-number of keys that a product may have. The bits of each row must stay the same.
+The order in which a BLAS adds the terms of a sum depends on the CPU, and on the length, number and place of the rows. So nothing is
+assumed: a text is computed at once; then pieces of it are computed alone, with other texts and at other offsets, with every number
+of keys that a product may have. The bits of each row must be the same.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .torch_plan import Shapes
 
 
 def fixed_shapes(partition: int) -> Shapes:
-    """Shapes for products of which the number of rows and keys takes few values. partition: a multiple of 16."""
+    """Shapes that limit the rows and keys of a product to few numbers. partition: a multiple of 16."""
     key_multiple = next(multiple for multiple in (64, 32, 16) if partition % multiple == 0)
     return Shapes(partition, row_multiple=16, key_multiple=key_multiple)
 
 
 FIXED_SHAPES = tuple(fixed_shapes(partition) for partition in (256, 192, 128, 96, 64, 32, 16))
-"""In the order in which they are tried: longer segments need fewer calls and fewer merges."""
+"""In the order of the trials: longer segments need fewer calls and fewer merges."""
 OWN_SUMS = Shapes(partition=256, row_multiple=1, key_multiple=1, own_sums=True)
-"""The last resort. It depends on no BLAS, and is many times slower."""
+"""The last resort: independent of the BLAS, many times slower."""
 
 _VALUE_MULTIPLE = 4
 _BLOCK_SIZE = 16
 _MAX_KV_HEADS = 4
-"""More of them are only more products of the same shape."""
+"""More of them only add products of the same shape."""
 _MANY_ROWS = (33, 193, 769)
-"""Rows of a chunk: kernels change their tiling at some number of rows. torch's fused one does so at 192 and at 768."""
+"""Rows of a chunk: kernels change their tiling at some number of rows, torch's fused one at 192 and at 768."""
 _PRIME = 65_537
-"""Random numbers that are drawn; larger tensors repeat them. No row comes twice, because no size of a row divides it."""
+"""Random numbers drawn; larger tensors repeat them. Rows still differ, because no row size divides a prime."""
 _SCORE_DEVIATION = 1.0
-"""Standard deviation of the scores: every key has a weight that shows in the sum."""
+"""Standard deviation of the scores: every key has a noticeable weight in the sum."""
 
 
 class Rejected(NamedTuple):
-    """Shapes that do not hold here."""
+    """Shapes that are not batch-invariant here."""
 
     shapes: Shapes
     difference: str
@@ -55,26 +55,26 @@ class Rejected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the self-test has found for the layers of a model."""
+    """The self-test's result for the layers of a model."""
 
     shapes: Shapes
     """To be used, whether or not they hold."""
     holds: bool
-    """A row has the same bits whatever else is in the step."""
+    """A row has the same bits in every step."""
     rejected: tuple[Rejected, ...]
-    """What was tried before."""
+    """Shapes tried before."""
     seconds: float
 
     @property
     def how(self) -> str:
-        """What makes a row's bits its own, in a few words."""
+        """What makes it batch-invariant, in a few words."""
         if self.shapes.own_sums:
-            return "sums in an order of its own, which is slow"
+            return "sums in a fixed order, which is slow"
         padded = f", value heads padded to a multiple of {self.shapes.value_multiple}"
         return f"partitions of {self.shapes.partition} keys{padded if self.shapes.value_multiple > 1 else ''}"
 
     def describe(self) -> str:
-        """One line for the log: what was chosen, and why nothing longer was."""
+        """One line for the log: the choice, and why longer partitions were rejected."""
         why = "".join(f"; {shapes.partition} does not hold: {difference}" for shapes, difference in self.rejected[:1])
         if not self.holds:
             return f"not batch-invariant: no partition and no order of sums holds on this CPU{why}"
@@ -84,8 +84,8 @@ class Finding:
 def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     """The largest partition with which attention in float32 on the CPU is batch-invariant for all of these layers.
 
-    Call it in the thread that will run the steps, with the number of threads that they will have. Takes some tenths of a second;
-    shapes of layers that this process has tried already take nothing.
+    Call it in the thread that will run the steps, with their number of threads. Takes some tenths of a second; results are cached
+    per shape of layer.
     """
     started = time.monotonic()
     rejected: list[Rejected] = []
@@ -109,7 +109,7 @@ def _candidates(needs: Sequence[LayerNeeds]) -> Iterator[Shapes]:
 
 
 def _cases(needs: Sequence[LayerNeeds], shapes: Shapes) -> list[LayerNeeds]:
-    """Each shape of a layer once; a window begins and ends in the text, and its length does not matter otherwise."""
+    """The distinct shapes of layers. A window is changed to one that begins and ends in the text."""
     assert shapes.partition is not None
     return list(dict.fromkeys(_case(each, shapes.partition) for each in needs))
 
@@ -117,7 +117,7 @@ def _cases(needs: Sequence[LayerNeeds], shapes: Shapes) -> list[LayerNeeds]:
 def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
     window = None if needs.window is None else partition + 9
     kv_heads = needs.num_kv_heads
-    if kv_heads > _MAX_KV_HEADS:  # an even number stays even, and so the rows in memory stay aligned as they were
+    if kv_heads > _MAX_KV_HEADS:  # an even number stays even, so that rows in memory keep their alignment
         kv_heads = _MAX_KV_HEADS - kv_heads % 2
     groups = needs.num_heads // needs.num_kv_heads
     return needs._replace(window=window, num_heads=groups * kv_heads, num_kv_heads=kv_heads)
@@ -129,13 +129,13 @@ def _tried(needs: LayerNeeds, shapes: Shapes) -> str | None:
 
 @lru_cache(maxsize=256)
 def _difference(needs: LayerNeeds, shapes: Shapes, num_threads: int) -> str | None:
-    """The first difference in bits that is found for such a layer, None if there is none. The threads are only part of the key."""
+    """The first difference in bits for such a layer; None if there is none. num_threads is only part of the cache key."""
     with torch.inference_mode():
         return _Trial(needs, shapes).run()
 
 
 def forget_trials() -> None:
-    """Try everything anew, because what products are computed with has changed."""
+    """Clear the cached results, after a change of the library that computes products."""
     _difference.cache_clear()
 
 
@@ -168,7 +168,7 @@ class _Text(NamedTuple):
 
 
 _LONG, _MAIN, _SHARER, _OTHER, _THIRD = range(5)
-"""Texts. The second and the third begin with the same segment, in the same blocks."""
+"""Texts. _MAIN and _SHARER begin with the same segment, in the same blocks."""
 _Pieces = list[tuple[int, int, int]]
 """Of (text, first position, end)."""
 
@@ -198,13 +198,13 @@ class _Trial:
             for (_, first, end), rows, expected in zip(pieces, self._attend(pieces), at_once, strict=True):
                 different = (rows != expected[first:end]).flatten(1).any(1)
                 if different.any():
-                    return self._tell(pieces, first, end, int(different.sum()))
+                    return self._describe(pieces, first, end, int(different.sum()))
         return None
 
     def _steps(self) -> Iterator[_Pieces]:
-        """Those that find most come first."""
+        """The steps that find most come first."""
         partition = self._partition
-        # The causal tile of a segment at once has all keys; a beginning of it has fewer, seen on both sides of every cut.
+        # At once, the causal tile of a segment has all keys; the start of a text has fewer. Every cut is tried.
         yield from ([(_MAIN, 0, end)] for end in range(self._step, partition, self._step))
         # Places of a row in its tile.
         yield from (
@@ -216,7 +216,7 @@ class _Trial:
         # Chunks.
         for length in (7, 17, 40):
             yield from ([(_MAIN, first, first + length)] for first in range(0, partition, partition // 3 + length))
-        # In company: the same kind of tile, and other kinds.
+        # With other texts: the same kind of tile, and other kinds.
         middle, border = partition // 2, partition + 3
         yield [(_OTHER, middle, middle + 1), (_MAIN, middle - 1, middle), (_THIRD, 2, 3)]
         yield [(_OTHER, border, border + 5), (_LONG, middle, middle + 5), (_MAIN, middle + 3, middle + 8)]
@@ -228,7 +228,7 @@ class _Trial:
         yield from ([(_LONG, partition + 5, partition + 5 + rows)] for rows in _MANY_ROWS)
 
     def _at_once(self, index: int) -> torch.Tensor:
-        """[T, Hq, Dv] of the whole text in one step. Its KV stays in its blocks."""
+        """[T, Hq, Dv] of the whole text in one step. Leaves its KV in its blocks."""
         text = self._texts[index]
         if not text.at_once:
             text.at_once.extend(self._attend([(index, 0, len(text.query))]))
@@ -276,9 +276,9 @@ class _Trial:
         size = math.prod(shape)
         return drawn.repeat(-(-size // _PRIME))[:size].view(shape)
 
-    def _tell(self, pieces: _Pieces, first: int, end: int, num_different: int) -> str:
+    def _describe(self, pieces: _Pieces, first: int, end: int, num_different: int) -> str:
         needs = self._needs
-        company = "alone" if len(pieces) == 1 else "in company"
+        company = "alone" if len(pieces) == 1 else "with other texts"
         return (
             f"{num_different} of the rows {first} … {end - 1}, computed {company}, have other bits than at once "
             f"({needs.num_heads} heads, {needs.num_kv_heads} KV heads, head sizes {needs.k_head_dim} and {needs.v_head_dim})"

@@ -1,4 +1,4 @@
-"""One attention layer's KV and what it is bound to."""
+"""The KV of an attention layer, and the types of attention calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class AttentionCall(NamedTuple):
-    """What a model asks for beside q, k and v, in one call of one layer."""
+    """Arguments of one attention call besides q, k and v."""
 
     scaling: float
     """Factor on q·k."""
@@ -22,7 +22,7 @@ class AttentionCall(NamedTuple):
 
 
 class LayerNeeds(NamedTuple):
-    """What a layer asks of attention, in every step."""
+    """Shapes and options of a layer's attention, the same in every step."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,7 +35,7 @@ class LayerNeeds(NamedTuple):
 
 
 class AttentionTarget(Protocol):
-    """What an attention module is bound to: the paged layer in service, a recorder while loading."""
+    """The target of a bound attention module: the paged layer in service, a recorder while loading."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""Attention over all keys of a row out of attention over its segments, merged from left to right."""
+"""Attention over all keys of a row, merged from attention over its segments from left to right."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Piece(NamedTuple):
     """Attention of some rows of a step over one segment each."""
 
     rows: torch.Tensor | None
-    """[N] rows, each there once; None: all rows in their order."""
+    """[N] distinct rows; None: all rows in order."""
     attended: Attended
     is_first: bool
-    """No piece before this one has any of these rows."""
+    """No earlier piece has any of these rows."""
 
 
 class _Running(NamedTuple):
@@ -28,11 +28,11 @@ class _Running(NamedTuple):
     peak: torch.Tensor
     """[ΣT, Hq] float32."""
     weight: torch.Tensor | None
-    """[ΣT, Hq] float32; None: 1 everywhere, as behind the first segment."""
+    """[ΣT, Hq] float32; None: 1 everywhere, as after the first segment."""
 
 
 def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
-    """The outputs of pieces of which no two have a row in common, [ΣT, Hq, Dv]. All rows must be in one."""
+    """The outputs of pieces without common rows, [ΣT, Hq, Dv]. Every row must be in one piece."""
     joined: torch.Tensor | None = None
     for rows, attended, _ in pieces:
         if rows is None:
@@ -47,8 +47,8 @@ def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
 def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attention over the union of each row's segments, [ΣT, Hq, Dv] in float32; every piece has a log-sum-exp.
 
-    Online softmax, as in FlashAttention, in the order of the pieces. Only exp is not rounded exactly, and torch computes it alike
-    wherever in a tensor a number stands, which cannot be said of logaddexp or sigmoid. sinks: [Hq] logits without a value.
+    Online softmax, as in FlashAttention, in the order of the pieces. exp is the only operation that is not rounded exactly, and
+    torch computes it the same at every place of a tensor, unlike logaddexp and sigmoid. sinks: [Hq] logits without a value.
     """
     running: _Running | None = None
     for piece in pieces:
@@ -63,7 +63,7 @@ def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = N
 
 def _add(running: _Running | None, piece: Piece, num_rows: int) -> _Running:
     rows, (out, lse), is_first = piece
-    assert lse is not None, "asked for where there is more than one segment"
+    assert lse is not None, "computed if there is more than one segment"
     if rows is None:
         return _Running(out, lse, None) if running is None else _more(running, out, lse)
     if running is None:
@@ -74,14 +74,14 @@ def _add(running: _Running | None, piece: Piece, num_rows: int) -> _Running:
         some = _Running(out.float(), lse, torch.ones_like(lse))
     else:
         some = _more(_Running(*(tensor.index_select(0, rows) for tensor in whole)), out, lse)
-    assert some.weight is not None, "given, or of two segments"
+    assert some.weight is not None, "set above, or by _more"
     for tensor, values in zip(whole, (some.sum, some.peak, some.weight), strict=True):
         tensor.index_copy_(0, rows, values)
     return _Running(*whole)
 
 
 def _more(running: _Running, out: torch.Tensor, lse: torch.Tensor) -> _Running:
-    """With one more segment behind those so far."""
+    """The state after one more segment."""
     peak = torch.maximum(running.peak, lse)
     before, now = (running.peak - peak).exp_(), (lse - peak).exp_()
     total = (running.sum * before[..., None]).add_(out * now[..., None])
@@ -89,7 +89,7 @@ def _more(running: _Running, out: torch.Tensor, lse: torch.Tensor) -> _Running:
 
 
 def _nothing(num_rows: int, out: torch.Tensor, lse: torch.Tensor) -> _Running:
-    """Rows that have seen no key yet: adding the first segment gives that segment, to the bit."""
+    """Rows without keys: adding the first segment gives that segment, bit by bit."""
     shape = (num_rows, *lse.shape[1:])
     lowest = torch.finfo(torch.float32).min
     return _Running(

@@ -1,4 +1,4 @@
-"""How the new tokens of a step lie in one packed row, and where their KV goes."""
+"""The layout of a step's new tokens in one packed row, and the slots of their KV."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from .block_tables import BlockTables, IntArray
 
 _NUMBERS_PER_PART = 6
-"""That go to the device in a step of decodes: row, start, length, shift, and a new block with its place."""
+"""Numbers copied to the device per decode: row, start, length, shift, and a new block with its index."""
 
 
 class PackedPart(Protocol):
-    """What packing needs to know of one sequence's part of a step; the engine's SequencePart has it."""
+    """The fields of the engine's SequencePart that packing reads."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -29,7 +29,7 @@ class PackedPart(Protocol):
 
 
 class StepSizes(NamedTuple):
-    """How large steps become."""
+    """Largest sizes of a step."""
 
     max_num_seqs: int = 1
     max_num_tokens: int = 1
@@ -41,7 +41,7 @@ class PackingError(ValueError):
 
 
 class PartTensors(NamedTuple):
-    """What the device knows of the parts of a step, in their order."""
+    """The parts of a step on the device, in order."""
 
     rows: torch.Tensor
     """[N] int64: row of the part's sequence in the block tables."""
@@ -50,24 +50,24 @@ class PartTensors(NamedTuple):
     query_lens: torch.Tensor
     """[N] int64, see Packing."""
     block_tables: torch.Tensor
-    """[max_num_seqs, max_blocks_per_seq] int32; a row is good as far as the part's tokens reach."""
+    """[max_num_seqs, max_blocks_per_seq] int32; a row is valid up to the part's last token."""
 
     def gather_tables(self, width: int) -> torch.Tensor:
-        """[N, width] int32: the parts' own rows, cut to the first `width` blocks."""
+        """[N, width] int32: the parts' rows, cut to the first `width` blocks."""
         return self.block_tables[:, :width].index_select(0, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The parts of a step one after the other in one row of ΣT tokens. Built once per step, shared by all layers.
+    """The parts of a step, concatenated to one row of ΣT tokens. Built once per step, shared by all layers.
 
-    Its tensors and arrays lie in buffers of the Packer that made it: they are good until it packs the next step.
+    Its tensors and arrays are in buffers of the Packer: they are valid until it packs the next step.
     """
 
     block_size: int
     device: torch.device
     starts: list[int]
-    """Per part: position of its first new token = number of tokens whose KV is in its blocks already."""
+    """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
     query_lens: list[int]
     """Per part: number of new tokens, at least 1."""
     offsets: list[int]
@@ -75,7 +75,7 @@ class Packing:
     tables: list[list[int]]
     """Per part: block ids from position 0, cut to the blocks that cover its new tokens."""
     table_arrays: list[IntArray]
-    """`tables` again, as arrays."""
+    """`tables` as arrays."""
     on_device: PartTensors
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
@@ -90,7 +90,7 @@ class Packing:
 
     @property
     def context_lens(self) -> list[int]:
-        """Per part: tokens whose KV exists once this step's writes are done."""
+        """Per part: number of tokens with KV after this step."""
         return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
 
     def slots(self, part: int, first: int, end: int) -> IntArray:
@@ -101,10 +101,10 @@ class Packing:
 
 
 class Packer:
-    """Packs steps one after the other through the same buffers. The block tables stay on the device between them."""
+    """Packs step after step in the same buffers. The block tables stay on the device between steps."""
 
     def __init__(self, block_size: int, num_blocks: int, device: torch.device, sizes: StepSizes | None = None) -> None:
-        """The buffers are made for `sizes`; they grow where a step needs more."""
+        """The buffers are allocated for `sizes`; they grow if a step needs more."""
         sizes = sizes or StepSizes()
         self._block_size = block_size
         self._num_blocks = num_blocks
@@ -119,10 +119,10 @@ class Packer:
         self._slots = torch.empty_like(self._indices)
 
     def pack(self, parts: Sequence[PackedPart]) -> Packing:
-        """Lay out the parts in their order.
+        """Lay out the parts in order.
 
-        Raises PackingError, before anything has changed, when a part is empty, when its table is too short, or when it names a
-        block outside 1 … num_blocks − 1 (block 0 is the null block: nothing may be written there).
+        Raises PackingError, without a change, if a part is empty, its table is too short, or has a block outside
+        1 … num_blocks − 1 (block 0 is the null block, which is never written).
         """
         size = self._block_size
         starts = [part.start for part in parts]
@@ -155,7 +155,7 @@ class Packer:
             part_tensors = PartTensors(rows, on_device, lengths, self.block_tables.tensor)
             positions, slots = self._locate(part_tensors, shifts, ends[-1])
         except BaseException:
-            self.block_tables.forget()  # nobody knows how far the device got
+            self.block_tables.forget()  # the device may have some of the changes
             raise
         return Packing(
             block_size=size,
@@ -183,7 +183,7 @@ class Packer:
         return positions, slots
 
     def _check(self, index: int, part: PackedPart, table: list[int], num_known: int) -> None:
-        """Entries that were placed before were looked at then."""
+        """Raises PackingError. Checks only new entries of the table."""
         num_tokens = len(part.token_ids)
         if not num_tokens or part.start < 0:
             raise PackingError(f"part {index} has {num_tokens} tokens from position {part.start}")
@@ -194,7 +194,7 @@ class Packer:
             )
         new = table[num_known:]
         if new and (min(new) < 1 or max(new) >= self._num_blocks):
-            raise PackingError(f"part {index} names a block outside 1 … {self._num_blocks - 1}: {table}")
+            raise PackingError(f"part {index} has a block outside 1 … {self._num_blocks - 1}: {table}")
 
 
 def pack(parts: Sequence[PackedPart], block_size: int, num_blocks: int, device: torch.device) -> Packing:
@@ -203,14 +203,14 @@ def pack(parts: Sequence[PackedPart], block_size: int, num_blocks: int, device: 
 
 
 def _check_one_writer(tables: Sequence[list[int]], starts: Sequence[int], block_size: int) -> None:
-    # Two sequences that write one block would corrupt each other silently; sealed blocks are never written at all.
+    # Two sequences that write one block would corrupt each other silently; sealed blocks are never written.
     written = [block for table, start in zip(tables, starts, strict=True) for block in table[start // block_size :]]
     if len(set(written)) != len(written):
         raise PackingError("two tokens of the step write the same slot: two parts share a block that is not sealed")
 
 
 class Staging:
-    """int64 numbers, written on the host and read on the device. On a CPU both are the same memory."""
+    """A buffer of int64 numbers, written on the host and read on the device. On a CPU both are the same memory."""
 
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
         self._device = device
@@ -224,11 +224,11 @@ class Staging:
         self._there = torch.empty(capacity, dtype=torch.int64, device=self._device) if on_gpu else self._host
 
     def send(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
-        """The arrays on the device, in their order; good until the next send."""
+        """The arrays on the device, in order; valid until the next send."""
         lengths = [array.size for array in arrays]
         num_numbers = sum(lengths)
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be reading what is overwritten now
+            self._copied.synchronize()  # the last copy may still read the buffer
         if num_numbers > self._host.numel():
             self._allocate(1 << (num_numbers - 1).bit_length())
         np.concatenate(arrays, out=self._array[:num_numbers])

@@ -11,14 +11,14 @@ from .packing import Packing
 
 
 class PagedStep(NamedTuple):
-    """A step as such kernels take it."""
+    """A step in the kernels' format."""
 
     block_tables: torch.Tensor
-    """[N, width] int32; entries behind a part's last token are anything."""
+    """[N, width] int32; entries after a part's last token may have any value."""
     query_ends: torch.Tensor
-    """[N + 1] int32: 0, and behind each part the number of tokens so far."""
+    """[N + 1] int32: 0, then the cumulative number of tokens."""
     context_ends: torch.Tensor
-    """[N + 1] int32: 0, and behind each part the number of keys so far."""
+    """[N + 1] int32: 0, then the cumulative number of keys."""
     context_lens: torch.Tensor
     """[N] int32: keys of each part, its new tokens included."""
     max_query_len: int
@@ -29,12 +29,12 @@ class PagedKernel(Protocol):
     """Causal attention of packed queries over paged KV; the last query of a part sees its last key."""
 
     def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-        """query contiguous [ΣT, Hq, D] → [ΣT, Hq, D]. The KV of the step is written already."""
+        """query contiguous [ΣT, Hq, D] → [ΣT, Hq, D]. The step's KV is already written."""
         ...
 
 
 class PagedAttention:
-    """The AttentionBackend around such a kernel: writes the new KV, then lets the kernel read."""
+    """An AttentionBackend: writes the new KV, then calls a PagedKernel."""
 
     def __init__(self, kernel: PagedKernel) -> None:
         self._kernel = kernel
@@ -70,5 +70,5 @@ class PagedAttention:
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """[N] → [N + 1] int32, the sums from 0 on."""
+    """[N] → [N + 1] int32, the cumulative sums from 0."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

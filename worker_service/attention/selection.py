@@ -1,4 +1,4 @@
-"""Which attention backend serves: the one that is asked for, or the first that can, and only after a self-test."""
+"""Selects the attention backend: the requested one, or the first that passes its self-test."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .verification import SelfTestFailed, run_self_test
 BackendName = Literal["auto", "torch", "varlen", "flash"]
 
 _OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Tried where a backend fails its self-test, to be able to say with which it passes."""
+"""Tried if a requested backend fails its self-test, to recommend one with which it passes."""
 
 
 class UnsuitableBackend(RuntimeError):
-    """The backend that was asked for cannot serve. The message says why and what to change."""
+    """The requested backend cannot serve. The message says why and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Candidate:
 
     name: str
     problem: Callable[[AttentionSpec], str | None]
-    """Why it cannot, as far as that is known without running it."""
+    """Why it cannot, without running it; None if it may."""
     make: Callable[[AttentionSpec], AttentionBackend]
     describe: Callable[[], str]
-    """What it is, for the log."""
+    """Its version, for the log."""
     undo: Callable[[], None] = lambda: None
-    """Take back what make has changed in this process."""
+    """Undo what make has changed in this process."""
 
 
 CANDIDATES = (
@@ -54,8 +54,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """The backend of that name; auto: the first candidate that passes its self-test here, else plain torch.
 
-    say gets the line that tells which one runs and why the others do not. Raises UnsuitableBackend if a name is given and that
-    backend cannot serve; the block size is never changed to make it fit.
+    say gets one line: the choice, and why others were rejected. Raises UnsuitableBackend if the named backend cannot serve; the
+    block size is never changed to make it fit.
     """
     if name == "torch":
         return _torch(setting, say, [])
@@ -87,19 +87,19 @@ def _torch(setting: AttentionSpec, say: Callable[[str], None], reasons: Sequence
 
 def make_torch(dtype: torch.dtype, device: torch.device, needs: Sequence[LayerNeeds]) -> TorchAttention:
     """Plain torch for layers with these needs; in float32 on a CPU batch-invariant, if this CPU allows it."""
-    # Only the CPU has a fused kernel that returns the log-sum-exp; elsewhere merging would store all scores.
+    # Only the CPU has a fused kernel that returns the log-sum-exp; on other devices merging would store all scores.
     min_shared_tokens = MIN_SHARED_TOKENS if device.type == "cpu" else NEVER_SHARE
     finding = find_invariance(dtype, device, needs)
     return TorchAttention(dtype, min_shared_tokens, FREE_SHAPES if finding is None else finding.shapes)
 
 
 def find_invariance(dtype: torch.dtype, device: torch.device, needs: Sequence[LayerNeeds]) -> Finding | None:
-    """How the torch backend is batch-invariant for these layers, see find_shapes; None where it is not meant to be."""
+    """The result of find_shapes for these layers; None if the torch backend need not be batch-invariant there."""
     return find_shapes(needs) if dtype == torch.float32 and device.type == "cpu" else None
 
 
 def _try(candidate: Candidate, setting: AttentionSpec) -> tuple[AttentionBackend | None, str]:
-    """The backend if it serves, else why not."""
+    """The backend, or None and the reason."""
     problem = candidate.problem(setting)
     if problem is not None:
         return None, problem
@@ -108,7 +108,7 @@ def _try(candidate: Candidate, setting: AttentionSpec) -> tuple[AttentionBackend
         run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
     except SelfTestFailed as failed:
         reason = f"it failed its self-test: {failed}"
-    except Exception as error:  # what is installed may be broken in all ways
+    except Exception as error:  # a broken installation may raise anything
         reason = f"it could not be set up: {type(error).__name__}: {error}"
     else:
         return backend, ""

@@ -1,4 +1,4 @@
-"""Which sequences of a step read the same leading blocks, so that these can be attended once for all of them."""
+"""Finds sequences of a step with the same leading blocks, so that these are attended once for all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class SharedPrefix(NamedTuple):
     parts: list[int]
     """Indices of the parts, ascending; at least two."""
     num_blocks: int
-    """Leading blocks that all of them share and none of them writes in this step."""
+    """Leading blocks that all of them share and none writes in this step."""
 
     @property
     def saved_blocks(self) -> int:
-        """Block reads that attending once saves."""
+        """Block reads saved by attending once."""
         return (len(self.parts) - 1) * self.num_blocks
 
 
@@ -26,11 +26,11 @@ def find_shared_prefixes(
 ) -> list[SharedPrefix]:
     """Disjoint sets of parts that share leading blocks, each saving at least min_saved_tokens KV reads per layer.
 
-    Only blocks below every member's start count: their KV is complete, so no causal mask is needed. Where some members
-    share more blocks than all of them do, the cut that saves more is taken.
+    Only blocks below every member's start count: their KV is complete, so they need no causal mask. If some members share more
+    blocks than all do, the cut that saves more is chosen.
     """
     readable = [table[: start // block_size] for table, start in zip(tables, starts, strict=True)]
-    # In lexicographic order the tables that share leading blocks are neighbours, at every depth.
+    # In lexicographic order, tables that share leading blocks are neighbours, at every depth.
     order = sorted(range(len(readable)), key=readable.__getitem__)
     found = [SharedPrefix(sorted(order[run.first : run.end]), run.depth) for run in _best(_runs(readable, order))]
     found = [prefix for prefix in found if prefix.saved_blocks * block_size >= min_saved_tokens]
@@ -39,7 +39,7 @@ def find_shared_prefixes(
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbours first … end − 1 in the order that share `depth` blocks and no more, and the best cut of them."""
+    """Neighbours first … end − 1 that share exactly `depth` blocks, and the best cut of them."""
 
     depth: int
     first: int
@@ -49,10 +49,10 @@ class _Run:
     saved_blocks: int = 0
     """By the best cut."""
     is_whole: bool = True
-    """The best cut takes all members together, and not the inner runs."""
+    """The best cut is the whole run, not the inner runs."""
 
     def close(self, end: int) -> None:
-        """Decide on the cut; the inner runs are closed."""
+        """Decide on the cut. The inner runs must be closed."""
         self.end = end
         whole = (end - self.first - 1) * self.depth
         split = sum(run.saved_blocks for run in self.inner)
@@ -60,10 +60,9 @@ class _Run:
 
 
 def _runs(tables: Sequence[list[int]], order: Sequence[int]) -> list[_Run]:
-    """The outermost runs of at least two tables that share blocks, closed. Takes one pass over the neighbours.
+    """The outermost runs of at least two tables that share blocks, closed. One pass over the neighbours.
 
-    It keeps the runs that are still open, each inside the one before it, in a list and not in the call stack: there may be as
-    many of them as there are tables.
+    Open runs, each inside the one before it, are in a list and not on the call stack: there may be as many as tables.
     """
     outermost: list[_Run] = []
     is_open: list[_Run] = []
@@ -85,7 +84,7 @@ def _runs(tables: Sequence[list[int]], order: Sequence[int]) -> list[_Run]:
 
 
 def _best(outermost: list[_Run]) -> Iterator[_Run]:
-    """The runs whose members are taken together in the cut that saves most."""
+    """The runs of the cut that saves most."""
     waiting = list(outermost)
     while waiting:
         run = waiting.pop()
@@ -96,7 +95,7 @@ def _best(outermost: list[_Run]) -> Iterator[_Run]:
 
 
 def _common_length(left: list[int], right: list[int]) -> int:
-    """Number of leading blocks that two tables share. Compares slices, whose loops are not Python's."""
+    """Number of leading blocks that two tables share. Compares slices, which is faster than a loop in Python."""
     length, step = 0, 1
     while left[length : length + step] == right[length : length + step] and length < len(left):
         length += step

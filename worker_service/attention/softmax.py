@@ -1,4 +1,4 @@
-"""Softmax attention over keys that are already gathered, with the log-sum-exp that lets partial results be merged."""
+"""Softmax attention over gathered keys, with the log-sum-exp for merging partial results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Attended(NamedTuple):
     out: torch.Tensor
     """[B, Hq, T, Dv]."""
     lse: torch.Tensor | None
-    """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys; None where nobody asked for it."""
+    """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys; None if not requested."""
 
 
 class Keys(NamedTuple):
-    """Gathered keys and values with the rule of who sees what."""
+    """Gathered keys and values, and their visibility to queries."""
 
     key: torch.Tensor
     """[B, Hkv, S, Dk]."""
@@ -39,7 +39,7 @@ def attend(
         return attend_plainly(query, keys, scaling, softcap)
     if query.device.type == "cpu" and fused_cpu_attention_works():
         return _fused_cpu(query, keys, scaling)
-    # On a CPU torch's function makes its rows in ways that depend on how many there are.
+    # On a CPU, torch's function computes a row in ways that depend on the number of rows.
     if need_lse or query.device.type == "cpu":
         return attend_plainly(query, keys, scaling)
     return attend_publicly(query, keys, scaling)
@@ -48,7 +48,7 @@ def attend(
 def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
     key, value = keys.key, keys.value
     k_dim, v_dim = key.shape[-1], value.shape[-1]
-    if k_dim != v_dim:  # the kernel knows one head size; zeros change neither scores nor values
+    if k_dim != v_dim:  # the kernel has one head size; zeros change neither scores nor values
         wide = max(k_dim, v_dim)
         query, key = (torch.nn.functional.pad(tensor, (0, wide - k_dim)) for tensor in (query, key))
         value = torch.nn.functional.pad(value, (0, wide - v_dim))
@@ -59,9 +59,9 @@ def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
 
 
 def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
-    """Through torch's public function, which picks a kernel for the device but keeps the log-sum-exp to itself."""
+    """With torch's public function, which selects a kernel for the device but does not return the log-sum-exp."""
     groups = query.shape[1] // keys.key.shape[1]
-    # Repeated by hand: with a mask and grouped heads no fused CUDA kernel is chosen, and the scores would be stored.
+    # Repeated here: with a mask and grouped heads torch selects no fused CUDA kernel, and stores the scores.
     key, value = keys.key.repeat_interleave(groups, dim=1), keys.value.repeat_interleave(groups, dim=1)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=keys.mask, is_causal=keys.causal, scale=scaling
@@ -70,7 +70,7 @@ def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended
 
 
 def attend_plainly(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
-    """In plain matrix products and float32; stores all scores. Takes everything, runs everywhere."""
+    """With matrix products in float32; stores all scores. For all arguments and devices."""
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
     scores = hide(scores_of(query, keys, scaling, softcap), keys)
@@ -87,10 +87,10 @@ def scores_of(
     softcap: float | None,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """Scores [B, Hq, T, S] in float32 of all queries with all keys, before any is hidden."""
+    """Scores [B, Hq, T, S] in float32 of all queries and keys, without the mask."""
     batch, heads, length, dim = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
-    # The query heads of one KV head stand together, so K and V need no repetition.
+    # The query heads of one KV head are adjacent, so K and V need no repetition.
     grouped = query.float().reshape(batch, kv_heads, -1, dim)
     scores = product(grouped, keys.key.float().transpose(-1, -2)) * scaling
     scores = scores.view(batch, heads, length, num_keys)
@@ -109,9 +109,9 @@ def hide(scores: torch.Tensor, keys: Keys) -> torch.Tensor:
 
 @cache
 def fused_cpu_attention_works() -> bool:
-    """Whether this torch's fused CPU kernel exists, takes grouped heads and a mask, and returns the log-sum-exp.
+    """Whether this torch's fused CPU kernel exists, supports grouped heads and a mask, and returns the log-sum-exp.
 
-    It is reached by its inner name, because the public function does not return the log-sum-exp; so try it once.
+    Its name is private, because the public function does not return the log-sum-exp; so it is tried once.
     """
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False

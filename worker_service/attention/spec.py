@@ -1,4 +1,4 @@
-"""What a backend is chosen for."""
+"""The model and device that an attention backend is selected for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class AttentionSpec:
     """A model on a device."""
 
     needs: tuple[LayerNeeds, ...]
-    """Of its layers, each once."""
+    """The distinct needs of its layers."""
     dtype: torch.dtype
     device: torch.device
     block_size: int
 
 
 def kernel_limits(setting: AttentionSpec) -> str | None:
-    """Which of the limits that all FlashAttention kernels have the setting is beyond."""
+    """The first FlashAttention limit exceeded, or None."""
     if setting.device.type != "cuda":
         return f"it runs on CUDA devices, not on {setting.device}"
     if setting.dtype not in _DTYPES:

@@ -1,12 +1,12 @@
-"""Which rows of a step attend to which keys together, and in which order a row's results are merged.
+"""Tiles: which rows of a step attend to which keys together, and in which order a row's results are merged.
 
-The KV of a sequence is cut into segments. A tile is a set of rows that attend to the keys of one segment. Where segments have a
-fixed length (`partition`), what a row's attention is made of, the segments that it sees from left to right, depends on nothing
-but its position and the layer's window; which rows share a tile changes only the time that it takes.
+The KV of a sequence is cut into segments. A tile is a set of rows that attend to the keys of one segment. If segments have a fixed
+length (`partition`), the segments that a row sees, from left to right, depend only on its position and the layer's window; which
+rows share a tile changes only the time.
 
 One segment [a, b), and the rows of one part (new tokens at positions t from `start` up) under a window of w tokens:
 
-| rows                          | see of the segment | kind                          |
+| rows                          | visible keys       | kind                          |
 |-------------------------------|--------------------|-------------------------------|
 | t < a                         | nothing            |                               |
 | a ≤ t < b                     | up to themselves   | DIAGONAL                      |
@@ -26,20 +26,20 @@ from .shared_prefix import SharedPrefix, find_shared_prefixes
 
 
 class Kind(IntEnum):
-    """The kinds of tiles, in the order in which any row meets them from left to right."""
+    """The kinds of tiles, in the order in which a row sees them from left to right."""
 
     FRONT = 0
     """Each row's window begins inside the segment. One per row at most."""
     SHARED = 1
-    """All rows of several parts see the whole segment, and it is the same blocks for all of them."""
+    """All rows of several parts see the whole segment, which has the same blocks for all of them."""
     LEAVING = 2
-    """Rows of a part see the whole segment; those behind them do not any more."""
+    """Rows of a part see the whole segment; the rows after them do not."""
     STEADY = 3
     """All rows of a part see the whole segment."""
     ENTERING = 4
-    """The last rows of a part see the whole segment; those before them do not yet."""
+    """The last rows of a part see the whole segment; the rows before them do not."""
     DIAGONAL = 5
-    """Rows of a part that lie in the segment. One per row."""
+    """Rows of a part that are in the segment. One per row."""
 
 
 class Rows(NamedTuple):
@@ -57,9 +57,9 @@ class Tile(NamedTuple):
     rows: tuple[Rows, ...]
     """Of one part, or of all that share the segment."""
     first: int
-    """Position of the first key; where a partition is given, a multiple of it."""
+    """Position of the first key; a multiple of the partition, if there is one."""
     end: int
-    """Position behind the last key."""
+    """Position after the last key."""
 
     @property
     def num_rows(self) -> int:
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
 
 def make_tiles(packing: Packing, window: int | None, min_shared_tokens: int, partition: int | None) -> list[Tile]:
-    """All tiles of a step, those that a row meets first before those that it meets later.
+    """All tiles of a step, in an order that has each row's keys from left to right.
 
     partition: length of the segments, which begin at its multiples; None: one segment for a shared prefix, one for the rest.
     """
@@ -111,7 +111,7 @@ def _whole_segments(length: int, partition: int | None) -> Iterator[tuple[int, i
 
 
 def _own_tiles(rows: Rows, first: int, window: int | None, partition: int | None) -> Iterator[Tile]:
-    """Tiles of one part's rows over the keys from position `first`, at which a segment begins."""
+    """Tiles of one part's rows over the keys from position `first`, where a segment begins."""
     if window is not None:
         first = max(first, rows.first + 1 - window)
     if partition is None:
@@ -121,12 +121,12 @@ def _own_tiles(rows: Rows, first: int, window: int | None, partition: int | None
     for begin in range(first // partition * partition, rows.end, partition):
         end = begin + partition
         inside = _between(rows, begin, end)
-        behind = _between(rows, end, begin + sight)
+        after = _between(rows, end, begin + sight)
         far = _between(rows, max(end, begin + sight), end + sight - 1)
         if inside:
             yield Tile(Kind.DIAGONAL, (inside,), begin, min(end, inside.end))
-        if behind:
-            yield Tile(_kind(behind, rows), (behind,), begin, end)
+        if after:
+            yield Tile(_kind(after, rows), (after,), begin, end)
         if far:
             yield Tile(Kind.FRONT, (far,), begin, end)
 
@@ -136,7 +136,7 @@ def _between(rows: Rows, first: int, end: int) -> Rows | None:
     return Rows(rows.part, first, end) if first < end else None
 
 
-def _kind(behind: Rows, rows: Rows) -> Kind:
-    if behind.end < rows.end:
+def _kind(after: Rows, rows: Rows) -> Kind:
+    if after.end < rows.end:
         return Kind.LEAVING
-    return Kind.STEADY if behind.first == rows.first else Kind.ENTERING
+    return Kind.STEADY if after.first == rows.first else Kind.ENTERING

@@ -12,11 +12,11 @@ from .softmax import Attended, Keys, attend
 from .torch_plan import Batch, Shapes, View, build_view
 
 MIN_SHARED_TOKENS = 1024
-"""KV reads per layer that attending once must save before the extra calls of a shared prefix pay for themselves."""
+"""KV reads per layer that a shared prefix must save to pay for its extra calls."""
 NEVER_SHARE = 1 << 62
 """As min_shared_tokens: gather the blocks of every sequence."""
 FREE_SHAPES = Shapes(partition=None, row_multiple=1, key_multiple=1)
-"""As few calls and as little padding as can be."""
+"""As few calls and as little padding as possible."""
 
 
 class TorchAttention:
@@ -25,16 +25,16 @@ class TorchAttention:
     The shared part has no causal mask; its result is merged with each sequence's own part by log-sum-exp (cascade
     attention, as in Hydragen and FlashInfer).
 
-    With shapes that hold on this machine (invariance.py finds them) it is batch-invariant in float32 on a CPU: the bits of a row
-    depend on its own query and the keys that it sees, and not on the other rows of the step, on how much of its sequence is in
-    the step, or on which sequences share its blocks. To that end each row's keys are cut at fixed positions, and all kernels are
-    called with shapes that do not change the order of their sums.
+    With shapes that hold on this machine (found by invariance.py) it is batch-invariant in float32 on a CPU: the bits of a row
+    depend on its own query and the keys that it sees, not on other rows of the step, on how much of its sequence is in the step,
+    or on which sequences share its blocks. For this, each row's keys are cut at fixed positions, and kernels are called with
+    shapes that do not change the order of their sums.
     """
 
     def __init__(
         self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: Shapes = FREE_SHAPES
     ) -> None:
-        """shapes: what kernels are called with; the free ones are the fastest, and not batch-invariant."""
+        """shapes: of kernel calls; FREE_SHAPES are the fastest, and not batch-invariant."""
         self._dtype = dtype
         self._min_shared_tokens = min_shared_tokens
         self.shapes = shapes
@@ -56,13 +56,13 @@ class TorchAttention:
         packing = self._packing
         assert packing is not None, "attend before begin"
         layer.write(packing.slot_mapping, key, value)
-        # Layers come with very few different windows; the view of each is made by the first layer that has it.
+        # A model has few different windows; the first layer with a window builds its view.
         view = self._views.get(layer.window)
         if view is None:
             view = build_view(packing, layer.window, self._dtype, self._min_shared_tokens, self.shapes)
             self._views[layer.window] = view
         out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call)
-        # Contiguous, because some models take a view of it; the fused kernel's output mostly is.
+        # Contiguous, because some models take a view of it.
         return out.to(query.dtype)[None].contiguous()
 
 
@@ -96,7 +96,7 @@ def _attend_batch(
     num_tiles, num_rows = batch.num_tiles, batch.num_rows
     heads, dim, kv_heads = selected.shape[1], selected.shape[2], k_rows.shape[1]
     tiles = selected.view(num_tiles, num_rows, kv_heads, heads // kv_heads, dim)
-    # Where all rows see the same, the query heads of one KV head become its rows: K and V are read once for all of them.
+    # If all rows see the same keys, the query heads of one KV head become its rows: K and V are read once for all of them.
     folds = num_rows == 1 or (batch.mask is None and not batch.causal)
     tiles = tiles.permute(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads if folds else heads, -1, dim)
     length = tiles.shape[2]

@@ -1,4 +1,4 @@
-"""The torch backend's metadata of one step: its tiles in a few large batches."""
+"""The torch backend's plan of one step: its tiles in a few large batches."""
 
 from __future__ import annotations
 
@@ -14,64 +14,63 @@ from .packing import Packing
 from .tiles import Kind, Tile, make_tiles
 
 _MAX_PADDING_SHARE = 0.5
-"""A batch takes no tile that would be padded to more than this share of the batch's longest."""
+"""A tile shorter than this share of a batch's longest goes into another batch."""
 _MAX_BATCH_TOKENS = 1 << 16
-"""Rows or keys of a batch, whichever are more: it bounds the memory of one call. A single tile may have more."""
+"""Rows or keys of a batch, the larger number: it bounds the memory of one call. A single tile may have more."""
 
 
 class Shapes(NamedTuple):
-    """What kernels are called with."""
+    """Constraints on the shapes of kernel calls."""
 
     partition: int | None
     """Length of the segments that keys are cut into, see make_tiles."""
     row_multiple: int
     """Rows of a tile are padded to a multiple of this."""
     key_multiple: int
-    """Keys of a tile are padded to a multiple of this, of which the partition is one."""
+    """Keys of a tile are padded to a multiple of this, which divides the partition."""
     value_multiple: int = 1
     """Heads of V are padded with zeros to a multiple of this size."""
     own_sums: bool = False
-    """Sum in an order of our own (fixed_order) in place of the matrix products of torch."""
+    """Sum in a fixed order (fixed_order.py) instead of using torch's matrix products."""
 
 
 class Span(NamedTuple):
-    """A range of a batch's rows, none of which is there twice."""
+    """A range of a batch's rows without duplicates."""
 
     first: int
     end: int
     rows: torch.Tensor | None
-    """[end − first] packed rows; None: all rows of the step in their order."""
+    """[end − first] packed rows; None: all rows of the step in order."""
     is_first: bool
-    """Its keys are the first ones of all of its rows."""
+    """Its keys are the first ones of all its rows."""
 
 
 class Batch(NamedTuple):
-    """Tiles with equally many rows, and keys padded to equally many."""
+    """Tiles with the same number of rows, and keys padded to the same number."""
 
     num_tiles: int
     num_rows: int
     """T, of each tile."""
     rows: torch.Tensor | None
-    """[B · T] packed rows, tile after tile; None: all rows of the step in their order."""
+    """[B · T] packed rows, tile after tile; None: all rows of the step in order."""
     kv_slots: torch.Tensor
-    """[B · S] slots; slot 0 of the null block stands for keys that no row of the tile sees."""
+    """[B · S] slots; slot 0 of the null block for keys that no row of the tile sees."""
     mask: torch.Tensor | None
-    """[B, 1, T', S] additive, in the KV's dtype; T' is 1, or T padded to the row multiple. None: no mask, but see causal."""
+    """[B, 1, T', S] additive, in the KV's dtype; T' is 1, or T padded to the row multiple. None: see causal."""
     causal: bool
     """Row t of each tile sees keys 0 … t."""
     spans: list[Span]
 
 
 class View(NamedTuple):
-    """The step as layers with one window see it. The spans of all batches, one after the other, give each row its keys from left
-    to right."""
+    """The plan for layers with the same window. The spans of all batches, in order, have each row's keys from left to right."""
 
     batches: list[Batch]
     shapes: Shapes
 
     @property
     def merges(self) -> bool:
-        """Whether a row has its keys in more than one span."""
+        """Whether any row has keys in more than one span."""
         return not all(span.is_first for batch in self.batches for span in batch.spans)
 
 
@@ -85,7 +84,7 @@ def build_view(
 
 
 def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
-    """Tiles of one kind that fit into one batch; tiles that one row meets stay in their order."""
+    """Tiles of one kind that fit into one batch; the tiles of a row stay in order."""
     for kind, of_kind in groupby(tiles, key=lambda tile: tile.kind):
         groups: dict[Hashable, list[Tile]] = {}
         for tile in of_kind:
@@ -100,7 +99,7 @@ def _group_key(tile: Tile, window: int | None) -> Hashable:
     if tile.kind == Kind.SHARED:
         return tile.rows
     if tile.kind in (Kind.LEAVING, Kind.ENTERING):
-        # A part has such tiles with different numbers of rows, one after the other.
+        # A part has a sequence of such tiles with different numbers of rows.
         return tile.first, tile.num_rows
     return tile.num_rows, _is_causal(tile, window)
 
@@ -113,7 +112,7 @@ def _is_causal(tile: Tile, window: int | None) -> bool:
 
 
 def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
-    """Groups, longest first, in which none is padded too much, and which are not too large together."""
+    """Groups, longest first, within the limits of padding and size."""
     group: list[Tile] = []
     for tile in tiles:
         if group:
@@ -127,7 +126,7 @@ def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
 
 
 class _Builder:
-    """Makes tensors of groups of tiles, in the order in which they will be merged."""
+    """Builds the tensors of groups of tiles, in the order of merging."""
 
     def __init__(self, packing: Packing, window: int | None, dtype: torch.dtype, shapes: Shapes) -> None:
         self._packing, self._window, self._dtype, self._shapes = packing, window, dtype, shapes
@@ -154,7 +153,7 @@ class _Builder:
         )
 
     def _rows(self, tile: Tile) -> npt.NDArray[np.int64]:
-        """Packed rows of a tile."""
+        """Indices of a tile's rows in the packed row."""
         shifts = [self._packing.offsets[rows.part] - self._packing.starts[rows.part] for rows in tile.rows]
         ranges = [np.arange(r.first + shift, r.end + shift) for r, shift in zip(tile.rows, shifts, strict=True)]
         return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
@@ -176,7 +175,7 @@ class _Builder:
         num_rows = tiles[0].num_rows
         key = np.arange(width)[None, None, :] + np.array([tile.first for tile in tiles])[:, None, None]
         query = np.arange(num_rows)[None, :, None] + np.array([tile.rows[0].first for tile in tiles])[:, None, None]
-        # Padding lies behind the last key of its tile, so the causal rule hides it too.
+        # Padding is after the last key of its tile, so the causal rule hides it too.
         hidden = key > query
         if self._window is not None:
             hidden |= key <= query - self._window
@@ -195,7 +194,7 @@ class _Builder:
 
 
 def _span_bounds(tiles: list[Tile]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a batch in which each row is there once."""
+    """Ranges of a batch's rows without duplicates."""
     num_rows = tiles[0].num_rows
     if tiles[0].kind not in (Kind.SHARED, Kind.STEADY):
         yield 0, len(tiles) * num_rows

@@ -1,4 +1,4 @@
-"""The paged kernels behind torch.nn.attention.varlen: FlashAttention 3 and 4, which come in packages of their own."""
+"""The paged kernels of torch.nn.attention.varlen: FlashAttention 3 and 4, which are separate packages."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .spec import AttentionSpec, kernel_limits
 
 _PARAMETERS = frozenset({"block_table", "seqused_k", "window_size", "enable_gqa", "scale"})
 _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
-"""Of those that read blocks, by the major number of a GPU's compute capability. torch's own, FlashAttention 2, does not."""
+"""Implementations that read blocks, by the GPU's major compute capability. torch's own FlashAttention 2 does not."""
 
 
 def varlen_problem(setting: AttentionSpec) -> str | None:
-    """Why torch's varlen attention cannot serve this, as far as it can be told without running it."""
+    """Why torch's varlen attention cannot serve this, without running it; None if it may."""
     if any(needs.has_sinks for needs in setting.needs):
         return "it has no attention sinks, which this model needs"
     if any(needs.softcap is not None for needs in setting.needs):
         return "it has no soft cap, which this model needs"
     if (limits := kernel_limits(setting)) is not None:
         return limits
-    if _function() is None:  # last, because to import it takes a second
+    if _function() is None:  # last, because the import takes a second
         return f"torch {torch.__version__} has no varlen attention with block tables, which needs 2.12 or newer"
     return None
 
 
 def make_varlen(setting: AttentionSpec) -> PagedAttention:
-    """The backend. Lets torch use FlashAttention 3 or 4 where they are installed, for this process.
+    """The backend. Activates torch's FlashAttention 3 or 4 in this process, if installed.
 
-    Raises RuntimeError where varlen_problem would name one.
+    Raises RuntimeError where varlen_problem returns a problem.
     """
     function = _function()
     if function is None:
@@ -44,14 +44,13 @@ def make_varlen(setting: AttentionSpec) -> PagedAttention:
 
 
 def undo_varlen() -> None:
-    """Let torch use its own FlashAttention again."""
     attention: Any = importlib.import_module("torch.nn.attention")
     if attention.current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()
 
 
 def varlen_version() -> str:
-    """For people."""
+    """For the log."""
     attention: Any = importlib.import_module("torch.nn.attention")
     return f"torch {torch.__version__}, {attention.current_flash_attention_impl() or 'its own FlashAttention'}"
 
@@ -66,7 +65,7 @@ def _activate(device: torch.device) -> None:
     try:
         attention.activate_flash_attention_impl(name)
     except (ImportError, RuntimeError, ValueError):
-        return  # not installed: the self-test then tells what torch says to block tables without it
+        return  # not installed: the self-test then reports torch's error
 
 
 def _function() -> Callable[..., torch.Tensor] | None:
@@ -81,7 +80,7 @@ def _function() -> Callable[..., torch.Tensor] | None:
 
 
 class VarlenKernel:
-    """A PagedKernel out of varlen_attn."""
+    """varlen_attn as a PagedKernel."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self._function = function
@@ -92,11 +91,11 @@ class VarlenKernel:
             layer.k_cache,
             layer.v_cache,
             step.query_ends,
-            None,  # where the keys lie is told by the tables; FlashAttention 3 takes one or the other
+            None,  # no key offsets: FlashAttention 3 accepts either these or block tables
             step.max_query_len,
             step.max_context_len,
             scale=call.scaling,
-            # (-1, 0) is causal. A window counts the token itself, their left side does not.
+            # (-1, 0) is causal. A window counts the token itself, the kernel's left side does not.
             window_size=(-1 if layer.window is None else layer.window - 1, 0),
             enable_gqa=query.shape[1] != layer.k_cache.shape[2],
             seqused_k=step.context_lens,

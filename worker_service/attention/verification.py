@@ -1,4 +1,4 @@
-"""Whether a backend computes what plain torch does, tried at start-up on the shapes that a model has."""
+"""Self-test of a backend at start-up: compares it with plain torch on the model's shapes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .packing import Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
-"""Of outputs, which are means of standard normal values."""
+"""For outputs, which are means of standard normal values."""
 _SHORT_WINDOW = 5
-"""One token more or less in a window of thousands changes less than rounding does; in this one it cannot be missed."""
+"""An error of one token in a window of thousands is smaller than rounding; in this one it shows."""
 _MAX_CONTEXT = 4096
 _SCORE_DEVIATION = 2.0
-"""Standard deviation of the scores: some keys matter more than others, but none is all that matters."""
+"""Standard deviation of the scores: keys have different weights, and none dominates."""
 _CAPPED_SHARE = 0.5
-"""The same for models with a soft cap, as a share of it: large enough that to forget the cap shows."""
+"""The same for models with a soft cap, as a share of it: large enough to show a missing cap."""
 
 
 class SelfTestFailed(RuntimeError):
-    """The backend computes something else, or nothing."""
+    """The backend's results are wrong, or it fails."""
 
 
 class _Part:
@@ -38,7 +38,7 @@ class _Part:
 def run_self_test(
     backend: AttentionBackend, needs: Sequence[LayerNeeds], dtype: torch.dtype, device: torch.device, block_size: int
 ) -> None:
-    """Prefill, chunks behind a context, decodes and a shared prefix over scattered blocks, whose unwritten slots are NaN.
+    """Prefill, chunks after a context, decodes and a shared prefix over scattered blocks, whose unwritten slots are NaN.
 
     Compares outputs and caches with TorchAttention in float32. Raises SelfTestFailed.
     """
@@ -48,7 +48,7 @@ def run_self_test(
                 _Trial(backend, each, dtype, device, block_size).run()
             except SelfTestFailed:
                 raise
-            except Exception as error:  # kernels refuse what they do not support in all ways
+            except Exception as error:  # kernels raise all kinds of errors for what they do not support
                 raise SelfTestFailed(f"{type(error).__name__}: {error}") from error
 
 
@@ -107,7 +107,7 @@ class _Trial:
         return KVLayer(0, needs.window, *caches)
 
     def _steps(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Of (sequence, first position, end)."""
+        """Steps as lists of (sequence, first position, end)."""
         shared = len(self._lengths) - 1
         first = 2 * self._block_size
         cuts = [max(1, length // 3) for length in self._lengths]
@@ -131,7 +131,7 @@ class _Trial:
             self._compare_caches()
 
     def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As models hand them over: [1, H, ΣT, D], views of [1, ΣT, H, D]."""
+        """As models pass them: [1, H, ΣT, D], views of [1, ΣT, H, D]."""
         needs = self._needs
         deviation = _SCORE_DEVIATION if needs.softcap is None else _CAPPED_SHARE * needs.softcap
         # A product of two standard normal vectors of D numbers deviates by √D.
@@ -165,7 +165,7 @@ class _Trial:
         ):
             expected = reference.to(self._dtype)
             if not ((ours == expected) | (ours.isnan() & expected.isnan())).all():
-                raise SelfTestFailed(f"KV was not written to its slots, or elsewhere too ({self._shape()})")
+                raise SelfTestFailed(f"KV was not written to its slots, or also to others ({self._shape()})")
 
     def _shape(self) -> str:
         needs = self._needs

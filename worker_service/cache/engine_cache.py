@@ -1,8 +1,8 @@
-"""The engine's side of the cache: block tables of live sequences, the reserve, and what to tell the manager next.
+"""The engine's side of the cache: block tables of live sequences, the reserve, and the next call to the manager.
 
-Sans I/O and without a clock. The engine calls the methods of the first part between steps; whoever does the I/O asks `next_call`,
-sends it, and hands back `on_reply` or `on_failure`. One owner, one thread. Nothing here ever waits: a decode that needs a block
-takes it from the reserve or goes without.
+Sans I/O and without a clock. The engine calls the methods of the first part between steps; the edge gets a call from `next_call`,
+sends it, and passes the outcome to `on_reply` or `on_failure`. One owner, one thread. Nothing here waits: a decode that needs a
+block takes it from the reserve, or skips the step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .state import CacheSettings, CacheState
 
 
 class Computed(NamedTuple):
-    """What a step has done for one sequence."""
+    """The result of a step for one sequence."""
 
     sequence: CacheSequence
     num_computed_tokens: int
     """Tokens from position 0 whose KV is complete now."""
     token: int | None
-    """The token sampled, if one was."""
+    """The token sampled, if any."""
 
 
 class EngineCache:
-    """All of a worker's sequences and blocks, and the link that keeps the manager informed of them."""
+    """All sequences and blocks of a worker, and the link that reports them to the manager."""
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self.num_reserve_waits = 0
-        """How often a decode went without a block although the pool had some: it waited for an RPC."""
+        """How often a decode skipped a step for lack of a spare block although the pool had some."""
         self.num_calls = 0
         """Mutating calls sent, over all sessions."""
         self._state = CacheState(settings)
@@ -44,33 +44,32 @@ class EngineCache:
     # -- for the engine
 
     def is_ready(self) -> bool:
-        """Whether a session is open and what is held here is known in it."""
+        """Whether a session is open and its report is complete."""
         return self._state.open_link() is not None
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that tables name, shared ones once."""
+        """Blocks in tables, shared ones counted once."""
         return self._state.ledger.num_used
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks in the reserve."""
         return len(self._state.reserve)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the reserve is empty because the pool is: the manager has said so, and nothing is on its way back."""
+        """Whether reserve and pool are empty: the manager has reported so, and no sequence is giving blocks back."""
         state = self._state
         return state.pool_is_empty and not state.reserve and not state.ending
 
     @property
     def is_idle(self) -> bool:
-        """Whether the manager has acknowledged that nothing is held or reserved here."""
+        """Whether the manager has acknowledged that this worker holds and reserves nothing."""
         state = self._state
         return not (state.sequences or state.ending or state.reserve or state.reserve.returning)
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        """Make the table cover `num_slots` positions out of the reserve. False, and nothing changed, if it is too small."""
+        """Make the table cover `num_slots` positions with blocks of the reserve. False, without a change, if it has too few."""
         state = self._state
         num_missing = -(-num_slots // self.settings.block_size) - len(sequence.table)
         if num_missing > len(state.reserve):
@@ -85,14 +84,13 @@ class EngineCache:
         return True
 
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
-        """A step that names the blocks of these sequences is being launched."""
+        """A step that uses the blocks of these sequences starts."""
         for sequence in sequences:
             assert sequence.state is SequenceState.LIVE
             assert not sequence.in_step
             sequence.in_step = True
 
     def end_step(self, results: Iterable[Computed], now: float) -> None:
-        """The step has completed."""
         num_sampled = 0
         for sequence, num_computed_tokens, token in results:
             sequence.in_step = False
@@ -103,7 +101,7 @@ class EngineCache:
         self._state.rate.note(num_sampled, now)
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
-        """The step broke off: nothing is known to be computed, and no device work names the blocks any more."""
+        """The step failed: it has computed nothing, and the device no longer uses the blocks."""
         for sequence in sequences:
             sequence.in_step = False
 
@@ -122,7 +120,7 @@ class EngineCache:
         state.is_urgent = state.is_urgent or parking.is_waited_for(state, sequence)
 
     def free(self, sequence: CacheSequence) -> None:
-        """The engine is done with the sequence, in whatever state it is. Its blocks go back when no step names them."""
+        """The engine is done with the sequence, in any state. Its blocks are freed when no step uses them."""
         if sequence.state in (SequenceState.ENDING, SequenceState.ENDED):
             return
         if sequence.state is SequenceState.PARKED:
@@ -134,9 +132,9 @@ class EngineCache:
             self._state.end(sequence)
 
     def preempt(self, sequence: CacheSequence) -> CacheSequence:
-        """Take the blocks of a live sequence back; returns the same request in its next round, waiting to be allocated.
+        """Free the blocks of a live sequence; returns its next round, in state WAITING.
 
-        The old round lives on here until its Free is answered; only then may the new one be allocated.
+        The next round can be allocated only after the Free of the old one is answered.
         """
         assert sequence.state is SequenceState.LIVE
         again = sequence.next_round()
@@ -144,7 +142,7 @@ class EngineCache:
         return again
 
     def take_events(self) -> list[events.Event]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         taken, self._state.events = self._state.events, []
         return taken
 
@@ -158,24 +156,24 @@ class EngineCache:
 
     @property
     def holds_state(self) -> bool:
-        """Whether the next session must begin with a report."""
+        """Whether the next session must start with a report."""
         return self._state.holds_anything
 
     @property
     def is_given_up(self) -> bool:
-        """Whether what is held here must be forgotten: the engine has to end its streams and steps, then `reset`."""
+        """Whether all blocks must be forgotten: the engine has to end its streams and steps, then call `reset`."""
         return self._state.is_given_up
 
     def lose(self, why: str) -> None:
-        """The session is over. Sequences live on and decode out of the reserve; the next session begins with a report."""
+        """The session is over. Sequences continue and decode from the reserve; the next session starts with a report."""
         self._state.lose_session(why)
 
     def give_up(self, why: str, *, is_defect: bool = True) -> None:
-        """What is held here cannot be made known to the manager; the engine is told by an event."""
+        """The blocks held here cannot be reported to the manager; the engine gets an event."""
         self._state.give_up(why, is_defect=is_defect)
 
     def reset(self) -> None:
-        """Forget all blocks. Only when no step is running and no stream lives."""
+        """Forget all blocks. No step may be running and no stream open."""
         state = self._state
         for sequence in [*state.sequences.values(), *state.ending, *state.parked]:
             assert not sequence.in_step
@@ -183,15 +181,15 @@ class EngineCache:
         self._state = CacheState(self.settings)
 
     def on_registered(self, response: cache_pb2.RegisterResponse) -> None:
-        """A session is open; whatever was unanswered before belongs to the past."""
+        """A session is open; unanswered calls of an earlier one are void."""
         if self._state.holds_anything and not response.report_wanted:
-            self.give_up("the manager takes no report of what this worker holds")
+            self.give_up("the manager accepts no report of the blocks that this worker holds")
             return
         link = LinkState(response.session, response.session_key)
         self._state.begin_session(link, report_wanted=response.report_wanted)
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
-        """The next heartbeat; None without a session. `draining`: no further requests are taken."""
+        """The next heartbeat; None without a session. `draining`: new requests are refused."""
         link = self._state.link
         if link is None:
             return None
@@ -220,9 +218,9 @@ class EngineCache:
     # -- for the edge: calls
 
     def next_call(self, candidates: Callable[[], List[CacheSequence]], now: float) -> Call | None:
-        """The next mutating call, if there is something to say and none is in flight.
+        """The next mutating call, if one is due and none is in flight.
 
-        `candidates` names the WAITING sequences that the engine would run now, in order.
+        `candidates` returns the WAITING sequences that the engine would run now, in order.
         """
         link = self._state.link
         if link is None or link.in_flight is not None or now < link.retry_at:
@@ -232,21 +230,21 @@ class EngineCache:
         return link.in_flight
 
     def next_call_at(self, now: float) -> float | None:
-        """When to ask `next_call` again if nothing else happens; None: only when something does."""
+        """When to call `next_call` again if nothing else happens; None: only after an event."""
         link = self._state.link
         if link is None or link.in_flight is not None:
             return None
         return next_call.next_call_at(self._state, link, now)
 
     def on_reply(self, call: Call, response: replies.Response, now: float) -> None:
-        """The call was executed. A reply to a call given up before is dropped whole."""
+        """The call was executed. A reply to a call that was given up is dropped."""
         link = self._state.link
         if link is not None and link.in_flight is call:
             link.succeeded()
             self._guarded(lambda: replies.take_reply(self._state, link, call, response, now))
 
     def on_refused(self, call: Call, why: str) -> None:
-        """The call was refused in a way that the same state would be refused again. A call given up before is of the past."""
+        """The call was refused, and would be refused again with the same state. No effect if the call was given up."""
         link = self._state.link
         if link is None or link.in_flight is not call:
             return
@@ -256,9 +254,9 @@ class EngineCache:
             self.lose(f"the manager refused a call: {why}")
 
     def on_failure(self, call: Call, reason: str, now: float) -> None:
-        """The call was not answered or refused whole; `reason` is its ErrorInfo.reason, empty for the transport's own errors.
+        """The call was not answered, or refused as a whole. `reason`: its ErrorInfo.reason, empty for the transport's own errors.
 
-        Its state goes out again under a larger call_no. What it may have done meanwhile comes to light with the next reply.
+        Its state is sent again under a larger call_no. If it was executed all the same, the next reply shows its effects.
         """
         link = self._state.link
         if link is None or link.in_flight is not call:
@@ -279,8 +277,8 @@ class EngineCache:
             if stated.sequence.state is SequenceState.ALLOCATING:
                 stated.sequence.state = SequenceState.WAITING
 
-    def _guarded(self, take_in: Callable[[], None]) -> None:
+    def _guarded(self, apply: Callable[[], None]) -> None:
         try:
-            take_in()
+            apply()
         except DisagreementError as error:
             self.lose(f"the manager and this worker disagree: {error}")

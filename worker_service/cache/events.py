@@ -1,4 +1,4 @@
-"""What the cache side tells the engine."""
+"""Events of the cache side, for the engine."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class Granted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The manager will not grant the sequence; it holds nothing and has ended."""
+    """The manager has refused the sequence for good: end its stream."""
 
     sequence: CacheSequence
     status: status_pb2.Status
 
 
 class Stopped(NamedTuple):
-    """The sequence lives elsewhere under a larger attempt: end its stream and free it."""
+    """The sequence continues on another worker under a larger attempt: end its stream and free it."""
 
     sequence: CacheSequence
 
 
 class DrainAsked(NamedTuple):
-    """Take no further requests, end the running ones within the grace, free everything and leave."""
+    """Refuse new requests, end the running ones within the grace, free everything and leave."""
 
     grace_seconds: float | None
-    """None: as long as the worker's own settings say."""
+    """None: the worker's own setting."""
 
 
 class SessionLost(NamedTuple):
-    """The manager no longer knows this session, or disagrees with this worker. Everything goes on; the next session begins with a
+    """The manager no longer knows this session, or disagrees with this worker. Requests continue; the next session starts with a
     report."""
 
     why: str
 
 
 class GivenUp(NamedTuple):
-    """What is held here cannot be kept: end all streams, then `reset`."""
+    """The blocks held here cannot be kept: end all streams, then `reset`."""
 
     why: str
     is_defect: bool = True
-    """The manager and this worker contradict each other, which should not happen; else the manager has lost its state."""
+    """The manager and this worker contradict each other; else the manager has lost its state."""
 
 
 Event = Granted | Refused | Stopped | DrainAsked | SessionLost | GivenUp

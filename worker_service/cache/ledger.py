@@ -1,10 +1,9 @@
-"""The worker's own book of its blocks: generation, users, and what each complete one holds. It outlives sessions.
+"""The worker's own record of its blocks: generation, users, and the content of each complete one. It outlives sessions.
 
-It stands guard over the rule of one writer: a grant is accepted only with a larger generation and only for a block that nothing
-here still uses; a hit only for a block whose KV this process has completed under that very generation, and only if the block holds
-what the prompt says: the same tokens, after the same prefix, under the same root. So a manager that is wrong, or was lied to, can
-make this worker give up a session, but not serve another prompt's KV. And it is the truth from which a manager is told what this
-worker holds.
+It enforces the rule of one writer: a grant is accepted only with a larger generation and only for a block without users; a hit only
+for a block whose KV this process has completed under the same generation, and only if it holds the prompt's tokens, after the same
+prefix, under the same root. So a manager that is wrong, or was deceived, can make this worker give up a session, but not serve
+another prompt's KV. Reports to the manager are built from this record.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from kvpool.v1 import common_pb2
 
 
 class DisagreementError(Exception):
-    """The manager and this worker do not mean the same by a block. The session must be given up before anything is written."""
+    """The manager and this worker disagree on the state of a block. The session must be given up before a write."""
 
 
 class Content:
-    """What a complete block holds: its tokens, behind those of the parent. Lives as long as its block or a child."""
+    """The content of a complete block: its tokens, after those of the parent. Lives as long as its block or a child."""
 
     __slots__ = ("block", "parent", "root", "tokens")
 
     def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes) -> None:
         self.block = 0
-        """The block that holds it; 0 when that has been granted anew and only a child keeps the content."""
+        """The block that holds it; 0 once that is granted again and only a child keeps the content."""
         self.parent = parent
         self.root = root
         self.tokens = tokens
@@ -49,20 +48,20 @@ def _is_same_chain(one: Content, other: Content) -> bool:
 def _join(content: Content, before: Content | None) -> None:
     """Make `before` the parent of a content that was computed after a duplicate of it. Raises DisagreementError if it was not."""
     if content.parent is None or before is None or not _is_same_chain(content.parent, before):
-        raise DisagreementError(f"block {content.block} was handed out as cached after a prefix other than its own")
-    # From now on the comparison is one step.
+        raise DisagreementError(f"block {content.block} was returned as cached after a prefix other than its own")
+    # Later comparisons take one step.
     content.parent = before
 
 
 def _other_tokens(blocks: List[int], pieces: List[bytes], tokens: bytes) -> DisagreementError:
-    """Names the first of the blocks that does not hold its part of `tokens`; where all do, there are more tokens than blocks."""
+    """Names the first block that does not hold its part of `tokens`; if all do, there are more tokens than blocks."""
     begin = 0
     for block, piece in zip(blocks, pieces, strict=True):
         if tokens[begin : begin + len(piece)] != piece:
-            return DisagreementError(f"block {block} was handed out as cached for a prompt with other tokens")
+            return DisagreementError(f"block {block} was returned as cached for a prompt with other tokens")
         begin += len(piece)
     return DisagreementError(
-        f"{len(tokens)} bytes of tokens were said to be cached; the {len(blocks)} blocks handed out hold {begin}"
+        f"{len(tokens)} bytes of tokens were reported as cached; the {len(blocks)} blocks returned hold {begin}"
     )
 
 
@@ -72,12 +71,12 @@ class BlockLedger:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_used = 0
-        """Blocks that at least one table names."""
+        """Blocks in at least one table."""
         self._generation = array("Q", bytes(8 * num_blocks))
         self._num_users = array("I", bytes(4 * num_blocks))
         self._contents: list[Content | None] = [None] * num_blocks
         self._idle: dict[int, None] = {}
-        """Complete blocks that no table names, in the order in which they were let go."""
+        """Complete blocks in no table, least recently used first."""
 
     def accept_grant(self, block: int, generation: int) -> None:
         """A block is granted to this worker, empty. Raises DisagreementError."""
@@ -98,8 +97,7 @@ class BlockLedger:
             del self._idle[block]
 
     def accept_hits(self, blocks: List[int], generations: List[int], tokens: bytes, root: common_pb2.Root) -> None:
-        """These blocks are handed out as holding `tokens`, the first of them from position 0 on, under `root`. No table names them
-        yet. Raises DisagreementError.
+        """The manager returns these blocks as holding `tokens` from position 0 under `root`. Raises DisagreementError.
 
         A block's KV depends on its whole prefix, so each content must have been computed after the one before it in the list, or
         after a duplicate of that. Then all tokens are compared at once.
@@ -117,20 +115,20 @@ class BlockLedger:
             before = content
         if b"".join(pieces) != tokens:
             raise _other_tokens(blocks, pieces, tokens)
-        # The root of a content is that of its parent, so the last one has that of all.
+        # A content has its parent's root, so the last one is compared for all.
         if before is not None and before.root != root:
-            raise DisagreementError(f"block {before.block} was handed out as cached under a root other than its own")
+            raise DisagreementError(f"block {before.block} was returned as cached under a root other than its own")
 
     def _not_held(self, block: int, generation: int) -> DisagreementError:
         """Why a block is no hit with that generation."""
         self._check_range(block)
         return DisagreementError(
-            f"block {block} was handed out as cached with generation {generation}; here it has generation "
+            f"block {block} was returned as cached with generation {generation}; here it has generation "
             f"{self._generation[block]} and its KV is {'not complete' if self._contents[block] is None else 'complete'}"
         )
 
     def use(self, *blocks: int) -> None:
-        """One more table names each of these blocks."""
+        """One more table contains each of these blocks."""
         num_users, idle = self._num_users, self._idle
         for block in blocks:
             if not num_users[block]:
@@ -139,7 +137,7 @@ class BlockLedger:
             num_users[block] += 1
 
     def drop(self, block: int) -> None:
-        """One table less names it."""
+        """One table less contains the block."""
         self._num_users[block] -= 1
         if not self._num_users[block]:
             self.num_used -= 1
@@ -147,36 +145,36 @@ class BlockLedger:
                 self._idle[block] = None
 
     def complete(self, block: int, content: Content) -> None:
-        """All slots of a block that a table names hold their KV."""
+        """All slots of a block in a table hold their KV."""
         self._contents[block] = content
         content.block = block
 
     def content(self, block: int) -> Content | None:
-        """What a complete block holds; None for others."""
+        """The content of a complete block; None for others."""
         return self._contents[block]
 
     @property
     def num_idle(self) -> int:
-        """Complete blocks that no table names: what could serve another prompt."""
+        """Complete blocks in no table, which can serve hits."""
         return len(self._idle)
 
     @property
     def holds_anything(self) -> bool:
-        """Whether a table names a block, or a complete block could serve another."""
+        """Whether any block is in a table or can serve hits."""
         return bool(self.num_used or self._idle)
 
     # -- snapshots, for reports
 
     def contents(self) -> list[Content | None]:
-        """What each block holds now, by block."""
+        """The content of each block, by block id."""
         return self._contents.copy()
 
     def generations(self) -> array[int]:
-        """The generation of each block now."""
+        """The generation of each block, by block id."""
         return self._generation[:]
 
     def idle_blocks(self) -> list[int]:
-        """Complete blocks that no table names, least recently used first."""
+        """Complete blocks in no table, least recently used first."""
         return list(self._idle)
 
     def _check_range(self, block: int) -> None:

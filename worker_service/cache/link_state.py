@@ -1,6 +1,6 @@
 """The worker's end of the link: session, call numbers, the one mutating call in flight, and the downlink read so far.
 
-No I/O: EngineCache decides what to send, the edge sends it and brings back what came of it.
+No I/O: EngineCache decides what to send, the edge sends it and passes the outcome back.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ SESSION_OVER = {
     "STALE_SESSION": "the manager no longer knows this session",
     "WRONG_KEY": "the manager knows this session under another key",
 }
-"""Reasons after which the worker registers again, and what they say of the session."""
+"""Reasons after which the worker registers again, in words."""
 MAX_STALE_CALLS = 3
-"""STALE_CALLs in a row after which the session is given up: call numbers are used up that this worker has not used."""
+"""STALE_CALLs in a row after which the session is given up: a sender with its key has used the numbers."""
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MOST_SECONDS = 0.25
 
 
 class Stated(NamedTuple):
-    """What a call told the manager of one sequence, to be marked as acknowledged when the call has been executed."""
+    """What a call stated of one sequence, to be marked as acknowledged once the call is executed."""
 
     sequence: CacheSequence
     num_tokens: int
@@ -41,7 +41,7 @@ class Stated(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """One mutating call, to be sent now. Hand the reply to `EngineCache.on_reply`, any failure to `on_failure`."""
+    """One mutating call, to be sent now. Pass the reply to `EngineCache.on_reply`, a failure to `on_failure`."""
 
     request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest
     stated: tuple[Stated, ...]
@@ -57,7 +57,7 @@ class LinkState:
         """The session's secret, which every call carries."""
         self.in_flight: Call | None = None
         self.report: Report | None = None
-        """What is to be told before anything else; None once it is told."""
+        """To be sent before any other call; None once it is complete."""
         self.retry_at = 0.0
         """No call before this time, in monotonic seconds."""
         self.applied_number = 0
@@ -86,7 +86,7 @@ class LinkState:
         return uplink
 
     def new_entries(self, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:
-        """Entries not applied yet, in order; they count as applied from here on."""
+        """The entries not applied yet, in order; from now on they count as applied."""
         entries = [entry for entry in downlink.entries if entry.number > self.applied_number]
         if entries:
             self.applied_number = entries[-1].number
@@ -98,13 +98,12 @@ class LinkState:
         return self._backoff > BACKOFF_FIRST_SECONDS
 
     def succeeded(self) -> None:
-        """The call in flight was executed and answered."""
         self.in_flight = None
         self.num_stale_calls = 0
         self._backoff = BACKOFF_FIRST_SECONDS
 
     def failed(self, now: float) -> None:
-        """The call in flight is given up: wait a little longer each time."""
+        """The call in flight is given up. The wait before the next one doubles each time."""
         self.in_flight = None
         self.retry_at = now + self._backoff
         self._backoff = min(self._backoff * 2, BACKOFF_MOST_SECONDS)

@@ -1,4 +1,4 @@
-"""What to say to the manager next: Free before Append before Allocate, because each makes room for the one behind it."""
+"""The next call to the manager: Free before Append before Allocate, because each makes room for the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import CacheState
 def next_call(
     state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
 ) -> Call | None:
-    """The next call, if there is something to say. `candidates` is asked after parked sequences have been woken."""
+    """The next call, if one is due. `candidates` is called after parked sequences are woken."""
     if link.report is not None:
         return report_call(link, link.report.part)
     parking.wake(state, now)
@@ -30,7 +30,7 @@ def next_call(
 
 
 def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None:
-    """When there will be something to say if nothing happens until then; None: never."""
+    """When a call will be due if nothing happens until then; None: never."""
     if now < link.retry_at:
         return link.retry_at
     if link.report is not None:
@@ -46,11 +46,11 @@ def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None
 
 
 _ENTRY_BYTES = 12
-"""Of a table entry in a message: block id and generation as varints."""
+"""Size of a table entry in a message: block id and generation as varints."""
 
 
 def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
-    """As many of the first sequences as fit into one call, at least one if there is one. The others go with the next call."""
+    """As many of the first sequences as fit into one call, at least one if there is one."""
     chosen: list[CacheSequence] = []
     num_bytes = 0
     for sequence in sequences:
@@ -65,8 +65,8 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
 
 
 def _wish(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> int:
-    """Blocks wanted in the reserve once a call that names all entries of `named` has been executed: `target` spare ones, and those
-    bound to other sequences but not named yet."""
+    """Blocks wanted in the reserve once a call that states all entries of `named` is executed: `target` spare ones, and those bound
+    to other sequences but not stated yet."""
     skip = {id(sequence) for sequence in named}
     unnamed = sum(
         len(sequence.table) - sequence.acked_entries
@@ -74,8 +74,8 @@ def _wish(state: CacheState, link: LinkState, named: Iterable[CacheSequence], ta
         if id(sequence) not in skip
     )
     surplus = len(state.reserve) - target
-    # Give back only what is clearly too much, or everything when idle; else every report would shuffle a few blocks. And only
-    # to a manager that answers: while it is away nothing comes back, and decoding may speed up again.
+    # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager that
+    # answers: while it is away it grants nothing, and decoding may speed up again.
     is_too_much = surplus > 0 and (target == 0 or surplus > target)
     if is_too_much and not link.is_unanswered:
         state.reserve.give_up(surplus)
@@ -86,7 +86,7 @@ def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
     ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
-    # From here on nothing here touches their blocks: the manager may grant them anew before its answer has arrived.
+    # From here on this worker does not use their blocks: the manager may grant them again before its answer arrives.
     for sequence in ready:
         state.let_go(sequence)
     return free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
@@ -109,18 +109,17 @@ def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call
         if not (_wants_refill(state, target) or _has_idle_surplus(state, target)):
             return None
     if len(reports) == len(unreported):
-        # What is filled while the call is on its way is due in its own time. Should the call fail, the next one is urgent.
+        # Blocks filled while the call is in flight get a time of their own. If the call fails, the next one is urgent.
         state.report_due_at, state.is_urgent = None, False
     return append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
 
 
 def _wants_refill(state: CacheState, target: int) -> bool:
-    """Whether the reserve has shrunk so far that it should not wait for the next report: by half, or below what the next step may
-    need."""
+    """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step."""
     num_spare = len(state.reserve)
     if state.pool_is_empty:
         return False
-    # No more blocks can be due than there are sequences.
+    # At most one block per sequence is due: cheaper to compare first.
     return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
 
 
@@ -133,7 +132,7 @@ def _allocate(
 ) -> Call | None:
     is_short = state.pool_is_empty and len(state.reserve) < target
     hold_back = is_short or now < state.ask_again_at
-    # An Allocate that was not answered is asked again even then: what it got, if it got something, nobody else can use.
+    # An unanswered Allocate is repeated even then: blocks that it was granted, if any, are of no use to others.
     wanted = _one_call(
         state,
         (
@@ -155,17 +154,17 @@ def _allocate(
 
 
 def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
-    """What the reserve should hold when these sequences have their tables, so that not even their first decode waits for a call;
-    less where that could take blocks that they need or would be hits for them, since the manager fills the reserve first."""
+    """The size of the reserve once these sequences have their tables, so that their first decode does not wait for a call. Less if
+    that could take blocks that they need or that are hits for them, because the manager fills the reserve first."""
     size = state.settings.block_size
     num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
     return max(target, min(state.spare_target(wanted), len(state.reserve) + num_left))
 
 
 def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
-    """What the manager does not know of a sequence yet, up to `num_tokens` tokens and `num_computed` computed ones."""
-    start = sequence.acked_tokens
-    first = sequence.acked_entries
+    """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones."""
+    start, first = sequence.acked_tokens, sequence.acked_entries
+    num_tokens = max(num_tokens, start)
     update = cache_pb2.SequenceUpdate(
         key=sequence.key,
         start=start,
@@ -184,7 +183,7 @@ def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tupl
 
 
 def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
-    """Tell the next part of the report."""
+    """Send the next part of the report."""
     request = cache_pb2.ReportRequest()
     request.CopyFrom(part)
     request.uplink.CopyFrom(link.uplink(0, ()))
@@ -192,11 +191,11 @@ def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
 
 
 def free_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
-    """End these sequences, stating all that was computed so that it is sealed first."""
+    """End these sequences. States all computed tokens, so that their blocks are sealed first."""
     request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))
     stated = []
     for sequence in sequences:
-        update, what = _update(sequence, max(len(sequence.tokens), sequence.acked_tokens), sequence.num_computed_tokens)
+        update, what = _update(sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), tuple(returned))
@@ -210,14 +209,14 @@ def append_call(
     stated = []
     for sequence in sequences:
         num_full = sequence.num_computed_tokens // block_size * block_size
-        update, what = _update(sequence, max(num_full, sequence.acked_tokens), num_full)
+        update, what = _update(sequence, num_full, num_full)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), tuple(returned))
 
 
 def allocate_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
-    """Ask for the block tables of these sequences, in this order."""
+    """Request block tables for these sequences, in this order."""
     request = cache_pb2.AllocateRequest(uplink=link.uplink(wish, returned))
     stated = []
     for sequence in sequences:

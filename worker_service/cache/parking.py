@@ -1,4 +1,4 @@
-"""Prefixes in flight: sequences that wait for another one to compute their prefix. They hold nothing meanwhile."""
+"""Prefixes in flight: sequences that wait for another one to compute their prefix, and hold nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .state import CacheState
 
 
 def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
-    """Let the sequence wait for the manager's acknowledgement that the leader has reached the position.
+    """Let the sequence wait until the manager acknowledges that the leader has reached the position.
 
-    Not for a leader of a worse level, which gets nowhere while others like this one are computed: it asks again, not to wait.
+    Not for a leader of a worse level, which makes no progress while better levels run: then allocate again with `no_wait`.
     """
     leader_id = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
     leader = state.sequences.get(leader_id)
@@ -24,11 +24,11 @@ def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: 
     sequence.parked_at = now
     state.parked.append(sequence)
     if leader is not None and leader.num_computed_tokens >= wait.position:
-        state.is_urgent = True  # computed already, only the report is missing
+        state.is_urgent = True  # computed, but not reported
 
 
 def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:
-    """Whether somebody waits for what the leader has computed by now."""
+    """Whether a parked sequence waits for a position that the leader has computed."""
     return any(
         sequence.parked_on == leader.id and leader.num_computed_tokens >= sequence.parked_position
         for sequence in state.parked
@@ -36,8 +36,8 @@ def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:
 
 
 def wake(state: CacheState, now: float) -> None:
-    """Let sequences ask again whose prefix is reported, whose leader has ended, or whose leader makes no progress; the last
-    compute it themselves."""
+    """Unpark sequences whose prefix is reported, whose leader has ended, or whose leader makes no progress; the last compute the
+    prefix themselves."""
     still: list[CacheSequence] = []
     for sequence in state.parked:
         assert sequence.parked_on is not None

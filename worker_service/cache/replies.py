@@ -1,4 +1,4 @@
-"""Taking in what the manager says: entries of the downlink, and the answers to calls. Raises DisagreementError."""
+"""Applies the manager's messages: downlink entries and replies to calls. Raises DisagreementError."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.Fre
 
 
 def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
-    """The call was executed, and this is its answer."""
+    """Apply the reply to a call, which was executed."""
     if call.returned:
         state.reserve.returned(call.returned)
         state.ask_again_at = now
-    # The downlink first: it holds what was granted to the reserve before the tables of this answer.
+    # The downlink first: it has grants to the reserve that precede the tables of this reply.
     take_entries(state, link, response.downlink)
     if isinstance(response, cache_pb2.ReportResponse):
-        if link.report is not None and link.report.told():
+        if link.report is not None and link.report.next_part():
             link.report = None
         return
     if isinstance(response, cache_pb2.AllocateResponse):
@@ -46,7 +46,7 @@ def take_reply(state: CacheState, link: LinkState, call: Call, response: Respons
 
 
 def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlink) -> None:
-    """Apply the entries that are new, in order."""
+    """Apply new entries, in order."""
     for entry in link.new_entries(downlink):
         if entry.HasField("grant"):
             for block, generation in zip(*_pairs(entry.grant.block_ids, entry.grant.generations), strict=True):
@@ -62,7 +62,7 @@ def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlin
 
 
 def _pairs(blocks: Sequence[int], generations: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Both, which have the same length."""
+    """Both, after a check that they have the same length."""
     if len(blocks) != len(generations):
         raise DisagreementError(f"{len(blocks)} blocks were granted with {len(generations)} generations")
     return blocks, generations
@@ -79,13 +79,13 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
         return
     reason = reason_of(result.status)
     if result.status.code and reason not in _NO_ROOM:
-        # An earlier Allocate of this round may have been executed and its answer lost: only Free makes sure that nothing is held.
+        # An earlier Allocate of this round may have been executed and its reply lost: only Free is certain to release its blocks.
         if not is_withdrawn:
             sequence.state = SequenceState.ENDING
             state.ending.append(sequence)
             state.events.append(events.Refused(sequence, result.status))
         return
-    # Told to wait, or no room: it does not live at the manager, else it would have been told its table.
+    # A wait, or no room: the manager does not hold it, else the reply would have its table.
     sequence.maybe_granted = False
     state.sequences.pop(sequence.id, None)
     if is_withdrawn:
@@ -130,9 +130,9 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
     if result.status.code:
         reason = reason_of(result.status)
         if sequence.state is not SequenceState.LIVE:
-            return  # the engine is done with it; Free takes whatever is there
+            return  # the engine is done with it; Free releases its blocks
         if reason == "TOO_MANY_TOKENS":
-            # Nothing was taken in. What is computed here stays, and is stated again.
+            # Nothing was applied. The computed blocks stay here and are stated again.
             state.report_due_at = now + state.settings.no_blocks_retry_seconds
             return
         if reason != "STALE_ATTEMPT":

@@ -1,7 +1,7 @@
-"""What a worker holds, for a manager that does not know it: a snapshot, told in parts.
+"""A report of the blocks that a worker holds, for a manager that does not know them: a snapshot, sent in parts.
 
-The snapshot is taken at once, when the session is open; what happens here while its parts are on their way is stated afterwards,
-as on any other day. The parts are built one by one, so that none keeps the engine waiting.
+The snapshot is taken when the session opens; later changes are stated by Append and Free as usual. Parts are built one by one, so
+that the engine never waits long.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .reserve import ReservedBlock
 from .sequence import CacheSequence, pack_tokens
 
 _MAX_CONTENTS = 2048
-"""Contents in one part, and entries of tables; the manager takes a part in in a few milliseconds."""
+"""Contents or table entries in one part, which the manager applies in a few milliseconds."""
 _MAX_BYTES = 4 << 20
-"""Of tokens in one part."""
+"""Bytes of tokens in one part."""
 _MAX_BLOCKS = 16384
-"""Of the reserve, or idle, in one part: these cost the manager little."""
+"""Reserved or idle blocks in one part; they cost the manager little."""
 
 
 class _SequenceSnapshot(NamedTuple):
@@ -34,7 +34,7 @@ class _SequenceSnapshot(NamedTuple):
 
 
 class Report:
-    """One snapshot on its way to the manager. `sequences`: those that hold blocks, each of them now acknowledged as it stands."""
+    """A snapshot for the manager. `sequences`: those that hold blocks; their present state counts as acknowledged."""
 
     def __init__(self, ledger: BlockLedger, sequences: list[CacheSequence], reserve: list[ReservedBlock]) -> None:
         self._contents = ledger.contents()
@@ -58,24 +58,24 @@ class Report:
             sequence.acked_entries = len(sequence.table)
             sequence.acked_computed_tokens = sequence.num_computed_tokens
         self._numbers: dict[Content, int] = {}
-        """Of the contents told so far, from 1."""
+        """Numbers of the contents sent so far, from 1."""
         self._parts: Iterator[cache_pb2.ReportRequest] = self._build()
-        self._num_told = 0
+        self._num_sent = 0
         self._part = next(self._parts)
 
     @property
     def part(self) -> cache_pb2.ReportRequest:
-        """The next part to be told, without its uplink."""
+        """The part to send, without its uplink."""
         return self._part
 
-    def told(self) -> bool:
-        """The manager has taken the part in; returns whether it was the last."""
+    def next_part(self) -> bool:
+        """The manager has applied the part; returns whether it was the last."""
         if self._part.last:
-            self._parts = iter(())  # the one it was and this object refer to each other
+            self._parts = iter(())  # breaks the reference cycle of this object and its generator
             return True
-        self._num_told += 1
+        self._num_sent += 1
         self._part = next(self._parts)
-        self._part.part = self._num_told
+        self._part.part = self._num_sent
         return False
 
     def _build(self) -> Iterator[cache_pb2.ReportRequest]:
@@ -89,8 +89,8 @@ class Report:
         yield cache_pb2.ReportRequest(last=True)
 
     def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
-        """Chains from what is told already down to each complete block, so that parents come before their children. While a report
-        is told no block is granted, so that each content keeps its block."""
+        """Chains from contents already sent down to each complete block, so that parents come before their children. No block is
+        granted during a report, so each content keeps its block."""
         numbers = self._numbers
         part = cache_pb2.ReportRequest()
         run = cache_pb2.ContentRun()

@@ -6,25 +6,25 @@ from collections import deque
 from typing import NamedTuple
 
 _RISE = 0.1
-"""Weight of the newest step in the rate if it was a quick one."""
+"""Weight of the newest step in the rate if it is faster."""
 _FALL_SECONDS = 5.0
-"""A slow step weighs as much as its share of this, at most _RISE."""
+"""A slower step has its duration's share of this as weight, at most _RISE."""
 
 
 class ReservedBlock(NamedTuple):
-    """A granted block that no sequence is bound to."""
+    """A granted block that is bound to no sequence."""
 
     block: int
     generation: int
 
 
 class Reserve:
-    """Spare blocks, oldest grant first, and surplus on its way back."""
+    """Spare blocks, oldest grant first, and surplus to return."""
 
     def __init__(self) -> None:
         self._spare: deque[ReservedBlock] = deque()
         self.returning: list[ReservedBlock] = []
-        """Given up here, stated in every call until one is acknowledged."""
+        """Surplus, stated in every call until one is acknowledged."""
 
     def __len__(self) -> int:
         return len(self._spare)
@@ -34,11 +34,10 @@ class Reserve:
         return list(self._spare)
 
     def add(self, block: int, generation: int) -> None:
-        """Take in a granted block."""
         self._spare.append(ReservedBlock(block, generation))
 
     def take(self) -> ReservedBlock:
-        """Bind the oldest spare block. The caller has checked that there is one."""
+        """Remove the oldest spare block. The caller has checked that there is one."""
         return self._spare.popleft()
 
     def give_up(self, count: int) -> None:
@@ -53,10 +52,10 @@ class Reserve:
 
 
 class DecodingRate:
-    """Tokens per second of late, over all sequences.
+    """Recent tokens per second, over all sequences.
 
-    It rises within some ten steps and falls over seconds: the manager may go away in any moment, and a few slow steps just
-    before must not make the reserve last a fraction of what it should.
+    It rises within ten steps and falls over seconds: a few slow steps just before the manager goes away must not leave a reserve
+    that lasts a fraction of the time it should.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class DecodingRate:
         self._last_step_at: float | None = None
 
     def note(self, num_tokens: int, now: float) -> None:
-        """A step has ended that sampled so many tokens."""
+        """A step has ended, and sampled `num_tokens`."""
         if self._last_step_at is not None and now > self._last_step_at:
             seconds = now - self._last_step_at
             more = num_tokens / seconds - self.tokens_per_second
@@ -75,7 +74,7 @@ class DecodingRate:
 def spare_target(
     num_running: int, num_blocks_to_come: int, tokens_per_second: float, seconds: float, block_size: int
 ) -> int:
-    """How many spare blocks the worker should hold: at least one per running sequence and enough for `seconds` of decoding at
-    the present rate, but never more than the running sequences can still need; so 0 when idle."""
+    """The number of spare blocks to hold: at least one per running sequence and enough for `seconds` of decoding at the present
+    rate, but at most what the running sequences can still need; so 0 when idle."""
     ahead = -(-int(tokens_per_second * seconds) // block_size)
     return min(num_blocks_to_come, max(num_running, ahead))

@@ -1,4 +1,4 @@
-"""A sequence as the worker's cache side knows it: what it holds, and how much of that the manager has acknowledged."""
+"""A sequence of the worker's cache side: its block table, and how much of it the manager has acknowledged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool.v1 import common_pb2
 
 
 class SequenceState(Enum):
-    """Where a sequence stands between the engine and the manager."""
+    """State of a sequence between the engine and the manager."""
 
     WAITING = "waiting"
     """Holds nothing; may be a candidate for the next Allocate."""
@@ -22,13 +22,13 @@ class SequenceState(Enum):
     LIVE = "live"
     """Has a block table."""
     ENDING = "ending"
-    """The engine is done with it; waits for its running step or for the answer to Free."""
+    """The engine is done with it; waits for its running step or for the reply to Free."""
     ENDED = "ended"
-    """Holds nothing any more, here or at the manager."""
+    """Holds nothing, here or at the manager."""
 
 
 class SequenceId(NamedTuple):
-    """What tells a worker's live sequences apart; the round is part of their state."""
+    """Identifies a live sequence on a worker; its round is state."""
 
     sequence_id: str
     attempt: int
@@ -61,20 +61,20 @@ class CacheSequence:
         self.max_cached_tokens = max_cached_tokens
         self.no_wait = no_wait
         self.level = 0
-        """Of its priority; a smaller one comes first."""
+        """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
         self.table: list[int] = []
         """Block ids, from position 0."""
         self.generations: list[int] = []
         """Generation of each entry of the table."""
         self.num_cached_tokens = 0
-        """Tokens that the cache served when the current round was granted."""
+        """Tokens that the cache served in the current round."""
         self.num_computed_tokens = 0
-        """Tokens whose KV is completed, not merely launched."""
+        """Tokens whose KV is complete; a running step does not count."""
         self.uses_blocks = False
-        """The blocks of the table may be read or written here."""
+        """This worker may read or write the blocks of the table."""
         self.in_step = False
-        """A step that has not completed names its blocks."""
+        """The running step uses its blocks."""
         self.maybe_granted = False
         """An Allocate of this round was sent and not refused: the manager may hold blocks for it."""
         self.acked_tokens = 0
@@ -82,7 +82,6 @@ class CacheSequence:
         self.acked_entries = 0
         """Table entries that it has acknowledged."""
         self.acked_computed_tokens = 0
-        """Computed tokens that it has acknowledged."""
         self.parked_on: SequenceId | None = None
         self.parked_position = 0
         self.parked_at = 0.0
@@ -97,11 +96,11 @@ class CacheSequence:
 
     @property
     def key(self) -> common_pb2.SequenceKey:
-        """The key of the current round."""
+        """The protocol's key, with the current round."""
         return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that its tokens fill, the last one perhaps in part."""
+        """Blocks that its tokens occupy."""
         return -(-len(self.tokens) // block_size)
 
     def num_blocks_to_come(self, block_size: int) -> int:
@@ -109,7 +108,7 @@ class CacheSequence:
         return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
 
     def next_round(self) -> CacheSequence:
-        """The same request with what it has generated so far, holding nothing."""
+        """The same request with its generated tokens, holding nothing."""
         again = CacheSequence(
             self.id.sequence_id,
             self.id.attempt,
@@ -124,7 +123,7 @@ class CacheSequence:
         return again
 
     def forget(self) -> None:
-        """Forget everything about the manager: table, progress, acknowledgements."""
+        """Reset table, progress and acknowledgements."""
         self.table = []
         self.generations = []
         self.num_cached_tokens = self.num_computed_tokens = 0
@@ -134,7 +133,7 @@ class CacheSequence:
 
 
 TOKEN_BYTES = 4
-"""Of a token id in a message."""
+"""Size of a token id in a message."""
 
 
 def pack_tokens(tokens: List[int]) -> bytes:

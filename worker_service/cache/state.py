@@ -1,4 +1,4 @@
-"""What a worker holds: blocks, reserve, sequences, and what is due to be said. It outlives sessions; the link does not."""
+"""The cache side's state: blocks, reserve, sequences, and which calls are due. It outlives sessions; the link does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sequence import CacheSequence, SequenceId, SequenceState
 
 
 class CacheState:
-    """Shared by what the engine does (EngineCache), what goes up (uplink) and what comes down (downlink)."""
+    """Shared by the engine's methods (EngineCache), the next call and the replies."""
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
@@ -25,33 +25,32 @@ class CacheState:
         self.sequences: dict[SequenceId, CacheSequence] = {}
         """Live and ending sequences, and those the manager may hold blocks for."""
         self.ending: list[CacheSequence] = []
-        """Done with; their Free is not answered yet."""
+        """Freed by the engine; their Free is not answered yet."""
         self.parked: list[CacheSequence] = []
         """Waiting for a prefix that another sequence is computing."""
         self.rate = DecodingRate()
         self.report_due_at: float | None = None
-        """When the filled blocks that the manager does not know must be reported; None if there are none."""
+        """When unreported filled blocks must be reported; None if there are none."""
         self.is_urgent = False
-        """Somebody waits for the next report."""
+        """The next report must not wait."""
         self.ask_again_at = 0.0
-        """The last Allocate found no blocks: no other before this time, unless something is given back."""
+        """The last Allocate found no blocks: no other before this time, unless blocks are freed."""
         self.pool_is_empty = False
         """The last call left fewer blocks in the pool than the reserve wanted."""
         self.num_free: int | None = None
-        """Blocks that the manager can grant without evicting any, as of the last reply; None before the first of a session. Fewer
-        than are blank here where the budget of all workers is reached."""
+        """Blocks that the manager can grant without eviction, as of the last reply; None before the first of a session. Fewer than
+        the blank blocks here if the budget of all workers is reached."""
         self.is_given_up = False
-        """What is held here cannot be made known to the manager: it must be forgotten."""
+        """The blocks held here cannot be reported to the manager and must be forgotten."""
         self.events: list[events.Event] = []
 
     @property
     def holds_anything(self) -> bool:
-        """Whether there is something that a manager would have to know."""
+        """Whether there is anything to report to a manager."""
         return bool(self.ledger.holds_anything or self.reserve)
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
-        """A session is open. What is held here is reported in it before anything else is said, if it is wanted: even if that has
-        come to nothing since Register, for the manager waits for it."""
+        """A session is open. If the manager asked for a report, it is sent first: also an empty one, since the manager waits."""
         for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
             self._end_unheard(sequence)
         self.link = link
@@ -60,7 +59,7 @@ class CacheState:
             link.report = Report(self.ledger, holders, self.reserve.spare())
 
     def lose_session(self, why: str) -> None:
-        """The session is over; what is held here stays, and what it left unanswered never happened."""
+        """The session is over. Blocks stay; unanswered calls count as not executed."""
         if self.link is None:
             return
         self.link = None
@@ -83,24 +82,23 @@ class CacheState:
         self.num_free = None
 
     def _end_unheard(self, sequence: CacheSequence) -> None:
-        """A sequence that is done with ends without a Free: the manager will not find it in the report."""
+        """End a freed sequence without a Free call: it will not be in the report."""
         self.ending.remove(sequence)
         self.end(sequence)
 
     def give_up(self, why: str, *, is_defect: bool = True) -> None:
-        """Nothing that is held here can be kept; the engine is told by an event."""
+        """No block held here can be kept; the engine gets an event."""
         self.link = None
         if not self.is_given_up:
             self.is_given_up = True
             self.events.append(events.GivenUp(why, is_defect))
 
     def open_link(self) -> LinkState | None:
-        """The link of the open session, if its report is in."""
+        """The link of the open session, if its report is complete."""
         return None if self.link is None or self.link.report is not None else self.link
 
     def spare_target(self, joining: List[CacheSequence] = ()) -> int:
-        """Blocks that the reserve should hold for the sequences that are live now, and for those that join them with a table for
-        the tokens that they have."""
+        """Blocks that the reserve should hold for the live sequences, and for `joining` ones with tables for their tokens."""
         live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
         size = self.settings.block_size
         to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
@@ -109,13 +107,13 @@ class CacheState:
         return spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
 
     def num_blank(self) -> int:
-        """Blocks that neither a table nor the reserve has, that hold nothing for others, and that the manager can grant."""
+        """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager."""
         num_reserved = len(self.reserve) + len(self.reserve.returning)
         num_blank = self.settings.num_blocks - 1 - self.ledger.num_used - self.ledger.num_idle - num_reserved
         return num_blank if self.num_free is None else min(num_blank, self.num_free)
 
     def num_blocks_due(self) -> int:
-        """Blocks that are needed if each live sequence gets one more token."""
+        """Blocks needed if each live sequence gets one more token."""
         size = self.settings.block_size
         return sum(
             len(sequence.tokens) >= len(sequence.table) * size and sequence.num_blocks_to_come(size) > 0
@@ -124,14 +122,14 @@ class CacheState:
         )
 
     def let_go(self, sequence: CacheSequence) -> None:
-        """Nothing here touches the sequence's blocks any more. The last one first, as the manager frees them."""
+        """This worker no longer uses the sequence's blocks. Drops the last one first, as the manager does."""
         if sequence.uses_blocks:
             sequence.uses_blocks = False
             for block in reversed(sequence.table):
                 self.ledger.drop(block)
 
     def end(self, sequence: CacheSequence) -> None:
-        """The sequence holds nothing any more, here or at the manager."""
+        """The sequence holds nothing, here or at the manager."""
         self.let_go(sequence)
         sequence.state = SequenceState.ENDED
         sequence.forget()
@@ -141,7 +139,7 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Size of the pool, and how often and how much is said to the manager."""
+    """Size of the pool, and timing and size of calls."""
 
     block_size: int = 16
     """Token slots of one block."""
@@ -150,12 +148,12 @@ class CacheSettings:
     report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
-    """How many seconds of decoding the reserve should last without the manager."""
+    """Seconds of decoding that the reserve should last without the manager."""
     prefix_wait_seconds: float = 10.0
     """How long a request waits for a prefix in flight that makes no progress, before it computes it itself."""
     no_blocks_retry_seconds: float = 1.0
-    """When to ask again after NO_BLOCKS although nothing was given back; only a safeguard."""
+    """Wait after NO_BLOCKS before the next Allocate if nothing is freed; only a safeguard."""
     max_items_per_call: int = 256
     """Sequences in one call to the manager."""
     max_call_bytes: int = 8 << 20
-    """Bytes of tokens and table entries, there and back, in one call; half of what gRPC is told to let through."""
+    """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""

@@ -1,4 +1,4 @@
-"""How much may wait, who makes way when that is too much, and when those who are refused should ask again."""
+"""The limits of the queue: which request a newcomer displaces when it is full, and when a refused caller should retry."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .queue import RequestQueue
 from .request import Payer, Request
 
 RATE_SECONDS = 10.0
-"""Tokens per second are those of so many last seconds."""
+"""Window over which tokens per second are measured."""
 LEAST_RETRY_SECONDS = 0.1
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0
-"""While nothing is measured yet."""
+"""Before anything is measured."""
 _MEAN_OF_REQUESTS = 32
-"""The mean work of a request is about that of so many last ones."""
+"""Requests in the moving average of the work of one."""
 
 
 class TokenRate:
@@ -26,59 +26,58 @@ class TokenRate:
         self._window_seconds = window_seconds
         self._total = 0
         self._marks: deque[tuple[float, int]] = deque()
-        """(time, total before it), some twenty in a window."""
+        """(time, total before it), about twenty per window."""
 
     def note(self, num_tokens: int, seconds: float, now: float) -> None:
-        """A step that took so many seconds has computed so many tokens."""
+        """A step of `seconds`, which ended now, has computed `num_tokens`."""
         if not self._marks or now - self._marks[-1][0] >= self._window_seconds / 20:
             self._marks.append((now - seconds, self._total))
         self._total += num_tokens
-        # The oldest mark stays until the next one is old enough to stand for the whole window.
+        # The oldest mark stays until the next one covers the whole window.
         while len(self._marks) > 1 and now - self._marks[1][0] >= self._window_seconds:
             self._marks.popleft()
 
     def tokens_per_second(self, now: float) -> float:
-        """0 while nothing is known."""
+        """0 before the first step."""
         if not self._marks or now <= self._marks[0][0]:
             return 0.0
         return (self._total - self._marks[0][1]) / (now - self._marks[0][0])
 
 
 class Admission:
-    """The limits of the queue, and the rates from which those who are refused learn when there will be room."""
+    """The limits of the queue, and the measured rates from which the retry time of a refused request follows."""
 
     def __init__(self, *, max_num_waiting: int, max_num_waiting_tokens: int) -> None:
         self._max_num_waiting = max_num_waiting
         self._max_num_waiting_tokens = max_num_waiting_tokens
         self._rate = TokenRate()
         self._mean_work = 0.0
-        """Tokens computed for a request, from its beginning to its end."""
+        """Tokens computed for one request in all."""
         self._num_finished = 0
         self._next_place_at = 0.0
-        """When those who were refused so far will all have found room."""
+        """When all requests refused so far will have found room."""
 
     def on_step(self, num_tokens: int, seconds: float, now: float) -> None:
-        """A step has computed so many tokens."""
+        """A step of `seconds`, which ended now, has computed `num_tokens`."""
         self._rate.note(num_tokens, seconds, now)
 
     def on_finished(self, request: Request) -> None:
-        """A request has come to its end."""
         work = request.num_prompt_tokens - request.num_cached_tokens + request.num_generated
         self._num_finished += 1
         self._mean_work += (work - self._mean_work) / min(self._num_finished, _MEAN_OF_REQUESTS)
 
     def check(self, waiting: RequestQueue, payer: Payer, num_prompt_tokens: int, now: float) -> list[Request]:
-        """Who has to make way for a newcomer; mostly nobody. Raises EngineError if there is no room for it.
+        """The requests that a newcomer displaces; none while there is room. Raises EngineError if there is no place for it.
 
-        In a full queue a newcomer takes the place of the youngest of the worst level, if that is worse than its own; else that of
-        the youngest of the tenant that has the most there, if that one is left with no less than the newcomer's tenant. Without
-        that a flood would lock everybody else out. Only what holds nothing and has never run makes way. One prompt may always
-        wait, however long it is.
+        In a full queue a newcomer displaces the youngest request of the worst level, if that is worse than its own; else the
+        youngest of the tenant with the largest share, if that tenant keeps at least the share of the newcomer's. Otherwise one
+        tenant's flood would lock out all others. Only requests that hold nothing and have never run are displaced. One prompt of
+        any length may always wait.
         """
         num_over = len(waiting) + 1 - self._max_num_waiting
         num_tokens_over = waiting.num_prompt_tokens + num_prompt_tokens - self._max_num_waiting_tokens
         if num_over <= 0 and num_tokens_over <= 0:
-            self._next_place_at = now  # those who were refused have come back, or gone elsewhere
+            self._next_place_at = now  # refused callers have come back, or found another worker
             return []
         places = _Places(waiting, payer, num_prompt_tokens, in_tokens=num_tokens_over > 0)
         chosen: list[Request] = []
@@ -92,23 +91,23 @@ class Admission:
             num_tokens_over -= request.num_prompt_tokens
         return chosen
 
-    def made_way(self, waiting: RequestQueue, now: float) -> EngineError:
-        """What a request is told that has made way."""
-        return self._busy("another one has taken its place in the full queue", waiting, 1, now)
+    def displaced(self, waiting: RequestQueue, now: float) -> EngineError:
+        """The error that ends a displaced request."""
+        return self._busy("another request has taken its place in the full queue", waiting, 1, now)
 
     def _busy(self, why: str, waiting: RequestQueue, num_requests: float, now: float) -> EngineError:
         retry_seconds = self._retry_seconds(num_requests, now)
         return EngineError(
             ErrorKind.BUSY,
-            f"{why}: {len(waiting)} requests with {waiting.num_prompt_tokens} prompt tokens wait, at most "
-            f"{self._max_num_waiting} and {self._max_num_waiting_tokens} may; try again in {retry_seconds:.1f} s or on another "
-            "worker, or give this one more room (--max-num-waiting, --max-num-waiting-tokens)",
+            f"{why}: {len(waiting)} requests with {waiting.num_prompt_tokens} prompt tokens are waiting, the limits are "
+            f"{self._max_num_waiting} and {self._max_num_waiting_tokens}; try again in {retry_seconds:.1f} s or on another "
+            "worker, or raise this one's limits (--max-num-waiting, --max-num-waiting-tokens)",
             retry_seconds=retry_seconds,
         )
 
     def _retry_seconds(self, num_requests: float, now: float) -> float:
-        """When so many requests will have left the queue: each takes as long as the work of one that ends, at the present rate.
-        Those who were refused before come first, so that not all come back at the same time."""
+        """Seconds until `num_requests` will have left the queue, at the mean work of a request and the present rate. Requests
+        refused earlier are counted first, so that they do not all come back at the same time."""
         rate = self._rate.tokens_per_second(now)
         if not rate or not self._mean_work:
             return UNKNOWN_RETRY_SECONDS
@@ -118,18 +117,18 @@ class Admission:
 
 
 class _Places:
-    """The places in a full queue that a newcomer of `payer` may have."""
+    """The places in a full queue that a newcomer of `payer` may take."""
 
     def __init__(self, waiting: RequestQueue, payer: Payer, num_prompt_tokens: int, *, in_tokens: bool) -> None:
-        """`in_tokens`: what a tenant has of the queue is measured in prompt tokens, not in requests."""
+        """`in_tokens`: a tenant's share of the queue is measured in prompt tokens, not in requests."""
         self._tenant = payer.tenant
         self._in_tokens = in_tokens
         self._worse: list[Request] = []
-        """Of worse levels; the youngest of the worst one is the last."""
+        """Requests of worse levels; the youngest of the worst one is the last."""
         self._equal: dict[str, list[Request]] = {}
-        """Of other tenants of the newcomer's level; the youngest is the last."""
+        """Requests of other tenants of the newcomer's level; the youngest is the last."""
         self._shares = Counter({payer.tenant: num_prompt_tokens if in_tokens else 1})
-        """What each tenant of that level would have of the queue."""
+        """Each tenant's share of the queue at that level, the newcomer included."""
         for request in waiting:
             tenant = request.params.tenant
             if request.rank.level > payer.level:
@@ -141,7 +140,7 @@ class _Places:
                     self._equal.setdefault(tenant, []).append(request)
 
     def take(self) -> Request | None:
-        """The request to send away next; None if there is none that may be."""
+        """The request to displace next; None if there is none."""
         if self._worse:
             return self._worse.pop()
         if not self._equal:
@@ -158,7 +157,7 @@ class _Places:
 
 
 def _may_go(request: Request) -> bool:
-    """Whether it holds nothing and has never run."""
+    """Whether the request holds nothing and has never run."""
     sequence = request.sequence
     is_queued = sequence.state in (SequenceState.WAITING, SequenceState.PARKED)
     return is_queued and not sequence.maybe_granted and not request.has_begun

@@ -1,7 +1,7 @@
-"""The engine: takes requests in, runs step after step, and passes tokens on.
+"""The engine: accepts requests, runs step after step, and passes tokens on.
 
 All state belongs to the event loop; only the model's forward pass runs in a thread of its own, one step at a time. The loop never
-waits for the manager while a step can run: what is to be said to it is said by the edge, beside the running step.
+waits for the manager while a step can run: the edge calls the manager during the step.
 """
 
 from __future__ import annotations
@@ -35,31 +35,29 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of the engine, and what it needs to know of the model."""
+    """Limits of the engine, and facts of the model."""
 
     model_fingerprint: str
     vocab_size: int
     max_model_len: int
-    """Largest sequence, prompt and generated tokens together."""
+    """Prompt and generated tokens of one sequence."""
     eos_token_ids: frozenset[int] = frozenset()
     max_num_seqs: int = 64
     """Sequences in one batch."""
     max_num_batched_tokens: int = 2048
-    """Tokens forwarded in one step at most."""
+    """Tokens in one step."""
     max_mixed_prefill_tokens: int = 512
-    """Tokens of prompts in one step at most while others decode."""
+    """Prompt tokens in one step while a sequence decodes."""
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
     max_num_waiting: int = 1024
-    """Requests that may wait; more are refused."""
+    """Waiting requests; more are refused."""
     max_num_waiting_tokens: int = 1 << 22
-    """Tokens of all prompts that may wait; more are refused, but one may always wait."""
+    """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
     prefix_caching: bool = True
-    """Whether prompts may be served from the cache."""
 
 
 class Engine:
-    """Continuous batching over one model and one cache side. `model_thread`: the one thread that runs the steps; the engine
-    shuts it down at its end."""
+    """Continuous batching over one model and one cache side. `model_thread`: runs the steps; `run` shuts it down when it ends."""
 
     def __init__(
         self,
@@ -86,13 +84,13 @@ class Engine:
         )
         self.stats = EngineStats()
         self.changed_for_link = asyncio.Event()
-        """Set when there may be something to tell the manager."""
+        """Set when a call to the manager may be due."""
         self.drain_asked = asyncio.Event()
-        """Set when the manager wants this worker to leave."""
+        """Set when the manager asks this worker to leave."""
         self.drain_grace_seconds: float | None = None
-        """What it gives the running requests to end; None: as much as the worker's own settings do."""
+        """Time that the manager gives the running requests; None: the worker's own setting."""
         self.is_draining = False
-        """No further requests are taken."""
+        """New requests are refused."""
         self._emptied = asyncio.Event()
         self._runner = runner
         self._clock = clock
@@ -114,9 +112,9 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         payer = Payer(self.scheduler.policy.level(params), params.tenant)
-        making_way = self._admission.check(self.scheduler.waiting, payer, len(params.token_ids), self._clock())
+        displaced = self._admission.check(self.scheduler.waiting, payer, len(params.token_ids), self._clock())
         # KV hits have no logits.
-        may_hit = self.settings.prefix_caching and not params.tells_prompt_logprobs
+        may_hit = self.settings.prefix_caching and not params.wants_prompt_logprobs
         sequence = CacheSequence(
             params.sequence_id,
             params.attempt,
@@ -136,12 +134,12 @@ class Engine:
             if decoder.is_stopped:
                 raise invalid(
                     "num_delivered_tokens",
-                    "a stop string stands in the delivered tokens already: there is no more to come",
+                    "the delivered tokens contain a stop string already: the text has ended",
                 )
         request = Request(params, sequence, max_tokens, ending_ids, decoder)
         request.times.arrived_at = self._clock()
-        for other in making_way:
-            self._fail(other, self._admission.made_way(self.scheduler.waiting, self._clock()))
+        for other in displaced:
+            self._fail(other, self._admission.displaced(self.scheduler.waiting, self._clock()))
         self.scheduler.add(request)
         self.changed_for_link.set()
         return request
@@ -150,9 +148,7 @@ class Engine:
         """Refuse what cannot be served; returns how many tokens may be generated."""
         settings = self.settings
         if self.is_draining:
-            raise EngineError(
-                ErrorKind.DRAINING, "this worker is about to leave and takes no further requests; ask another one"
-            )
+            raise EngineError(ErrorKind.DRAINING, "this worker is draining and takes no new requests; use another one")
         if not self.cache.is_ready():
             raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
         num_prompt = len(params.token_ids)
@@ -166,8 +162,8 @@ class Engine:
         if params.max_tokens > room:
             raise invalid(
                 "max_tokens",
-                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed the {settings.max_model_len} that the model "
-                f"takes; at most {room} can be generated",
+                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed this worker's limit of "
+                f"{settings.max_model_len}; at most {room} can be generated",
             )
         if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
             raise EngineError(
@@ -179,7 +175,7 @@ class Engine:
         return max_tokens
 
     def _tokens_that_fit(self, room: int, num_prompt: int) -> int:
-        """ "As many as possible", limited by the model and by the pool."""
+        """The largest number of new tokens, by the model's limit and the pool's."""
         cache = self.cache.settings
         return max(1, min(room, (cache.num_blocks - 1) * cache.block_size - num_prompt + 1))
 
@@ -190,31 +186,31 @@ class Engine:
             raise EngineError(
                 ErrorKind.NEVER_FITS,
                 f"{num_prompt} prompt tokens and {max_tokens} new ones need {num_blocks} blocks of {cache.block_size}; this worker "
-                f"has {cache.num_blocks - 1}: lower max_tokens, or give the worker more (--num-blocks, --kv-cache-memory)",
+                f"has {cache.num_blocks - 1}: lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
                 field="max_tokens",
             )
 
     def abort(self, request: Request) -> None:
-        """The reader has gone: end the request and free its blocks. Nothing happens if it has ended."""
+        """The reader has gone: end the request and free its blocks. No effect if it has ended."""
         self._break_off(request, CANCELLED)
         self.changed_for_link.set()
 
     def give_up_reader(self, request: Request, seconds: float) -> None:
-        """The reader has taken nothing for `seconds`: end the request, free its blocks and drop what waits for it. After the last
-        token too, since what is dropped would be missing. Nothing happens if the stream has failed before."""
+        """The reader has taken nothing for `seconds`: end the request, free its blocks and drop unread chunks. The stream fails
+        even after its last token, since it is incomplete without them. No effect if it has failed before."""
         num_tokens = request.num_generated
         request.stream.give_up(
             EngineError(
                 ErrorKind.SLOW_READER,
-                f"the reader took nothing for {seconds:g} s while there was something for it, {num_tokens} tokens were generated: "
-                "read faster or ask for less at a time, or give the worker a longer --reader-seconds",
+                f"the reader took nothing for {seconds:g} s while chunks waited; {num_tokens} tokens were generated: read faster, "
+                "ask for less at a time, or give the worker a longer --reader-seconds",
             )
         )
         self._break_off(request, ErrorKind.SLOW_READER.name.lower())
         self.changed_for_link.set()
 
     def load(self) -> common_pb2.WorkerLoad:
-        """What the worker is busy with."""
+        """Requests and tokens that run and wait."""
         scheduler = self.scheduler
         return common_pb2.WorkerLoad(
             num_running=scheduler.num_running,
@@ -225,23 +221,21 @@ class Engine:
     # -- leaving
 
     def begin_drain(self) -> None:
-        """Take no further requests, and send those away that have nothing yet: another worker serves them sooner."""
+        """Refuse new requests, and end those that have not begun: another worker serves them sooner."""
         self.is_draining = True
         for request in self.scheduler:
             if not request.has_begun:
                 self._fail(
-                    request,
-                    EngineError(ErrorKind.DRAINING, "this worker is about to leave and has not begun with the request"),
+                    request, EngineError(ErrorKind.DRAINING, "this worker is draining; the request has not begun")
                 )
         self._note_if_empty()
         self.changed_for_link.set()
 
     async def wait_until_empty(self) -> None:
-        """After `begin_drain`: until no request is left."""
+        """Wait, after `begin_drain`, until no request is left."""
         await self._emptied.wait()
 
     def fail_all(self, error: EngineError) -> None:
-        """End every request now."""
         for request in self.scheduler:
             self._fail(request, error)
         self.changed_for_link.set()
@@ -257,11 +251,11 @@ class Engine:
     # -- running
 
     def on_cache_changed(self) -> None:
-        """The edge has handed something to the cache side."""
+        """The edge has given the cache side a reply or a sequence."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Run steps as long as there are any; for ever. Cancelling it waits for the running step."""
+        """Run steps until cancelled. Cancelling waits for the running step."""
         try:
             while True:
                 self._wake.clear()
@@ -296,10 +290,8 @@ class Engine:
         self._finish_step(batch, tokens, now)
 
     def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
-        num_tokens = num_decodes = 0
-        for scheduled in batch:
-            num_tokens += scheduled.num_tokens
-            num_decodes += scheduled.num_tokens == 1 and scheduled.request.num_generated > 0
+        num_tokens = sum(part.num_tokens for part in batch)
+        num_decodes = sum(part.num_tokens == 1 and part.request.num_generated > 0 for part in batch)
         self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
         self._admission.on_step(num_tokens, seconds, now)
 
@@ -313,9 +305,11 @@ class Engine:
                 self._pass_on(request, result, now)
 
     def _pass_on(self, request: Request, result: PartResult, now: float) -> None:
-        """Give the request what the step made for it. What goes wrong with one text ends that request, never the engine."""
+        """Give the request its result of the step. An error in one text ends that request, not the engine."""
         if result.bad_logits is not None:
-            log.warning("no token can be chosen", sequence_id=request.params.sequence_id, **result.bad_logits._asdict())
+            log.warning(
+                "no token can be sampled", sequence_id=request.params.sequence_id, **result.bad_logits._asdict()
+            )
             self._fail(request, _error_of(result.bad_logits))
             return
         try:
@@ -329,8 +323,10 @@ class Engine:
                 self._admission.on_finished(request)
                 self._remove(request)
         except Exception as error:
-            log.exception("token could not be passed on", sequence_id=request.params.sequence_id)
-            self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be made: {type(error).__name__}"))
+            log.exception("token could not be decoded", sequence_id=request.params.sequence_id)
+            self._fail(
+                request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}")
+            )
 
     def _take_events(self) -> None:
         for event in self.cache.take_events():
@@ -343,35 +339,33 @@ class Engine:
             elif isinstance(event, events.Stopped):
                 self._fail_sequence(
                     event.sequence,
-                    EngineError(ErrorKind.SUPERSEDED, "this sequence goes on elsewhere under a larger attempt"),
+                    EngineError(ErrorKind.SUPERSEDED, "a larger attempt of this sequence runs on another worker"),
                 )
             elif isinstance(event, events.DrainAsked):
                 self.drain_grace_seconds = event.grace_seconds
                 self.drain_asked.set()
             elif isinstance(event, events.SessionLost):
-                # Nothing is lost with it: what runs goes on, and the next session is told.
+                # No request is lost: the running ones continue, and the next session reports them.
                 log.info("session ended", why=event.why, num_running=self.scheduler.num_running)
             else:
                 self._forget_everything(event)
 
     def _on_granted(self, sequence: CacheSequence) -> None:
-        self.scheduler.on_granted(sequence)
-        request = self.scheduler.find(sequence.id)
-        if request is not None and request.sequence is sequence:
+        if request := self.scheduler.on_granted(sequence):
             self.stats.on_granted(request, self._clock())
 
     def _forget_everything(self, event: events.GivenUp) -> None:
-        """No step is running here: end all streams, forget all blocks; the edge then registers again."""
+        """End all streams and forget all blocks, between two steps; the edge then registers again."""
         num_requests = self.scheduler.num_running + self.scheduler.num_waiting
-        tell = log.error if event.is_defect else log.warning
-        tell("all blocks are given up", why=event.why, num_requests=num_requests)
-        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker has to give up its blocks: {event.why}"))
+        write_log = log.error if event.is_defect else log.warning
+        write_log("all blocks are given up", why=event.why, num_requests=num_requests)
+        self.fail_all(EngineError(ErrorKind.UNAVAILABLE, f"this worker had to give up its blocks: {event.why}"))
         self.cache.reset()
         self.changed_for_link.set()
 
     def _fail_sequence(self, sequence: CacheSequence, error: EngineError) -> None:
         request = self.scheduler.find(sequence.id)
-        # The name may belong to another request by now, or this one may be in a later round.
+        # The id may belong to another request by now, or this one may have been preempted since.
         if request is not None and request.sequence is sequence:
             self._fail(request, error)
 
@@ -388,28 +382,28 @@ class Engine:
 def _computed(scheduled: Scheduled, result: PartResult) -> Computed:
     sequence = scheduled.sequence
     if result.bad_logits is not None:
-        # KV that led to such logits should be nobody's hit.
+        # KV that led to such logits must not be served to other requests.
         return Computed(sequence, sequence.num_computed_tokens, None)
     token_id = None if result.token is None else result.token.token_id
     return Computed(sequence, sequence.num_computed_tokens + scheduled.num_tokens, token_id)
 
 
 def _error_of(bad: BadLogits) -> EngineError:
-    """Why a request cannot go on. Neither kind is asked of another worker: it would come to the same."""
+    """Why a request cannot continue. Neither kind is retried on another worker, where the result would be the same."""
     what = f"no token can be chosen for position {bad.position}: the largest logit is {bad.largest:g}"
     if not bad.is_adjusted:
         return EngineError(
             ErrorKind.INTERNAL,
-            f"{what} where a finite number was needed. The model gives that for these tokens on every worker: change the prompt, "
-            "or look for weights that are not finite, or that overflow in the worker's dtype (--dtype)",
+            f"{what} where a finite number was needed. The model does this for these tokens on every worker: change the prompt, "
+            "or check for weights that are not finite or overflow in the worker's dtype (--dtype)",
         )
     if bad.largest < 0:
         return invalid(
             "stop.min_tokens",
-            f"{what}; the ids that would end the text are ruled out before so many tokens, and the model rules out all others: "
+            f"{what}; ids that end the text are excluded before min_tokens, and the model excludes all others: "
             "lower min_tokens, or give fewer stop_token_ids",
         )
     return invalid(
         "sampling.repetition_penalty",
-        f"{what}, which the model's own is not: bias and penalties have carried it beyond float32; take a penalty nearer to 1",
+        f"{what}, the model's own is finite: bias and penalties overflow float32; use a penalty nearer to 1",
     )

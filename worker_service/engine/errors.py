@@ -1,4 +1,4 @@
-"""Why the engine ends a stream or turns a request down. The edge maps each kind to a status."""
+"""Why the engine ends a stream or refuses a request. The edge maps each kind to a status."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ErrorKind(Enum):
 
 
 class EngineError(Exception):
-    """A request that cannot be served. `field` names the offending field; `status` is the manager's own answer, if it refused;
-    `retry_seconds` tells when the same request may be served, if that is known better than from its kind."""
+    """A request that cannot be served. `field`: the offending one. `status`: the manager's own answer, if it refused.
+    `retry_seconds`: when to try again, if more is known than follows from the kind."""
 
     def __init__(
         self,
@@ -45,5 +45,5 @@ class EngineError(Exception):
 
 
 def invalid(field: str, message: str) -> EngineError:
-    """A bad request: `field` was wrong."""
+    """An EngineError of kind INVALID."""
     return EngineError(ErrorKind.INVALID, f"{field}: {message}", field=field)

@@ -1,4 +1,4 @@
-"""What puts one request before another."""
+"""The order of requests: scheduling policies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class SchedulingPolicy(StrEnum):
-    """What puts one request before another.
+    """How requests are ordered.
 
-    * fcfs: all requests are of one level; `GenerationParams.priority` is not looked at. No accepted request starves.
-    * priority: the level is the request's priority, smaller first. Strict between levels: while a request of a better level can be
-      asked for or computed, nothing of a worse one is, so a worse level may starve. Within a level nobody does. Who runs is not
-      displaced by a better one that waits, only by the pool running out.
+    * fcfs: all requests are of one level; `GenerationParams.priority` is ignored. No accepted request starves.
+    * priority: the level is the request's priority, smaller first. Strict between levels: nothing of a level is allocated or
+      computed while a request of a better one can be, so a worse level may starve. Within a level no request starves. A running
+      request is preempted only if the pool runs out, not for a better one that waits.
 
     Within a level, tenants share fairly (`fairness.py`), and each tenant's requests come in the order of their arrival.
     """

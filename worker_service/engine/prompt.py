@@ -1,7 +1,7 @@
-"""Prompts: measured before anything is made of them, then tokenised.
+"""Prompts: checked for length first, then tokenised.
 
-A text can only be refused unread where each token stands for a bounded number of its bytes. Most tokenizers of language models
-have that property; which ones is decided here by their parts, from a list of those that never drop a byte.
+A text can be refused before it is tokenised only if each token covers a bounded number of bytes. Most tokenizers of language models
+have that property; it is derived here from their parts, with a list of those that never drop a byte.
 """
 
 from __future__ import annotations
@@ -15,52 +15,51 @@ from tokenizers import Tokenizer, models
 from .errors import invalid
 
 NORMAL_FORM_FACTOR = 4
-"""A Unicode normal form shortens a text to a quarter of its bytes at most: NFC makes 2 bytes of 7, NFKC 1 of 4."""
+"""A Unicode normal form leaves at least a quarter of a text's bytes: NFC makes 2 bytes of 7, NFKC 1 of 4."""
 
 MAX_CHARACTER_BYTES = 4
 
 SHORTENING_FACTOR = 16
-"""A tokenizer that may drop text (it collapses spaces, fuses unknown characters) is given this many times as much of it."""
+"""The bound is this much larger for a tokenizer that may drop text (collapses spaces, fuses unknown characters)."""
 
 MIN_SHORTENED_BYTES = 1 << 20
-"""And never less than this: it is tokenised in under a second."""
+"""And at least this: it is tokenised in under a second."""
 
 _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
-"""Those that text in UTF-8 can have."""
+"""Bytes that occur in UTF-8."""
 
 _LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"}
 _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 
 
 class PromptEncoder:
-    """Measures prompts and tokenises texts for one model. Tokenising is blocking, and releases the GIL; any thread may do it."""
+    """Checks prompts and tokenises texts for one model. Tokenising blocks and releases the GIL; any thread may do it."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        """`max_model_len`: tokens of prompt and answer together. From now on the tokenizer neither truncates nor pads: both are
-        left over from training in some files."""
+        """`max_model_len`: tokens of prompt and answer together. Turns off the tokenizer's truncation and padding, which some
+        files have left over from training."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self.text_bound = TextBound(0)
-        """Of the texts that are tokenised."""
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             self.text_bound = text_bound(tokenizer, max_model_len)
 
     def check_text(self, text: str) -> None:
-        """EngineError if the text cannot be tokenised or is certain to be too long. A millisecond per megabyte at most."""
+        """EngineError if the text cannot be tokenised or is certainly too long. At most a millisecond per megabyte."""
         if self._tokenizer is None:
             raise invalid("prompt", "this model has no tokenizer: send token_ids")
         if (num_bytes := self.text_bound.excess(text)) is not None:
             raise invalid(
                 "prompt",
-                f"the text has {num_bytes} bytes, and {self.text_bound.max_bytes} are the most that can fit into the "
-                f"{self._max_model_len} tokens that this worker takes for prompt and answer together; shorten the text, or start "
-                "the workers with a larger --max-model-len",
+                f"the text has {num_bytes} bytes; at most {self.text_bound.max_bytes} can fit into the {self._max_model_len} "
+                "tokens that this worker takes for prompt and answer together; shorten the text, or start the workers with a "
+                "larger --max-model-len",
             )
 
     def check_num_tokens(self, num_tokens: int) -> None:
-        """EngineError if so many tokens leave no room for an answer."""
+        """EngineError if a prompt of this length leaves no room for an answer."""
         if num_tokens >= self._max_model_len:
             raise invalid(
                 "prompt",
@@ -69,25 +68,25 @@ class PromptEncoder:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer itself adds. EngineError if it is too long."""
+        """Token ids of a text, with the special tokens that the tokenizer adds. EngineError if it is too long."""
         self.check_text(text)
         assert self._tokenizer is not None
-        # For a single text too: encode() holds the GIL, which stops the event loop, and keeps offsets that nobody reads.
+        # Not encode(): it holds the GIL, which stops the event loop, and computes offsets that are not used.
         (encoding,) = self._tokenizer.encode_batch_fast([text])
         self.check_num_tokens(len(encoding))
         return list(encoding.ids)
 
 
 class TextBound(NamedTuple):
-    """How long a text may be. Any longer one has more tokens than allowed, unless the tokenizer drops text."""
+    """How long a text may be. A longer one has more tokens than allowed, unless the tokenizer drops text."""
 
     max_bytes: int
     """In UTF-8."""
     uncounted: bytes = b""
-    """Bytes that the vocabulary does not have: the tokenizer drops them, so they do not count."""
+    """Bytes that the tokenizer drops, because the vocabulary lacks them."""
 
     def excess(self, text: str) -> int | None:
-        """The bytes of a text that is too long; None if it is not."""
+        """The number of bytes of a text that is too long; None if it is not."""
         if 4 * len(text) <= self.max_bytes:
             return None
         encoded = text.encode()
@@ -98,13 +97,13 @@ class TextBound(NamedTuple):
 
 
 def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
-    """The bound of texts that may have no more than `max_model_len` tokens."""
+    """The bound of texts of at most `max_model_len` tokens."""
     normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
     pretokenizers = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
     is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pretokenizers))
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder().values()
-    # In a byte-level vocabulary each letter stands for one byte, elsewhere a token is written as in the text.
+    # A byte-level vocabulary writes each byte as one letter; the others write a token as in the text.
     longest_token = max((len(token) if is_byte_level else len(token.encode()) for token in vocabulary), default=1)
     longest_token = max(longest_token, MAX_CHARACTER_BYTES, *(len(token.content.encode()) for token in added))
     num_forms = sum(part["type"] in _NORMAL_FORMS for part in normalizers)
@@ -114,9 +113,9 @@ def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
         all(_is_lossless_normalizer(part) for part in normalizers)
         and all(_is_lossless_pretokenizer(part) for part in pretokenizers)
         and dropped is not None
-        # A normal form may make one of them of other bytes.
+        # A normal form may produce a dropped byte from others.
         and not (dropped and num_forms)
-        # These swallow the spaces before or after them.
+        # Such tokens absorb the spaces before or after them.
         and not any(token.lstrip or token.rstrip for token in added)
     )
     if is_exact and dropped is not None:
@@ -125,7 +124,7 @@ def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the steps that it consists of, in the form of a tokenizer.json."""
+    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
 
     def flatten(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if part["type"] == "Sequence":
@@ -152,8 +151,8 @@ def _is_lossless_pretokenizer(part: dict[str, Any]) -> bool:
 
 
 def _dropped_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_level: bool) -> bytes | None:
-    """The bytes of UTF-8 that are dropped for want of a token, one by one; every other one is in some token. None: more may be
-    dropped, or any number of bytes be fused into one token for what is unknown."""
+    """The UTF-8 bytes that have no token and are dropped one by one; every other one is in some token. None: more may be dropped,
+    or any number of bytes fused into one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None
@@ -169,8 +168,8 @@ def _dropped_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_lev
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary, as in GPT-2: printable Latin-1 for itself, and the others in
-    order from U+0100 on."""
+    """The letter for each byte in a byte-level vocabulary, as in GPT-2: printable Latin-1 is itself, the others are U+0100 and up,
+    in order."""
     others = iter(range(0x100, 0x200))
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""The order of requests: who comes first under a policy, waiting or running."""
+"""Requests by rank, waiting or running."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 class RequestQueue:
-    """Requests in the order of their ranks."""
+    """Requests in order of rank."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self.num_prompt_tokens = 0
-        """Of all of them."""
         self.payers: Counter[Payer] = Counter()
-        """How many requests there are of each."""
+        """Number of requests of each."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -33,11 +32,11 @@ class RequestQueue:
 
     @property
     def last(self) -> Request:
-        """The youngest of the worst level. There must be one."""
+        """The youngest request of the worst level. The queue must not be empty."""
         return self._requests[-1]
 
     def add(self, request: Request) -> None:
-        """Put a request in its place."""
+        """Insert a request at its rank, which must be free."""
         index = self._index(request)
         assert index == len(self._requests) or self._requests[index].rank > request.rank
         self._requests.insert(index, request)
@@ -45,7 +44,7 @@ class RequestQueue:
         self.payers[request.payer] += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out that is there."""
+        """Remove a request, which must be in the queue."""
         index = self._index(request)
         assert self._requests[index] is request
         del self._requests[index]

@@ -18,43 +18,42 @@ from .token_counts import TokenCounts
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """What a caller asks for."""
+    """A caller's request, checked by the codec."""
 
     sequence_id: str
-    """Chosen by the caller; one live stream per (sequence_id, attempt)."""
+    """Chosen by the client; one live stream per (sequence_id, attempt)."""
     attempt: int
     token_ids: list[int]
     """The prompt."""
     num_delivered_tokens: int = 0
-    """How many of its last tokens an earlier attempt has generated, their text included; less than all."""
+    """Number of the prompt's last tokens that an earlier attempt has delivered, with their text; less than all."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 0
-    """Tokens to generate at most; 0: as many as max_model_len leaves."""
+    """Largest number of tokens to generate; 0: as many as max_model_len leaves."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Ids that end the text, beside the model's own."""
+    """Ids that end the text, in addition to the model's own."""
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
-    """Go on behind the model's end-of-text ids."""
+    """The model's end-of-text ids do not end the text."""
     min_tokens: int = 0
-    """Before so many tokens, delivered ones included, no id that ends the text is drawn, and no stop string counts."""
+    """Before this many tokens, delivered ones included, no id that ends the text is drawn, and no stop string counts."""
     num_prompt_logprobs: int | None = None
     """None: no log-probabilities of the prompt; 0: of its tokens; n: also of the n most likely tokens at each position."""
     echo: bool = False
-    """Begin the text with the prompt's, unless an earlier attempt has delivered tokens."""
+    """Start the text with the prompt's, unless an earlier attempt has delivered tokens."""
     adapter: str = ""
     tenant_salt: str = ""
     priority: int = 0
     """With the policy `priority`: smaller is served earlier, and preempted later."""
     tenant: str = ""
-    """On whose behalf; steps are shared fairly between tenants of one priority."""
+    """Steps are shared fairly between the tenants of one priority."""
 
     @property
-    def tells_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are to be told: the attempt that delivered tokens has told them."""
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether to return log-probabilities of the prompt: an attempt that delivered tokens has returned them already."""
         return self.num_prompt_logprobs is not None and not self.num_delivered_tokens
 
     def text_decoder(self, tokenizer: Tokenizer) -> TextDecoder:
-        """What makes text of the tokens to come."""
         return TextDecoder(
             tokenizer,
             self.token_ids,
@@ -79,24 +78,23 @@ class Request:
         self.params = params
         self.sequence = sequence
         self.rank = Rank(0, 0)
-        """Its place among all requests, given by the scheduler."""
+        """Set by the scheduler, like `payer`."""
         self.payer = Payer(0, params.tenant)
-        """Given by the scheduler too."""
         self.stream = TokenStream()
         self.num_prompt_tokens = len(params.token_ids)
         self.num_cached_tokens = 0
-        """Served from the cache at the first admission."""
+        """Prompt tokens served from the cache at the first admission."""
         self.num_preemptions = 0
         self.num_generated = 0
         self.finish_reason: FinishReason | None = None
-        """Why it came to its end; None before, and if it was broken off."""
+        """None until it finishes, and if it is aborted or fails."""
         self.times = RequestTimes()
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._decoder = decoder
         self._was_granted = False
-        self._num_prompt_told = 0
-        """Tokens of the prompt whose log-probabilities were told; stays over preemption."""
+        self._num_prompt_returned = 0
+        """Prompt tokens whose log-probabilities were returned; preemption does not reset it."""
         self._counts: TokenCounts | None = None
         if params.sampling.has_penalties:
             num_prompt = len(params.token_ids) - params.num_delivered_tokens
@@ -107,31 +105,31 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was ever granted a block table; a preempted request has begun too."""
+        """Whether it was ever granted a block table; still true after preemption."""
         return self._was_granted
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is to be computed in the present round; one while it decodes."""
+        """Tokens whose KV is not computed; one while it decodes."""
         return len(self.sequence.tokens) - self.sequence.num_computed_tokens
 
     def usage(self) -> Usage:
-        """What it has cost so far."""
+        """Token counts and preemptions so far."""
         return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated, self.num_preemptions)
 
     def on_granted(self) -> None:
-        """Its sequence has a block table; the first time, tell the reader how much the cache served."""
+        """Its sequence has a block table; the first time, report to the reader how much the cache served."""
         if not self._was_granted:
             self._was_granted = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
             chunk = Chunk(0, usage=self.usage())
-            if self.params.tells_prompt_logprobs:
+            if self.params.wants_prompt_logprobs:
                 chunk.prompt_logprobs.append(None)
-                self._num_prompt_told = 1
+                self._num_prompt_returned = 1
             self.stream.put(chunk)
 
     def part(self, num_tokens: int, *, samples: bool) -> SequencePart:
-        """Its part in a step that computes `num_tokens` more of its tokens and, if it `samples`, the next one."""
+        """Its part of a step that computes `num_tokens` more of its tokens and, if it `samples`, the next one."""
         sequence, start = self.sequence, self.sequence.num_computed_tokens
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
@@ -147,22 +145,22 @@ class Request:
         return self.params.num_delivered_tokens + self.num_generated < self.params.min_tokens
 
     def _prompt_rows(self, start: int, end: int) -> PromptRows | None:
-        """What the positions start … end − 1 are to tell of the prompt: those behind which a token stands that was not told."""
+        """Prompt log-probabilities to compute for start … end − 1, not returned yet."""
         wanted = self.params.num_prompt_logprobs
-        if wanted is None or not self.params.tells_prompt_logprobs:
+        if wanted is None or not self.params.wants_prompt_logprobs:
             return None
-        # The row of a position tells of the token behind it.
-        targets = self.params.token_ids[self._num_prompt_told : end + 1]
-        return PromptRows(self._num_prompt_told - 1 - start, targets, wanted) if targets else None
+        # The logits of a position give the log-probability of the token after it.
+        targets = self.params.token_ids[self._num_prompt_returned : end + 1]
+        return PromptRows(self._num_prompt_returned - 1 - start, targets, wanted) if targets else None
 
     def on_prompt_logprobs(self, logprobs: List[TokenLogprobs]) -> None:
-        """Take what the last step told of the prompt."""
+        """Pass on the prompt log-probabilities of the last step."""
         if logprobs:
-            self._num_prompt_told += len(logprobs)
+            self._num_prompt_returned += len(logprobs)
             self.stream.put(Chunk(0, prompt_logprobs=list(logprobs)))
 
     def on_token(self, token: SampledToken) -> bool:
-        """Take the next token, pass on what has become certain; returns whether the text has ended."""
+        """Take the next token and pass on the text that is certain; returns whether the text has ended."""
         index = self.num_generated
         self.num_generated += 1
         if self._counts is not None:
@@ -191,29 +189,29 @@ class Request:
 
 
 class Rank(NamedTuple):
-    """A request's place in a total order that never changes, so that the first of those that run always gets to its end: whoever
-    has to give blocks back is the last."""
+    """A request's place in a total order that never changes. Preemption takes the last, so the first running request always
+    finishes."""
 
     level: int
     arrival: int
-    """Number of the request among all that were accepted. A preempted request keeps it."""
+    """Number of the request in order of acceptance. Preemption does not change it."""
 
 
 class Payer(NamedTuple):
-    """Whose share of the steps a request is computed out of."""
+    """The account that a request's tokens are charged to."""
 
     level: int
     tenant: str
 
 
 class RequestTimes:
-    """When things happened to one request."""
+    """Timestamps of one request, in monotonic seconds."""
 
     __slots__ = ("arrived_at", "first_token_at", "granted_at", "last_token_at")
 
     def __init__(self) -> None:
         self.arrived_at = 0.0
         self.granted_at: float | None = None
-        """When it first had a block table."""
+        """When it first got a block table."""
         self.first_token_at: float | None = None
         self.last_token_at = 0.0

@@ -1,4 +1,4 @@
-"""What of a request's sampling can never be, by model and limits that the wire's own check does not know."""
+"""Checks of a request's sampling options that depend on the model; the codec has checked the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .request import GenerationParams
 def check_sampling(
     params: GenerationParams, *, vocab_size: int, ending_ids: frozenset[int], has_tokenizer: bool
 ) -> None:
-    """Refuse what cannot be, naming the field. `ending_ids`: all that end this request's text."""
+    """EngineError naming the field that is wrong. `ending_ids`: all ids that end this request's text."""
     if params.stop_strings and not has_tokenizer:
         raise invalid("stop.stop_strings", "this model has no tokenizer, so there is no text to find them in")
     if params.echo and not has_tokenizer:
@@ -35,6 +35,6 @@ def _check_min_tokens(params: GenerationParams, vocab_size: int, ending_ids: fro
     if sum(token_id < vocab_size for token_id in ending_ids) >= vocab_size:
         raise invalid(
             "stop.min_tokens",
-            f"all {vocab_size} tokens of the vocabulary end the text, so none is left to be drawn before it may end; "
+            f"all {vocab_size} tokens of the vocabulary end the text, so none can be drawn before it may end; "
             "give fewer stop_token_ids",
         )

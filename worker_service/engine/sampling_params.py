@@ -20,6 +20,6 @@ class TokenLogprobs(NamedTuple):
     """Natural log-probabilities under the model (temperature 1, no penalties, no truncation)."""
 
     logprob: float
-    """Of the token that stands there."""
+    """Of the actual token."""
     top: list[tuple[int, float]]
-    """(token id, log-probability) of the most likely tokens, best first, as many as were asked for."""
+    """(token id, log-probability) of the most likely tokens, best first."""

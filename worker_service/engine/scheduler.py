@@ -1,10 +1,10 @@
 """Which sequences run in the next step, and how many of their tokens: continuous batching with chunked prefill.
 
-Pure: looks at requests and at the cache side, calls no model, waits for nothing. One step mixes decodes and prefill chunks under
-one token budget; tokens that the cache served are not charged. Every sequence that decodes is in every step, and what is
-prefilled beside it is bounded, so that a flood of long prompts slows it down by a bounded amount (Sarathi-Serve, OSDI 2024).
+Pure: reads requests and the cache side, calls no model, never waits. One step mixes decodes and prefill chunks under one token
+budget; tokens that the cache served are not charged. Every decoding sequence is in every step, and the prefill next to it is
+bounded, so that a flood of long prompts slows decodes by a bounded amount (Sarathi-Serve, OSDI 2024).
 
-Who comes first is decided in `queue.py` (policy, preemption) and `fairness.py` (tenants).
+The order of requests is decided in `policy.py` (levels) and `fairness.py` (tenants).
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class Scheduled(NamedTuple):
     samples: bool
 
     def part(self) -> SequencePart:
-        """The part as the model side sees it."""
         assert self.sequence is self.request.sequence
         return self.request.part(self.num_tokens, samples=self.samples)
 
 
 def as_step(batch: list[Scheduled]) -> Step:
-    """The batch as the model side sees it."""
+    """The batch as input of the model side."""
     return Step([scheduled.part() for scheduled in batch])
 
 
@@ -53,9 +52,9 @@ class Scheduler:
         max_mixed_prefill_tokens: int = 512,
         policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     ) -> None:
-        """`max_mixed_prefill_tokens`: prefilled in one step at most while a sequence decodes."""
+        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes."""
         assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
-        assert max_mixed_prefill_tokens >= 1, "nobody's prompt would be computed beside a decode"
+        assert max_mixed_prefill_tokens >= 1, "no prompt would be computed while a sequence decodes"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
@@ -77,17 +76,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet, or had to give it back."""
+        """Requests that have none yet, or were preempted."""
         return len(self._waiting)
 
     @property
     def waiting(self) -> RequestQueue:
-        """Those, in the order of their ranks; for reading."""
+        """The waiting requests, read-only."""
         return self._waiting
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Prompt tokens of all requests that are still to be computed."""
+        """Tokens of all requests whose KV is not computed."""
         return sum(request.num_uncomputed_tokens for request in self)
 
     def __iter__(self) -> Iterator[Request]:
@@ -98,7 +97,6 @@ class Scheduler:
         return self._requests.get(sequence_id)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)
@@ -108,26 +106,25 @@ class Scheduler:
         self._wait(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free what it holds."""
-        if self._requests.get(request.sequence.id) is not request:
-            return  # it has ended, and its name may have been taken by another one since
+        """Remove a request that has not ended, and free its blocks."""
         del self._requests[request.sequence.id]
         (self._running if request in self._running else self._waiting).remove(request)
         self._cache.free(request.sequence)
 
-    def on_granted(self, sequence: CacheSequence) -> None:
-        """The sequence of a waiting request has its block table."""
+    def on_granted(self, sequence: CacheSequence) -> Request | None:
+        """The sequence of a waiting request has its block table; returns the request, None if it has ended."""
         request = self._requests.get(sequence.id)
         if request is None or request.sequence is not sequence:
-            return
+            return None
         self._waiting.remove(request)
         self._running.add(request)
         request.on_granted()
+        return request
 
     def candidates(self) -> list[CacheSequence]:
-        """Waiting sequences that there is room for in the batch, in order. Those waiting for a prefix in flight are passed over,
-        not counted: they hold nothing. Those whose Allocate was not answered come first and keep their place in the batch: the
-        manager may hold blocks for them that everybody else is short of."""
+        """Waiting sequences that the batch has room for, in order. Sequences that wait for a prefix in flight are skipped and not
+        counted: they hold nothing. Sequences whose Allocate was not answered come first and keep their place in the batch: the
+        manager may hold blocks for them that others need."""
         ready: list[Request] = []
         unanswered: list[Request] = []
         admitted: list[Request] = []
@@ -136,12 +133,12 @@ class Scheduler:
             if sequence.state is SequenceState.WAITING:
                 (unanswered if sequence.maybe_granted else ready).append(request)
             elif sequence.state is not SequenceState.PARKED:
-                # Being allocated; or live: granted while a step runs, it joins the batch when that has completed.
+                # Being allocated; or live: granted during a step, it joins the next batch.
                 admitted.append(request)
         sequences = [request.sequence for request in unanswered]
         room = self.max_num_seqs - len(self._running) - len(admitted) - len(unanswered)
         if ready and room > 0:
-            # What has a place and is still to be computed counts as if it had been: else one tenant could take all places at once.
+            # Admitted requests count as computed: else one tenant could take all places at once.
             placed = (*self._running, *admitted, *unanswered)
             committed = tokens_by_payer((request, request.num_uncomputed_tokens) for request in placed)
             chosen = islice(self._fairness.in_order(ready, committed), room)
@@ -151,7 +148,7 @@ class Scheduler:
     # -- steps
 
     def schedule(self) -> list[Scheduled]:
-        """The next batch; empty if nothing can run now. Preempts the last in rank while the pool is exhausted."""
+        """The next batch; empty if nothing can run now. Preempts requests, last in rank first, while the pool is exhausted."""
         assert len(self._running) <= self.max_num_seqs
         decodes = self._schedule_decodes()
         batch = decodes + self._schedule_prefills(decodes)
@@ -162,7 +159,7 @@ class Scheduler:
         return [
             Scheduled(request, request.sequence, 1, True)
             for request in list(self._running)
-            # Unless one before it has preempted it.
+            # One before it in this loop may have preempted it.
             if request.sequence.state is SequenceState.LIVE
             and request.num_uncomputed_tokens == 1
             and self._make_room(request)
@@ -175,7 +172,7 @@ class Scheduler:
             return []
         budget = self.max_num_batched_tokens - len(decodes)
         if len(prefilling) < len(self._running):
-            # Also when none of those that decode has a block just now: it may have one while this step runs.
+            # Also if no decode has a block now: it may get one during this step.
             budget = min(budget, self.max_mixed_prefill_tokens)
         prefills: list[Scheduled] = []
         committed = tokens_by_payer((part.request, 1) for part in decodes)
@@ -189,7 +186,7 @@ class Scheduler:
         return prefills
 
     def _make_room(self, request: Request) -> bool:
-        """A slot for the token to be computed. While the pool is exhausted, the last in rank gives its blocks back."""
+        """Get a slot for the token to be computed. If the pool is exhausted, preempt the last in rank."""
         sequence = request.sequence
         if self._cache.extend(sequence, len(sequence.tokens)):
             return True
@@ -198,7 +195,7 @@ class Scheduler:
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue, to be computed again in the next round."""
+        """Return a request to its place in the queue; its KV is computed again."""
         self._running.remove(request)
         request.sequence = self._cache.preempt(request.sequence)
         request.num_preemptions += 1

@@ -1,7 +1,6 @@
-"""What the engine counts: requests and their ends, tokens, steps, and how long things took.
+"""The engine's counters: requests and their outcomes, tokens, steps, latencies.
 
-Plain numbers, taken as things happen and read when somebody asks. No clock: whoever calls says what time it is, in seconds of
-the engine's monotonic clock. A token costs one observation.
+Callers pass the time, in seconds of the engine's monotonic clock. A token costs one observation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .errors import ErrorKind
 if TYPE_CHECKING:
     from .request import Request
 
-# The bounds are vLLM's, so that its dashboards show the same resolution; below 10 ms we add a few for our own small models.
+# vLLM's bounds, so that its dashboards show the same resolution, plus a few below 10 ms for small models.
 REQUEST_SECONDS: Final = (
     0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0, 7680.0,
@@ -34,31 +33,31 @@ STEP_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096
 REQUEST_TOKENS: Final = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 
 CANCELLED: Final = "cancelled"
-"""Outcome of a request whose reader has gone, or whose deadline is over. The others are named like FinishReason and ErrorKind."""
+"""Outcome of a request whose reader has gone or whose deadline has passed. The others are named like FinishReason and ErrorKind."""
 
 
 class EngineStats:
-    """Counted since the process began."""
+    """Counts since the process started."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_forwarded_tokens = 0
-        """Tokens that steps have computed: prompts, also those computed again after a preemption, and decodes."""
+        """Tokens computed: prompts, also again after a preemption, and decodes."""
         self.num_decoded_tokens = 0
-        """Those of them that were a decode."""
+        """Of these, decodes."""
         self.num_admitted_tokens = 0
         """Prompt tokens of requests that have got a block table, once per request."""
         self.num_looked_up_tokens = 0
-        """Those of them whose request may be served from the cache."""
+        """Of these, tokens of requests that may be served from the cache."""
         self.num_cached_tokens = 0
-        """Those of them that the cache served."""
+        """Of these, tokens that the cache served."""
         self.num_prompt_tokens = 0
         """Prompt tokens of requests that have got their first token."""
         self.num_generated_tokens = 0
         self.ended: Counter[str] = Counter()
         """Accepted requests that have ended, by outcome."""
         self.refused: Counter[ErrorKind] = Counter()
-        """Requests that were not accepted, by reason."""
+        """Requests not accepted, by reason."""
         self.step_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.step_sequences = Histogram(STEP_SEQUENCES)
@@ -68,7 +67,7 @@ class EngineStats:
         """From arrival to the first token."""
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         """From each token to the next of the same request."""
-        # Of requests that came to their end, by themselves or by their limit:
+        # Of finished requests:
         self.request_seconds = Histogram(REQUEST_SECONDS)
         self.prefill_seconds = Histogram(REQUEST_SECONDS)
         """From the first block table to the first token."""
@@ -78,11 +77,10 @@ class EngineStats:
         self.request_generated_tokens = Histogram(REQUEST_TOKENS)
 
     def on_refused(self, kind: ErrorKind) -> None:
-        """A request was turned down before it was accepted."""
         self.refused[kind] += 1
 
     def on_granted(self, request: Request, now: float) -> None:
-        """A request has a block table; only the first time counts."""
+        """A request has got a block table; only the first one counts."""
         times = request.times
         if times.granted_at is None:
             times.granted_at = now
@@ -102,7 +100,6 @@ class EngineStats:
         self.step_sequences.observe(num_sequences)
 
     def on_token(self, request: Request, now: float) -> None:
-        """A request gets its next token."""
         times = request.times
         self.num_generated_tokens += 1
         if times.first_token_at is None:
@@ -114,7 +111,7 @@ class EngineStats:
         times.last_token_at = now
 
     def on_finished(self, request: Request, outcome: str, now: float) -> None:
-        """A request has come to its end. Without a token there is no prefill and no decode to measure."""
+        """A request has finished. Without a token there is no prefill or decode time."""
         self.ended[outcome] += 1
         times = request.times
         self.request_seconds.observe(now - times.arrived_at)
@@ -125,5 +122,5 @@ class EngineStats:
             self.decode_seconds.observe(times.last_token_at - times.first_token_at)
 
     def on_broken_off(self, outcome: str) -> None:
-        """A request has ended before its end: `outcome` is CANCELLED or the name of an ErrorKind, in lower case."""
+        """A request was aborted or has failed. `outcome`: CANCELLED or the name of an ErrorKind, in lower case."""
         self.ended[outcome] += 1

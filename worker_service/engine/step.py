@@ -1,4 +1,4 @@
-"""What the engine hands to the model side, and what it gets back: plain data, no torch."""
+"""The model side's input and output: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .token_counts import TokenCounts
 
 
 class PromptRows(NamedTuple):
-    """Tokens of a part behind which the prompt goes on, and what is to be told of the tokens that follow them there."""
+    """Positions of a part whose next token is in the prompt, and whose next-token log-probabilities were requested."""
 
     first: int
     """Index in token_ids of the first of them."""
     targets: list[int]
-    """For each, from `first` on, the token that the prompt has behind it. Never empty."""
+    """The next token of each, from `first` on. Never empty."""
     num_top: int
-    """So many of the most likely tokens are told beside each target."""
+    """Number of most likely tokens to return with each target."""
 
 
 class SequencePart(NamedTuple):
     """One sequence's part of a step: forward `token_ids` at positions start, start + 1, …
 
-    KV of positions 0 … start − 1 is in the blocks already; the step writes that of the new positions.
+    The blocks hold the KV of positions 0 … start − 1; the step writes that of the new ones.
     """
 
     token_ids: list[int]
@@ -33,58 +33,57 @@ class SequencePart(NamedTuple):
     block_table: list[int]
     """Block ids of the sequence from position 0, covering at least start + len(token_ids) positions."""
     sampling: SamplingParams | None
-    """How to sample the token behind the last one; None in the middle of a prefill: no logits are computed."""
+    """How to sample the token after the last one; None in the middle of a prefill: no logits are computed."""
     banned_ids: Collection[int] = ()
-    """Ids that must not be sampled now: those that would end a text that is still too short."""
+    """Ids that must not be sampled now: they would end a text that is too short."""
     counts: TokenCounts | None = None
-    """Which tokens the sequence holds; given if `sampling` has penalties."""
+    """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
-    """Where log-probabilities of the prompt are wanted."""
 
 
 class Step(NamedTuple):
-    """One forward pass over the parts of several sequences, prefill chunks and decodes mixed. No sequence occurs twice."""
+    """One forward pass over parts of different sequences, prefill chunks and decodes mixed."""
 
     parts: list[SequencePart]
 
 
 class SampledToken(NamedTuple):
-    """The token that follows a sequence's part."""
+    """The token after a sequence's part."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """If they were asked for."""
+    """If requested."""
 
 
 class BadLogits(NamedTuple):
-    """Logits by which no token can be chosen or told of, since the largest of them is no finite number.
+    """Logits without a finite maximum, from which no token or log-probability follows.
 
-    Also those that nobody wants, in the middle of a prefill, where the model computes no finite numbers: what is behind the token
-    attends to its KV, and so would everybody who shares the prefix.
+    Reported also in the middle of a prefill, where no logits are needed: later tokens attend to that KV, and so would every
+    request that shares the prefix.
     """
 
     position: int
     """Absolute position of the token that they are for."""
     largest: float
-    """NaN if one of them is; inf; −inf if all of them are."""
+    """NaN if any is NaN; inf; −inf if all are."""
     is_adjusted: bool = False
-    """Whether the model's own are good, and the request's bias, banned ids or penalties have made these of them."""
+    """Whether the model's own logits are good, and the request's bias, banned ids or penalties have made them bad."""
 
 
 class PartResult(NamedTuple):
-    """What came of one part of a step."""
+    """The result of one part of a step."""
 
     token: SampledToken | None = None
-    """None where the part asked for none."""
+    """None if the part does not sample."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One for each of the part's prompt_rows."""
     bad_logits: BadLogits | None = None
-    """If given, nothing else came of the part: its request cannot go on. The other parts of the step are not concerned."""
+    """If set, the request cannot continue and there is no other result. Other parts are not affected."""
 
 
 class StepRunner(Protocol):
-    """The model as the engine sees it. Blocking; called from one thread, one step at a time."""
+    """The model, for the engine. Blocking; called from one thread, one step at a time."""
 
     def execute(self, step: Step) -> list[PartResult]:
-        """Run the step and sample. One entry per part. An exception is the failure of all parts."""
+        """Run the step and sample. Returns one result per part. An exception fails all parts."""
         ...

@@ -13,7 +13,7 @@ from .sampling_params import TokenLogprobs
 from .step import SampledToken
 
 MAX_CHUNK_TOKENS: Final = 256
-"""Generated tokens of one chunk, which becomes one message: with 20 log-probabilities each, about what HTTP/2 sends at once."""
+"""Tokens in one chunk, which is one message: with 20 log-probabilities each, about one HTTP/2 flow-control window."""
 
 
 class FinishReason(Enum):
@@ -25,7 +25,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request has cost so far."""
+    """Token counts and preemptions of a request so far."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens and text that have become certain since the chunk before."""
+    """Tokens and text since the previous chunk."""
 
     start_index: int
     tokens: list[SampledToken] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Chunk:
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Of the prompt's next tokens; None for its first, which nothing stands before."""
+    """Of the prompt's next tokens; None for its first, which has no context."""
 
     def merge(self, later: Chunk) -> None:
         """Append the chunk that follows this one."""
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class TokenStream:
-    """A queue of one reader that coalesces: a slow reader gets fewer, larger chunks, up to a size that a message may have."""
+    """A queue for one reader that coalesces: a slow reader gets fewer, larger chunks, up to MAX_CHUNK_TOKENS."""
 
     def __init__(self) -> None:
         self._pending: deque[Chunk] = deque()
@@ -64,7 +64,7 @@ class TokenStream:
         self.is_finished = False
 
     def put(self, chunk: Chunk) -> None:
-        """Add what has become certain. Nothing may follow a chunk with a finish reason."""
+        """Append a chunk. None may follow a chunk with a finish reason."""
         assert not self.is_finished
         if self._pending and len(self._pending[-1].tokens) + len(chunk.tokens) <= MAX_CHUNK_TOKENS:
             self._pending[-1].merge(chunk)
@@ -74,19 +74,20 @@ class TokenStream:
         self._changed.set()
 
     def fail(self, error: EngineError) -> None:
-        """End the stream with an error; what was put before is still read. Nothing happens if it has ended."""
+        """End the stream with an error after the chunks put before. No effect if it has ended."""
         if not self.is_finished:
-            self._error = error
-            self.is_finished = True
-            self._changed.set()
+            self._end(error)
 
     def give_up(self, error: EngineError) -> None:
-        """End the stream with an error in place of everything that has not been read yet, its end included."""
+        """Replace all that is unread, the end of the stream included, by an error."""
         if self._error is None:
             self._pending.clear()
-            self._error = error
-            self.is_finished = True
-            self._changed.set()
+            self._end(error)
+
+    def _end(self, error: EngineError) -> None:
+        self._error = error
+        self.is_finished = True
+        self._changed.set()
 
     async def get(self) -> Chunk | None:
         """The next chunk; None at the end. Raises EngineError if the stream failed."""

@@ -1,4 +1,4 @@
-"""Which tokens a sequence holds: what penalties go by."""
+"""How often each token occurs in a sequence, for penalties."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """[N]: the distinct tokens of prompt and answer, each once. A view: good until the next `add`."""
+        """[N]: the distinct tokens of prompt and answer. A view, valid until the next `add`."""
         return self._ids[: len(self._index)]
 
     @property
     def num_generated(self) -> npt.NDArray[np.int64]:
-        """[N]: how often each of `ids` occurs in the answer. A view: good until the next `add`."""
+        """[N]: how often each of `ids` occurs in the answer. A view, valid until the next `add`."""
         return self._num_generated[: len(self._index)]
 
     def add(self, token_id: int) -> None:
-        """Count a token that was generated."""
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

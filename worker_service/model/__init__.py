@@ -2,7 +2,7 @@
 
 import os
 
-# Before anything here imports torch, because OpenMP reads it once, when its library is loaded. By default threads that
-# wait for the others of a product spin; where processes share cores (several workers on one machine) they then spin on
-# the very cores that the others need, and a step takes many times as long.
+# Before torch is imported: OpenMP reads it when its library is loaded. By default, threads that wait for the others of a product
+# spin; if processes share cores (several workers on one machine), they spin on cores that the others need, and a step takes many
+# times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

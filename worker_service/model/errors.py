@@ -1,4 +1,4 @@
-"""What can be wrong with a model or with the settings it is loaded with."""
+"""Errors of a model or its settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class ModelError(RuntimeError):
 
 
 class UnsupportedModel(ModelError):
-    """The architecture does something that paged attention over packed rows would compute wrongly."""
+    """Paged attention over packed rows would compute this architecture wrongly."""
 
 
 class KVCacheTooLarge(ModelError):
-    """The KV cache asked for does not fit into the device's memory."""
+    """The requested KV cache does not fit into the device's memory."""

@@ -1,4 +1,4 @@
-"""What a worker tells others about its model: plain data, no tensors."""
+"""Facts of a model that a worker reports: plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Whether the bits of a row's logits depend on what else is in the step, as the worker found at load."""
+    """Whether the bits of a row's logits are the same in every step, as tested at load."""
 
     is_promised: bool
-    """They do not: one request gives one text, alone or in company."""
+    """They are: a request has one text, alone or batched with others."""
     attention_partition: int
-    """Keys that attention sums over at once, at most; 0: all of them."""
+    """Largest number of keys that attention sums at once; 0: all of them."""
     reason: str
-    """What the promise rests on, or why there is none; for people."""
+    """What makes it so, or why it is not promised; for the log and for users."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -32,9 +32,9 @@ class ModelFacts:
     """Facts about a loaded model."""
 
     name: str
-    """For people."""
+    """Shown to users."""
     fingerprint: str
-    """Hex SHA-256 of what shapes the KV."""
+    """Hex SHA-256 of all inputs that determine the KV."""
     architecture: str
     """`model_type` of the config, e.g. llama."""
     dtype: str
@@ -48,11 +48,11 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     """Ids that end a text, ascending."""
     tokenizer_json: bytes | None
-    """tokenizer.json of the `tokenizers` library; None: talk to this model in token ids."""
+    """tokenizer.json of the `tokenizers` library; None: prompts and answers are token ids."""
     chat_template: str | None
     """Jinja template; render it in a sandbox."""
     special_tokens: dict[str, str]
-    """bos_token, eos_token, … as a chat template names them."""
+    """bos_token, eos_token, … for the chat template."""
     batch_invariance: BatchInvariance = NOT_TRIED
 
     @property
@@ -62,7 +62,7 @@ class ModelFacts:
 
 
 class TokenizerFiles:
-    """The files beside the weights that turn text into tokens; every one of them may be missing."""
+    """The tokenizer's files in a model folder; each may be missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class TokenizerFiles:
         return path.read_bytes() if path.is_file() else None
 
     def chat_template(self) -> str | None:
-        """The file chat_template.jinja, else the field; of several named templates the one called default."""
+        """The file chat_template.jinja, else the config's field; of several named templates, `default`."""
         path = self._folder / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def eos_token_ids(*configs: Any) -> tuple[int, ...]:
-    """All ids that the given configs (generation config, model config) name as the end of a text, ascending."""
+    """All end-of-text ids of the given configs (generation config, model config), ascending."""
     found: set[int] = set()
     for config in configs:
         ids = getattr(config, "eos_token_id", None)

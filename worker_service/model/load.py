@@ -1,4 +1,4 @@
-"""From settings to a model that can be run: the one entry of the model side."""
+"""From settings to a model that can run: the entry of the model side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .source.resolve import ModelFolder, resolve_model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that passed the guard. Make one runner of it; facts may be kept without keeping the weights."""
+    """A model that passed the guard, for one runner. The facts do not refer to the weights."""
 
     facts: ModelFacts
     layers: Sequence[AttentionLayer]
@@ -50,13 +50,13 @@ class LoadedModel:
 
     @property
     def attention_needs(self) -> tuple[LayerNeeds, ...]:
-        """What its layers ask of attention, each once."""
+        """The distinct needs of its layers."""
         return tuple(dict.fromkeys(layer.needs for layer in self.layers))
 
     def attention_backend(
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend:
-        """The backend of that name, or the best that passes its self-test here; progress is told which. Raises ModelError."""
+        """The backend of that name, or the best that passes its self-test here; progress gets a line. Raises ModelError."""
         setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
@@ -64,14 +64,14 @@ class LoadedModel:
             raise ModelError(str(error)) from error
 
     def try_batch_invariance(self, backend: AttentionBackend) -> Self:
-        """The same model, with what was found in its facts. Takes some forward passes; call it before there is a runner."""
+        """The same model, with the test's result in its facts. Takes some forward passes; call it before `runner`."""
         found = find_batch_invariance(
             self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
         )
         return replace(self, facts=replace(self.facts, batch_invariance=found))
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
-        """Size of the KV cache and how the memory is spent; keeps nothing allocated. backend: see runner. Raises ModelError."""
+        """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
 
         def make_runner(plan: KVCachePlan) -> ModelRunner:
             return self.runner(plan, backend)
@@ -84,16 +84,16 @@ class LoadedModel:
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
     ) -> ModelRunner:
-        """Allocate the KV cache and bind the model to it. backend: None takes plain torch. sizes: see ModelRunner."""
+        """Allocate the KV cache and bind the model to it. backend: None: plain torch. sizes: see ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
         backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
         return ModelRunner(self.model, self.layers, cache, backend, self.device, sizes=sizes)
 
 
 def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:
-    """Find, convert if need be, check and load the model. Blocking; seconds, or half a minute for a conversion.
+    """Find, convert if necessary, check and load the model. Blocking; seconds, or half a minute for a conversion.
 
-    progress gets one line per step (default: the log). Raises ModelError with what to change.
+    progress gets one line per step (default: the log). Raises ModelError.
     """
     progress = progress or structlog.get_logger("kvpool.model").info
     if settings.num_threads is not None:
@@ -102,8 +102,8 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     folder = resolve_model(settings.model, cache_dir, progress)
     config = read_config(folder.path)
     prepared = prepare(config, settings)
-    if (told := describe_regime(config, prepared.rope_regime)) is not None:
-        progress(told)
+    if (line := describe_regime(config, prepared.rope_regime)) is not None:
+        progress(line)
     device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, cache_dir, progress)
     started = time.monotonic()
@@ -115,7 +115,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is settled before any weights are read."""
+    """Decisions before weights are read."""
 
     device: torch.device
     dtype: torch.dtype
@@ -124,9 +124,9 @@ class Prepared:
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:
-    """Choose device, dtype and the longest sequence, and check the config, in which longrope is fixed in place.
+    """Choose device, dtype and the longest sequence, fix longrope in the config in place, and check the config.
 
-    Raises ModelError with what to change.
+    Raises ModelError.
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device, own_dtype(config))
@@ -175,7 +175,7 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.dev
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            # Each tensor goes from the mapped file to the device, so host memory never holds the weights of a GPU.
+            # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
             device_map={"": device},
         )
     model.eval()

@@ -1,4 +1,4 @@
-"""A model that is looked at and not loaded: what it is and what it needs, out of its config."""
+"""A model's facts and memory needs from its config, without loading it."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from .source.resolve import find_config
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """What can be told of a model before its weights are there."""
+    """Facts of a model without its weights."""
 
     name: str
     architecture: str
     """`model_type` of the config, e.g. llama."""
     device: torch.device
     dtype: torch.dtype
-    """That it would be loaded in."""
+    """The dtype that it would be loaded in."""
     max_model_len: int
     blueprint: Blueprint
 
     def weight_bytes(self) -> dict[str, int]:
-        """Per dtype, as they would lie on the device."""
         return {name: self.blueprint.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
 
     def plan(self, settings: MemorySettings) -> MemoryBudget:
-        """As LoadedModel.plan, with activations that are estimated. Raises ModelError."""
+        """As LoadedModel.plan, with estimated activations. Raises ModelError."""
         return plan_memory(facts_of_blueprint(self.blueprint, self.dtype, self.device, settings), settings)
 
 
 def outline_model(settings: ModelSettings, progress: Progress) -> Outline:
     """Find the model's config and check it as load_model does. Reads no weights, converts nothing; some seconds.
 
-    Raises ModelError with what to change.
+    Raises ModelError.
     """
     source = find_config(settings.model, progress)
     config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":
-        # Of a GGUF file the tensors tell it, and the conversion would write it into config.json.
+        # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
         dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
     blueprint = draw_blueprint(config)
     return Outline(

@@ -1,4 +1,4 @@
-"""Which device and which number format a model runs in."""
+"""Device, dtype and longest sequence of a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .rope import longest_exact
 from .settings import DTypeName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""By name."""
-# Flags of Linux for CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
+# Linux's flags of CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
 _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -38,17 +37,17 @@ def choose_device(device: str) -> torch.device:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make it the calling thread's current CUDA device; does nothing for a CPU.
+    """Make it the calling thread's current CUDA device; no effect for a CPU.
 
-    The current device belongs to a thread, and is the first GPU until it is set. Triton launches kernels on it, and graphs are
-    captured on it, wherever their tensors are: so the thread that runs the model calls this first.
+    Each thread has a current device, at first the first GPU. Triton launches kernels there, and graphs are captured there, wherever
+    the tensors are: so the thread that runs the model calls this first.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def choose_dtype(dtype: DTypeName, device: torch.device, own: torch.dtype | None) -> torch.dtype:
-    """The dtype of weights and KV. `own` is what the model's config names."""
+    """The dtype of weights and KV. `own`: the one in the model's config."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ModelError(f"Unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}.")
@@ -65,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def cpu_has_bfloat16() -> bool:
-    """Whether this machine's CPU computes bfloat16 natively; where it does not, float32 is faster."""
+    """Whether this machine's CPU computes bfloat16 natively; if not, float32 is faster."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -75,28 +74,27 @@ def cpu_has_bfloat16() -> bool:
 
 
 def own_dtype(config: Any) -> torch.dtype | None:
-    """The dtype that the model's config names, if any."""
+    """The dtype in the model's config, if any."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def read_config(folder: Path, gguf: str | None = None) -> Any:
-    """The config in config.json, or in the head of a GGUF file of that name in the folder; no weights are read.
+    """The config in config.json, or in the header of the GGUF file of that name in the folder; reads no weights.
 
-    Raises ModelError where transformers does not know such a model, or it brings its own code.
+    Raises ModelError if transformers does not support the model, or it has code of its own.
     """
     more = {} if gguf is None else {"gguf_file": gguf}
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
     except (ValueError, OSError) as error:
         raise ModelError(
-            f"transformers cannot read {folder / (gguf or 'config.json')}: {error}. Models that bring their own code are "
-            "refused."
+            f"transformers cannot read {folder / (gguf or 'config.json')}: {error}. Models with their own code are refused."
         ) from error
 
 
 def choose_max_model_len(config: Any, wanted: int | None) -> int:
-    """Tokens of the longest sequence: what is wanted, else what the config allows and the model computes exactly.
+    """Tokens of the longest sequence: `wanted`, else the config's limit, or less if longrope is not exact up to there.
 
     Raises ModelError.
     """
@@ -104,8 +102,8 @@ def choose_max_model_len(config: Any, wanted: int | None) -> int:
     limit = getattr(text, "max_position_embeddings", None)
     if wanted is None:
         if limit is None:
-            raise ModelError(f"The config of {config.model_type} names no longest sequence: give --max-model-len.")
+            raise ModelError(f"The config of {config.model_type} has no longest sequence: give --max-model-len.")
         return min(int(limit), longest_exact(config) or int(limit))
     if wanted < 2 or (limit is not None and wanted > limit):
-        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, which the model's config allows.")
+        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, the limits of the model's config.")
     return wanted

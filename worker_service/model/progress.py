@@ -1,4 +1,4 @@
-"""How long steps say that they are still at work."""
+"""Progress lines of long operations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from transformers.utils import logging as transformers_logging
 
 Progress = Callable[[str], None]
-"""Takes one line for people. May be called from another thread."""
+"""Takes one line of text. May be called from another thread."""
 
 
 @contextmanager
 def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterator[None]:
-    """A line every interval_s as long as the body runs."""
+    """A line every interval_s while the body runs."""
     started, done = time.monotonic(), threading.Event()
 
     def beat() -> None:
@@ -33,7 +33,6 @@ def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterato
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars from transformers inside."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""RoPE that changes with the length of the text: what is fixed at load, so that no text of a packed row changes another's."""
+"""RoPE that depends on the length of the text: fixed at load, so that texts in a packed row do not affect each other."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ def rope_sets(text: Any) -> list[dict[str, Any]]:
 
 
 def original_length(text: Any, rope: dict[str, Any]) -> int:
-    """The number of tokens up to which RoPE is as it was trained at first."""
+    """The length in tokens of the original training, up to which RoPE is unscaled."""
     original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
     return int(original or text.max_position_embeddings)
 
 
 def fix_longrope(config: Any, max_model_len: int) -> Regime | None:
-    """Let longrope use one of its two lists of factors for every text, by changing the config in place.
+    """Change the config in place so that longrope uses one of its two lists of factors for every text.
 
-    transformers takes the long list once the largest position of a row reaches the original length, for all
-    texts of the row, and the K that the cache holds of them no longer fit. So the choice is made once, as vLLM makes it: the
-    long list if texts may become that long, else the short one. It shapes all KV, hence belongs to the fingerprint. Only the
-    short one gives what `generate` gives for every text served, so it is the default (`choose_max_model_len`).
-    None: the model has no longrope.
+    transformers uses the long list for all texts of a row once the largest position reaches the original length, and then cached K
+    no longer match. So the choice is made once, as in vLLM: the long list if texts may become that long, else the short one. It
+    affects all KV, hence belongs to the fingerprint. Only the short one equals `generate` for every text, so it is the default
+    (`choose_max_model_len`). None: the model has no longrope.
     """
     text = config.get_text_config(decoder=True)
     regime: Regime | None = None
@@ -42,10 +41,10 @@ def fix_longrope(config: Any, max_model_len: int) -> Regime | None:
 
 
 def longest_exact(config: Any) -> int | None:
-    """The longest text, in tokens, that longrope computes as transformers computes it alone, whatever its length below that.
+    """The length in tokens up to which longrope with short factors equals transformers for every text.
 
-    A text that is longer from its prompt on is exact too, but only under the factors for long texts, which then serve all.
-    None: the model has no longrope.
+    A text whose prompt is longer is exact too, but only with the factors for long texts, which then apply to all. None: the model
+    has no longrope.
     """
     text = config.get_text_config(decoder=True)
     lengths = [original_length(text, rope) for rope in rope_sets(text) if rope.get("rope_type") == "longrope"]
@@ -53,16 +52,16 @@ def longest_exact(config: Any) -> int | None:
 
 
 def describe_regime(config: Any, regime: Regime | None) -> str | None:
-    """A line for people about what longrope computes; None for a model without it."""
+    """A line for the log about the choice; None for a model without longrope."""
     original = longest_exact(config)
     if regime is None or original is None:
         return None
     if regime == "short":
         return (
-            f"longrope: texts of at most {original} tokens, computed as transformers computes them; a larger --max-model-len "
-            "allows longer ones, and then computes all texts with the factors for long ones"
+            f"longrope: texts of at most {original} tokens, equal to those of transformers; a larger --max-model-len allows "
+            "longer ones, with the factors for long texts for all"
         )
     return (
-        f"longrope: texts may be longer than {original} tokens, so the factors for long texts serve all of them; shorter texts "
-        f"differ from what transformers generates; --max-model-len {original}, the default, takes the factors for short texts"
+        f"longrope: texts may be longer than {original} tokens, so the factors for long texts apply to all; shorter texts "
+        f"differ from those of transformers; --max-model-len {original}, the default, uses the factors for short texts"
     )

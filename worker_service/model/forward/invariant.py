@@ -1,10 +1,10 @@
-"""Operations of a model whose float32 bits would depend on how many rows there are, computed in another way.
+"""Replacements for operations whose float32 bits depend on the number of rows.
 
-On a CPU torch computes some functions (sigmoid, silu, gelu, …) by other instructions for the last few numbers of a tensor, or of a
-thread's share of it, than for the rest, and matrix products in an order that depends on the number of rows. Linear layers are
-packed (packed_linear). What a module does with functions, or with weights of its own, such as those of experts, is replaced here:
-functions are put together from those that torch computes alike everywhere (exp, tanh, erf, log1p, and all that is rounded exactly),
-and products take their rows in tiles of one size.
+On a CPU, torch computes some functions (sigmoid, silu, gelu, …) with other instructions for the last few numbers of a tensor, or of
+a thread's share of it, and matrix products in an order that depends on the number of rows. Linear layers are packed
+(packed_linear). Other functions and products of a module, such as those of experts, are replaced here: functions by compositions of
+those that torch computes the same at every place (exp, tanh, erf, log1p, and all that are rounded exactly), products by products of
+tiles of one size.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Operation = Callable[..., torch.Tensor]
 
 @contextmanager
 def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Run the model once within; from then on the modules that called such operations call the replacements.
+    """Run the model once within the context; afterwards, modules that called such operations call the replacements.
 
-    Does nothing but in float32 on a CPU, and nothing more the second time.
+    Only for float32 on a CPU; otherwise without effect. Idempotent.
     """
     if dtype != torch.float32 or device.type != "cpu":
         yield
@@ -47,7 +47,7 @@ def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which modules call operations that have a replacement, in their own forward and not in that of a module inside."""
+    """Records modules whose own forward, not that of a submodule, calls operations with a replacement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Know which module is running."""
+        """Track which module is running."""
         before = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
         after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         try:
@@ -84,7 +84,7 @@ class _Replacements(TorchFunctionMode):
         self._entered = False
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The module's forward with the replacements in force, in modules that it calls as well."""
+        """The module's forward with the replacements, also for modules that it calls."""
 
         @functools.wraps(forward)
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -149,8 +149,8 @@ def addmm(
 
 
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of rows [..., K] with a weight [K, N]; other products, as of activations with each other, as torch computes them."""
-    if other.dim() != 2 or input.dim() < 2 or other.shape[0] == 1:  # sums of one number have no order
+    """Product of rows [..., K] with a weight [K, N]; torch computes other products, as of two activations."""
+    if other.dim() != 2 or input.dim() < 2 or other.shape[0] == 1:  # a sum of one number has no order
         return torch.matmul(input, other)
     rows = input.reshape(-1, input.shape[-1])
     padding = -len(rows) % _TILE
@@ -160,7 +160,7 @@ def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_mm(input: torch.Tensor, mat2: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Rows [S, K], sorted by expert, with the weights [E, K, N] of the experts, of which e has the rows up to offs[e]."""
+    """Rows [S, K], sorted by expert, times the experts' weights [E, K, N]; the rows of expert e end at offs[e]."""
     output = input.new_zeros(input.shape[0], mat2.shape[-1])
     first = 0
     for expert, end in enumerate(offs.tolist()):
@@ -176,7 +176,7 @@ def _operations() -> dict[Any, Operation]:
     table |= {torch.sigmoid: sigmoid, torch.Tensor.sigmoid: sigmoid, torch.special.expit: sigmoid}
     table |= {F.silu: silu, F.gelu: gelu, F.softplus: softplus, F.mish: mish, F.elu: elu}
     table |= {F.linear: linear, torch.addmm: addmm}
-    # Its name in newer versions of torch, and in older ones.
+    # The name in newer and in older versions of torch.
     for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
         if hasattr(owner, name):
             table[getattr(owner, name)] = grouped_mm

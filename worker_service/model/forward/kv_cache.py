@@ -33,24 +33,23 @@ class KVCache:
                 )
                 for layer in layers
             ]
-        except (RuntimeError, OSError) as error:  # torch's out-of-memory error on every device, and the kernel's
+        except (RuntimeError, OSError) as error:  # out of memory: torch's errors, and the kernel's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {show_bytes(plan.total_bytes)} for the KV cache: {error}. "
                 "Give a smaller --kv-cache-memory or --num-blocks."
             ) from error
 
     def fill(self, value: float) -> None:
-        """Overwrite every slot outside the null block: what no sequence has written may be anything. For tests."""
+        """Overwrite every slot outside the null block: unwritten slots may have any value. For the self-check and tests."""
         for layer in self.layers:
             layer.k_cache[1:].fill_(value)
             layer.v_cache[1:].fill_(value)
 
 
 def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory only where they are touched. torch.zeros writes them all, which takes seconds for a few GiB, and a
-    laptop's memory for blocks that nobody uses yet. Pages of the kernel's own, not calloc's, which may hand out (and must clear)
-    what the heap has left over; they begin at a page, and go back when the tensor does."""
+    """Zeros that take memory only once written. torch.zeros writes them all: seconds for a few GiB, and memory for unused blocks.
+    mmap, not calloc, which may return (and must clear) memory of the heap. Page-aligned; unmapped with the tensor."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: a gather of blocks then misses the TLB less
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: fewer TLB misses when blocks are gathered
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The size of a KV cache, before anything is allocated."""
+"""The size of a KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KVCachePlan:
         return self.num_blocks * self.bytes_per_block
 
     def concurrency(self, num_tokens: int) -> float:
-        """How many sequences of so many tokens the cache holds at once, if they share nothing."""
+        """Number of sequences of `num_tokens` that the cache holds at once, if they share nothing."""
         return self.capacity / -(-num_tokens // self.block_size)
 
     def describe(self, max_model_len: int) -> str:
@@ -43,7 +43,7 @@ class KVCachePlan:
 
 
 def show_bytes(count: int) -> str:
-    """For people, in binary units with two digits behind the point."""
+    """In binary units with two decimals."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""The attention layers of a model, found by watching one forward pass, and what they are bound to in service."""
+"""The attention layers of a model, found by recording a forward pass, and their targets in service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WATCHED_TOKENS = 3
 
 
 class AttentionLayer(NamedTuple):
-    """One attention of the model, in the order of the forward pass. A module that attends several times in it is several."""
+    """One attention call of the model's forward pass. A module that attends several times has several layers."""
 
     name: str
     module: torch.nn.Module
@@ -27,13 +27,12 @@ class AttentionLayer(NamedTuple):
     window: int | None
     """Sliding window in tokens; None: full attention."""
     num_heads: int = 1
-    """Of the queries."""
+    """Query heads."""
     call: AttentionCall = AttentionCall(scaling=1.0)
-    """What it asked for when it was watched."""
+    """The recorded arguments."""
 
     @property
     def needs(self) -> LayerNeeds:
-        """What it asks of attention."""
         return LayerNeeds(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -47,7 +46,7 @@ class AttentionLayer(NamedTuple):
 
 
 def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
-    """All modules that reach our attention function in a forward pass, in the order of their calls; else UnsupportedModel."""
+    """All modules that call attention_forward in a forward pass, in the order of calls. Raises UnsupportedModel."""
     names = {module: name for name, module in model.named_modules()}
     recorder = _Recorder(names)
     for module in names:
@@ -62,20 +61,25 @@ def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLay
         for module in names:
             unbind(module)
     if len({layer.module for layer in recorder.found}) < len(recorder.found):
-        model.register_forward_pre_hook(_first_turns)
+        model.register_forward_pre_hook(_restart_turns)
     return recorder.found
 
 
-def _first_turns(model: torch.nn.Module, _: Any) -> None:
-    """Before every forward pass, also behind one that broke off."""
+def _restart_turns(model: torch.nn.Module, _: Any) -> None:
+    """Runs before every forward pass, because the one before may have failed."""
     for module in model.modules():
         target = target_of(module)
         if isinstance(target, _Turns):
             target.restart()
 
 
+def placeholder_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape that attention returns for these; see AttentionTarget."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
 class _Recorder:
-    """Stands in for attention: notes who calls, and answers with something of the right shape."""
+    """An AttentionTarget that records calls and returns placeholders."""
 
     def __init__(self, names: dict[torch.nn.Module, str]) -> None:
         self._names = names
@@ -91,17 +95,17 @@ class _Recorder:
     ) -> torch.Tensor:
         name = self._names[module]
         if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
-            raise UnsupportedAttention(f"its module {name} does not attend from each token to each token of the row")
+            raise UnsupportedAttention(f"its module {name} does not attend to every token of the row from every token")
         k_head_dim, v_head_dim = key.shape[3], value.shape[3]
         self.found.append(
             AttentionLayer(name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call)
         )
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+        return placeholder_output(query, value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedTarget:
-    """What an attention module is bound to in service."""
+    """The AttentionTarget in service."""
 
     layer: KVLayer
     backend: AttentionBackend
@@ -120,7 +124,7 @@ class PagedTarget:
 
 
 class _Turns:
-    """The targets of a module that attends several times in each forward pass, one for each of its calls."""
+    """The targets of a module that attends several times in a forward pass, one per call."""
 
     def __init__(self, targets: Sequence[PagedTarget]) -> None:
         self._targets = targets
@@ -145,7 +149,7 @@ class _Turns:
 
 
 def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], backend: AttentionBackend) -> None:
-    """Let every attention module read and write its KV through the backend; replaces earlier bindings."""
+    """Bind every attention module to its KV and the backend; replaces earlier bindings."""
     targets: dict[torch.nn.Module, list[PagedTarget]] = {}
     for layer, kv_layer in zip(layers, kv_layers, strict=True):
         targets.setdefault(layer.module, []).append(PagedTarget(kv_layer, backend))
@@ -154,6 +158,6 @@ def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], 
 
 
 def unbind_layers(layers: Sequence[AttentionLayer]) -> None:
-    """Let go of the KV tensors; the model cannot run until it is bound again."""
+    """Release the KV tensors; the model cannot run until it is bound again."""
     for layer in layers:
         unbind(layer.module)

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with weights laid out once for oneDNN, instead of in every call."""
+"""Linear layers on a CPU with weights in oneDNN's layout, converted once instead of in every call."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 _TRIED_ROWS = ((200, 1 << 20), (40, 1 << 62))
-"""(rows, number of weights up to which they are tried): a large layer takes long enough with few."""
+"""(rows, largest number of weights for these): a large layer is tried with fewer rows, because it is slow."""
 
 
 class PackedLinear(torch.nn.Module):
-    """Computes inputs · weightᵀ + bias; holds the weight [out_features, in_features] in oneDNN's own layout.
+    """Computes inputs · weightᵀ + bias; holds the weight [out_features, in_features] in oneDNN's layout.
 
-    In float32 the bits of a row do not depend on how many rows there are, which cannot be said of torch's own Linear.
+    In float32 the bits of a row do not depend on the number of rows, unlike those of torch's Linear.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # An opaque tensor of the same shape and dtype: some models look at these.
+        # An opaque tensor of the same shape and dtype, because some models read these.
         self.weight = _pack(weight.detach())
         self.bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         num_rows = inputs.numel() // self.in_features
-        if num_rows == 0:  # no row of the step wants logits; oneDNN takes no empty matrices
+        if num_rows == 0:  # no row of the step needs logits; oneDNN accepts no empty matrices
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
         if num_rows == 1 and inputs.dtype == torch.float32:
-            # One row alone takes a way of its own through oneDNN, with sums in another order.
+            # oneDNN has another kernel for a single row, with sums in another order.
             twice = inputs.reshape(1, -1).expand(2, -1).contiguous()
             return _apply(twice, self.weight, self.bias)[:1].view(*inputs.shape[:-1], self.out_features)
         return _apply(inputs, self.weight, self.bias)
 
 
 def pack_linears(model: torch.nn.Module) -> int:
-    """Replace every plain Linear in the model, and its transposed form Conv1D, in place, so that the unpacked weights can be freed.
+    """Replace every plain Linear of the model, and its transposed form Conv1D, in place, so that the unpacked weights can be freed.
 
-    Returns how many were replaced: 0 where this torch or CPU cannot.
+    Returns the number of replacements; 0 if this torch or CPU does not support them.
     """
     count = 0
-    # Only modules with children: a list that held the layers too would keep every unpacked weight until the last one is packed.
+    # Only modules with children: a list with the layers would keep every unpacked weight until the last one is packed.
     for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
         kind: Any = type(parent)
         for name, child in list(parent.named_children()):
@@ -56,7 +56,7 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 @cache
 def _reads_weight(parent: Any, name: str) -> bool:
-    """Whether a module takes its child's weight and multiplies by itself: an opaque one would be of no use to it."""
+    """Whether a module reads its child's weight, to multiply by itself: it cannot use an opaque one."""
     try:
         return f"self.{name}.weight" in inspect.getsource(parent.forward)
     except (OSError, TypeError):
@@ -81,9 +81,9 @@ def _apply(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def find_variance(model: torch.nn.Module) -> str | None:
-    """A packed layer of the model in which the bits of a row depend on the other rows, and where; None if none was found.
+    """A packed layer in which the bits of a row depend on other rows, and where; None if none was found.
 
-    Tries one layer of each size, in the thread and with the number of threads that the steps will have.
+    Tries one layer of each size. Call it in the thread that will run the steps, with their number of threads.
     """
     layers: dict[tuple[int, int, bool], tuple[str, PackedLinear]] = {}
     for name, module in model.named_modules():
@@ -101,7 +101,7 @@ def find_variance(model: torch.nn.Module) -> str | None:
 
 
 def _variance(layer: PackedLinear) -> tuple[int, int, int] | None:
-    """(first, end, of how many) rows that have other bits alone than with the rest."""
+    """(first, end, number of rows): rows that have other bits alone than with the rest."""
     num_weights = layer.in_features * layer.out_features
     num_rows = next(rows for rows, limit in _TRIED_ROWS if num_weights <= limit)
     inputs = torch.randn(num_rows, layer.in_features, generator=torch.Generator().manual_seed(0))
@@ -114,7 +114,7 @@ def _variance(layer: PackedLinear) -> tuple[int, int, int] | None:
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether these operators, which torch's compiler uses but does not document, exist here and compute a product."""
+    """Whether these operators, which torch's compiler uses but torch does not document, exist and compute a product."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = torch.linspace(-1, 1, 32 * 16).view(32, 16).to(dtype)

@@ -1,4 +1,4 @@
-"""A step as forward passes: one, unless more rows of prompts are wanted than may stand as logits at a time."""
+"""Divides a step into forward passes: one, unless it needs logits of too many prompt rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...engine.step import PromptRows, SequencePart
 
 
 class PassPart(NamedTuple):
-    """What one forward pass computes of a part of the step."""
+    """A part of the step in one forward pass."""
 
     part_index: int
-    """Of the part in the step."""
+    """Index of the part in the step."""
     part: SequencePart
-    """The part itself, or a piece of its tokens. Pieces follow each other; only the last one samples."""
+    """The part, or a piece of its tokens. Only the last piece samples."""
 
 
 def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list[PassPart]]:
-    """The forward passes of a step, in order; in none of them are more than max_prompt_rows rows of prompts wanted.
+    """The forward passes of a step, in order, each with at most max_prompt_rows prompt rows.
 
-    The same tokens are computed in the same order as in one pass, in smaller chunks. Parts of which no prompt row is wanted are
-    in the first pass.
+    The same tokens are computed in the same order as in one pass, in smaller chunks. Parts without prompt rows are in the first
+    pass.
     """
     pending = [PassPart(index, part) for index, part in enumerate(parts)]
     while pending:
@@ -45,7 +45,7 @@ def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list
 
 
 def _cut(part: SequencePart, rows: PromptRows, num_rows: int) -> tuple[SequencePart, SequencePart]:
-    """Cut behind the first `num_rows` of the rows wanted."""
+    """Cut after the first `num_rows` prompt rows."""
     end = rows.first + num_rows
     piece = part._replace(
         token_ids=part.token_ids[:end], sampling=None, prompt_rows=rows._replace(targets=rows.targets[:num_rows])

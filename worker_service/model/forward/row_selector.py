@@ -1,4 +1,4 @@
-"""Which rows of the hidden states reach the output head: only those whose logits are wanted."""
+"""Selects the rows of the hidden states that need logits, before the output head."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ..errors import UnsupportedModel
 
 
 class Selected(NamedTuple):
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     logits: torch.Tensor
     """[rows selected, vocab_size]."""
     is_finite: torch.Tensor
-    """bool [T], of every token, selected or not: whether the hidden state that it has in front of the head is finite numbers."""
+    """bool [T], for every token, selected or not: whether its hidden state before the head is finite."""
 
 
 class RowSelector:
-    """Runs a language model so that its output head sees some rows only, in every architecture alike.
+    """Runs a language model so that its output head gets selected rows only, in every architecture.
 
-    Selects in front of the module that get_output_embeddings() names: not every model takes `logits_to_keep`, and what a model
-    does behind its head (scaling, soft caps) is done as always. close() takes the hook off the model.
+    A hook selects before the module of get_output_embeddings(): not every model supports `logits_to_keep`, and operations after the
+    head (scaling, soft caps) do not change. close() removes the hook.
     """
 
     def __init__(self, model: Any) -> None:
-        """Raises UnsupportedModel if the model names no output head."""
+        """Raises UnsupportedModel if the model has no output head."""
         self._model = model
         self._rows: torch.Tensor | None = None
         self._is_finite: torch.Tensor | None = None
@@ -34,14 +34,14 @@ class RowSelector:
         head = model.get_output_embeddings()
         if head is None:
             raise UnsupportedModel(
-                f"{type(model).__name__} names no output embeddings, so it computes no logits of a token."
+                f"{type(model).__name__} has no output embeddings, so it computes no logits of a token."
             )
         self._hook = head.register_forward_pre_hook(self._select)
 
     def run(self, rows: torch.Tensor, **inputs: Any) -> Selected:
         """Run the model over the inputs [1, T] for the logits of the given rows: int64, any of 0 … T − 1.
 
-        Raises UnsupportedModel if the head is not called exactly once, or with something else than [1, T, hidden_size].
+        Raises UnsupportedModel if the head is not called exactly once, with [1, T, hidden_size].
         """
         self._rows, self._num_calls = rows, 0
         try:
@@ -50,17 +50,16 @@ class RowSelector:
             is_finite, self._is_finite, self._rows = self._is_finite, None, None
         if is_finite is None or self._num_calls != 1 or output.logits.shape[:2] != (1, len(rows)):
             raise UnsupportedModel(
-                f"{type(self._model).__name__} calls its output embeddings {self._num_calls} times in one forward pass and gives "
-                f"logits {list(output.logits.shape)} for {len(rows)} rows; it must call them once, for the rows alone."
+                f"{type(self._model).__name__} calls its output embeddings {self._num_calls} times in one forward pass and returns "
+                f"logits {list(output.logits.shape)} for {len(rows)} rows; needed: one call, for these rows only."
             )
         return Selected(output.logits[0], is_finite)
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self._hook.remove()
 
     def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._rows is None:  # somebody else runs the model, e.g. the guard in eager attention
+        if self._rows is None:  # not called by `run`, e.g. by the guard in eager attention
             return None
         self._num_calls += 1
         if not inputs or inputs[0].dim() != 3 or inputs[0].shape[0] != 1:
@@ -70,6 +69,6 @@ class RowSelector:
                 "needed: [1, tokens, hidden_size]."
             )
         hidden_states = inputs[0]
-        # A sum is finite if and only if all its terms are: those that a model computes with are far from the largest float32.
+        # The sum is finite if and only if all terms are: a model's numbers are far from the largest float32.
         self._is_finite = hidden_states[0].sum(-1, dtype=torch.float32).isfinite()
         return (hidden_states[:, self._rows], *inputs[1:])

@@ -1,4 +1,4 @@
-"""Runs the steps of the engine: forward passes of a transformers model over the paged KV, and sampling."""
+"""Runs the engine's steps: forward passes of a transformers model over the paged KV, and sampling."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .passes import PassPart, passes
 from .row_selector import RowSelector, Selected
 
 MAX_PROMPT_LOGITS = 1 << 24
-"""Logits of prompt rows that may stand at a time: 64 MiB in float32."""
+"""Logits of prompt rows in memory at a time: 64 MiB in float32."""
 
 
 class ModelRunner:
-    """Implements StepRunner over a loaded model and its KV cache. Blocking; one step at a time."""
+    """Implements StepRunner with a loaded model and its KV cache. Blocking; one step at a time."""
 
     def __init__(
         self,
@@ -37,10 +37,7 @@ class ModelRunner:
         max_prompt_rows: int | None = None,
         sizes: StepSizes | None = None,
     ) -> None:
-        """`max_prompt_rows`: prompt rows whose logits may stand at a time; None: as MAX_PROMPT_LOGITS says.
-
-        `sizes`: what the input buffers are made for; they grow if need be.
-        """
+        """`max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes of the input buffers."""
         self._model = model
         self._layers = layers
         self._backend = backend
@@ -53,46 +50,46 @@ class ModelRunner:
         bind_layers(layers, kv_cache.layers, backend)
 
     def execute(self, step: Step) -> list[PartResult]:
-        """Run the step and sample; see StepRunner. Raises PackingError, before anything is written, for a bad part.
+        """Run the step and sample; see StepRunner. Raises PackingError for a bad part, before any KV is written.
 
-        Logits are computed for the rows that are sampled and for those that tell of a prompt, and of these in slices.
+        Computes logits of sampled rows and of prompt rows with requested log-probabilities, the latter in slices.
         """
         outcomes = [_Outcome() for _ in step.parts]
         all_passes = list(passes(step.parts, self._max_prompt_rows))
         if len(all_passes) > 1:
-            self._packer.pack(step.parts)  # so that a bad part is refused before the first pass
+            self._packer.pack(step.parts)  # refuses a bad part before the first pass
         for one_pass in all_passes:
             self._run_pass(one_pass, outcomes)
         return [outcome.result() for outcome in outcomes]
 
     def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
-        """Run one forward pass and put what it gives at its parts' indices."""
+        """Run one forward pass and add its results to the outcomes of its parts."""
         packing = self._packer.pack([part for _, part in parts])
         placed = list(zip(parts, packing.offsets, strict=True))
         sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
-        telling = [
+        prompts = [
             (index, part.start, part.prompt_rows, offset)
             for (index, part), offset in placed
             if part.prompt_rows is not None
         ]
         rows = [offset + len(part.token_ids) - 1 for _, part, offset in sampling]
-        for _, _, wanted, offset in telling:
+        for _, _, wanted, offset in prompts:
             rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
             logits, is_finite = self._forward(packing, rows)
             first = len(sampling)
-            for index, start, wanted, _ in telling:
+            for index, start, wanted, _ in prompts:
                 end = first + len(wanted.targets)
-                told = prompt_logprobs(
+                found = prompt_logprobs(
                     logits[first:end], wanted.targets, wanted.num_top, position=start + wanted.first + 1
                 )
-                outcomes[index].add_prompt(told)
+                outcomes[index].add(found)
                 first = end
             if sampling:
                 sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
                 for (index, _, _), token in zip(sampling, sampled, strict=True):
-                    outcomes[index].add_token(token)
-            # Rows that nobody asked about count as well: their KV would be shared.
+                    outcomes[index].add(token)
+            # Rows without logits count too: their KV would be shared.
             bad_rows = (~is_finite).nonzero()[:, 0].tolist()
         if bad_rows:
             for (index, part), offset in placed:
@@ -105,7 +102,7 @@ class ModelRunner:
             return self._forward(packing, list(range(packing.num_tokens))).logits
 
     def close(self) -> None:
-        """Let go of the KV tensors and of the model; the runner must not be used again."""
+        """Release the KV tensors and the model; the runner must not be used afterwards."""
         self._selector.close()
         unbind_layers(self._layers)
 
@@ -122,26 +119,23 @@ class ModelRunner:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What has come of a part so far. The first logits that are bad are told of, and nothing else."""
+    """The result of a part so far. The first bad logits replace everything else."""
 
     token: SampledToken | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bad_logits: BadLogits | None = None
 
-    def add_prompt(self, told: list[TokenLogprobs] | BadLogits) -> None:
-        if isinstance(told, BadLogits):
-            self.bad_logits = self.bad_logits or told
+    def add(self, found: SampledToken | list[TokenLogprobs] | BadLogits) -> None:
+        """Add a token, or log-probabilities of the prompt."""
+        if isinstance(found, BadLogits):
+            self.bad_logits = self.bad_logits or found
+        elif isinstance(found, SampledToken):
+            self.token = found
         else:
-            self.prompt_logprobs += told
-
-    def add_token(self, token: SampledToken | BadLogits) -> None:
-        if isinstance(token, BadLogits):
-            self.bad_logits = self.bad_logits or token
-        else:
-            self.token = token
+            self.prompt_logprobs += found
 
     def add_bad_rows(self, part: SequencePart, rows: Sequence[int]) -> None:
-        """Packed rows that are no finite numbers, counted from the part's first; they may lie outside of it."""
+        """Packed rows that are not finite, relative to the part's first one; some may belong to other parts."""
         first = next((row for row in rows if 0 <= row < len(part.token_ids)), None)
         if first is not None and self.bad_logits is None:
             self.bad_logits = BadLogits(part.start + first + 1, math.nan)

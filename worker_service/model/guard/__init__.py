@@ -1,1 +1,1 @@
-"""Whether a model may be served: its structure, a tiny replica of it, and the loaded model itself. The entry is `support`."""
+"""Checks whether a model can be served: its structure, a tiny replica of it, and the loaded model. The entry is `support`."""

@@ -1,10 +1,10 @@
-"""The last check before a model is served: paged attention must compute what eager attention does."""
+"""The last check before a model is served: paged attention must compute the same as eager attention."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
 _LENGTHS = (24, 14, 9, 5)
-"""Of the texts; the last is shorter than whatever begins at some length in a twin."""
+"""Lengths of the texts; the last is below every threshold of a twin."""
 _FEW_TOKENS = (12, 9, 5)
-"""Lengths for a large model, for which every forward pass costs; its twin has been through all."""
-# Steps of (sequence, first token, end): in chunks and in one go, packed in changing orders, behind others in the row,
-# prefill beside decode, and alone.
+"""Lengths for a large model, whose forward passes are slow; its twin was checked with all."""
+# Steps of (sequence, first token, end): in chunks and at once, packed in changing orders, after others in the row, prefill
+# mixed with decode, and alone.
 _STEPS = (
     ((1, 0, 5), (0, 0, 9)),
     ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
@@ -36,14 +36,14 @@ _STEPS = (
     ((0, 23, 24),),
 )
 _FAR = 2
-"""The sequence that others share a row with while it is at the last positions of the longest text."""
+"""The sequence that runs at the last positions of the longest text, with another one in the row."""
 _NEAR, _BRIEF = 0, 3
-"""Those others, at the first positions: the longest text, and one that is short of every threshold of a twin, so that a rule that
-goes by the longest position of the row is seen whatever its length."""
+"""The other ones, at the first positions: the longest text, and one below every threshold of a twin, so that a rule that depends on
+the longest position of the row shows at any length."""
 
 
 class _Trial(NamedTuple):
-    """A model to be probed, and what it runs on."""
+    """A model to be checked, and its placement."""
 
     model: Any
     layers: Sequence[AttentionLayer]
@@ -62,8 +62,8 @@ def probe(
 ) -> None:
     """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
-    Then one of them again beside a neighbour at the last positions below max_model_len. Raises UnsupportedModel if
-    anything differs by more than rounding. The model is bound to nothing afterwards. is_thorough: with more tokens and steps.
+    Then one of them again with a neighbour at the last positions below max_model_len. Raises UnsupportedModel if anything differs
+    by more than rounding. The model is unbound afterwards. is_thorough: with more tokens and steps.
     """
     trial = _Trial(model, layers, dtype, device, max_model_len)
     lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
@@ -75,32 +75,32 @@ def probe(
             ours,
             reference,
             "packed and in chunks",
-            "ignores position_ids or masks in a way of its own, or keeps a state",
+            "ignores position_ids, has a mask of its own, or keeps a state",
         )
     far_start = max_model_len - lengths[_FAR]
     far = _eager_logits(trial, sequences[_FAR], far_start)
     rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
     for near, far_first in rows:
-        near_logits, far_logits = _beside_far(trial, sequences, near, far_start, far_first)
+        near_logits, far_logits = _near_and_far_logits(trial, sequences, near, far_start, far_first)
         _compare(
-            trial, near_logits, alone[near], f"beside a neighbour at position {max_model_len - 1}",
-            "chooses its positions' frequencies by the longest text of the row: give a smaller --max-model-len",
+            trial, near_logits, alone[near], f"with a neighbour at position {max_model_len - 1}",
+            "derives RoPE frequencies from the longest text of the row: give a smaller --max-model-len",
         )  # fmt: skip
         _compare(
             trial, far_logits, far, f"at positions {far_start} … {max_model_len - 1}",
-            "takes positions from elsewhere than position_ids",
+            "does not take positions from position_ids",
         )  # fmt: skip
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Root mean square of the difference over that of what varies in the reference, both [T, vocab_size]."""
+    """Root mean square of the difference over that of the reference less its mean per token, both [T, vocab_size]."""
     ours, reference = ours.double(), reference.double()
     varies = reference - reference.mean(dim=-1, keepdim=True)
     return float((ours - reference).norm() / varies.norm())
 
 
 def random_sequences(config: Any, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Token ids that the config gives no special meaning, such as padding or the place of an image."""
+    """Token ids without a special meaning in the config, such as padding or an image."""
     special: set[int] = set()
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in part.to_dict().items():
@@ -125,13 +125,13 @@ def _compare(trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: 
     difference, tolerance = relative_difference(ours, reference), _TOLERANCE[trial.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
-            f"{type(trial.model).__name__} computes something else over paged KV, {where}, than alone in eager attention: "
-            f"its logits differ by {difference:.1%}, rounding in {trial.dtype} explains {tolerance:.1%}. It probably {why}."
+            f"{type(trial.model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
+            f"they differ by {difference:.1%}, rounding in {trial.dtype} explains {tolerance:.1%}. It probably {why}."
         )
 
 
 def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
-    """A cache full of NaN, and for each sequence a table of blocks that are not in order."""
+    """A cache filled with NaN, and a table of scattered blocks for each sequence."""
     per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
     count = len(_LENGTHS)
     plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
@@ -147,25 +147,36 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
     runner = ModelRunner(trial.model, trial.layers, cache, TorchAttention(trial.dtype), trial.device)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
-        for step in _STEPS:
-            present = [part for part in step if part[0] < len(sequences)]
-            chunks = [(index, first, sequences[index][first:end]) for index, first, end in present]
-            chunks = [chunk for chunk in chunks if chunk[2]]
-            if not chunks:
-                continue
-            parts = [SequencePart(tokens, first, tables[index], None) for index, first, tokens in chunks]
-            rows = torch.split(runner.logits(parts), [len(tokens) for _, _, tokens in chunks])
-            for (index, _, _), part_rows in zip(chunks, rows, strict=True):
-                logits[index].append(part_rows)
+        for index, _, rows in logits_in_steps(runner, sequences, tables, _STEPS):
+            logits[index].append(rows)
     finally:
         runner.close()
     return [torch.cat(parts) for parts in logits]
 
 
-def _beside_far(
+def logits_in_steps(
+    runner: ModelRunner,
+    sequences: Sequence[list[int]],
+    tables: Sequence[list[int]],
+    steps: Sequence[Sequence[tuple[int, int, int]]],
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Run steps of (sequence, first token, end), less the tokens that the sequences do not have. Yields (sequence, first token,
+    logits [T, vocab_size]) per part."""
+    for step in steps:
+        chunks = [(index, first, sequences[index][first:end]) for index, first, end in step if index < len(sequences)]
+        chunks = [chunk for chunk in chunks if chunk[2]]
+        if chunks:
+            logits = runner.logits(
+                [SequencePart(tokens, first, tables[index], None) for index, first, tokens in chunks]
+            )
+            rows = torch.split(logits, [len(tokens) for _, _, tokens in chunks])
+            yield from ((index, first, own) for (index, first, _), own in zip(chunks, rows, strict=True))
+
+
+def _near_and_far_logits(
     trial: _Trial, sequences: list[list[int]], near: int, far_start: int, far_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of `near` and _FAR in one row, _FAR with positions from far_start on but no KV before them."""
+    """Logits of `near` and _FAR in one row; the positions of _FAR start at far_start, without KV before them."""
     cache, tables = _new_cache(trial)
     order = (_FAR, near) if far_first else (near, _FAR)
     parts = [SequencePart(sequences[index], 0, tables[index], None) for index in order]
@@ -185,7 +196,7 @@ def _beside_far(
 
 
 def _eager_logits(trial: _Trial, tokens: list[int], start: int = 0) -> torch.Tensor:
-    """[T, vocab_size] of one sequence; positions are told as `generate` tells them, that is to models that ask for them."""
+    """[T, vocab_size] of one sequence; positions are passed as `generate` does, to models with that parameter."""
     positions: dict[str, torch.Tensor] = {}
     if start or "position_ids" in inspect.signature(trial.model.forward).parameters:
         positions["position_ids"] = torch.arange(start, start + len(tokens), device=trial.device)[None]

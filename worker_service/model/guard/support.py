@@ -1,4 +1,4 @@
-"""What must hold of a model before it may be served over the paged KV: by its config, its layers and its behaviour."""
+"""Checks before a model is served over paged KV: of its config, its layers and its behaviour."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .self_check import probe
 from .tiny_replica import THRESHOLD, build_twin, thresholds, twin_config, twin_length
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# It chooses its frequencies by the longest position in the whole packed row, so a long neighbour would change
-# everybody's K, unless no position can be that long.
+# Its frequencies depend on the longest position in the packed row, so a long neighbour would change the K of all others, unless no
+# text can be that long.
 _ROPE_BY_LONGEST = "dynamic"
 
 _log = structlog.get_logger("kvpool.model")
 
 
 def check_config(config: Any, max_model_len: int) -> None:
-    """Refuse by what the config says, before any weights are read. Raises UnsupportedModel."""
+    """Check the config, before weights are read. Raises UnsupportedModel."""
     kind = config.model_type
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -35,10 +35,10 @@ def check_config(config: Any, max_model_len: int) -> None:
     # "vision": between the parts of an image only.
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise UnsupportedModel(f"{kind} is configured for bidirectional attention; only causal models are served.")
-    # Not even texts shorter than a chunk are safe: llama4 counts positions from the beginning of the packed row.
+    # Texts shorter than a chunk are not safe either: llama4 counts positions from the start of the packed row.
     if getattr(text, "attention_chunk_size", None):
         raise UnsupportedModel(
-            f"{kind} attends in chunks of {text.attention_chunk_size} tokens, a rule that is in its mask only; "
+            f"{kind} attends in chunks of {text.attention_chunk_size} tokens, which only its mask implements; "
             "full and sliding-window attention are served."
         )
     others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
@@ -55,10 +55,10 @@ def _check_dispatch(config: Any) -> None:
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
         raise UnsupportedModel(f"transformers has no causal language model for {config.model_type!r}.")
-    # The model class of something made of several models need not attend itself; its layers are looked at later.
+    # The class of a composite model need not attend itself; its layers are checked later.
     if config.get_text_config(decoder=True) is config and not cls._can_set_attn_implementation():
         raise UnsupportedModel(
-            f"{cls.__name__} computes attention in its own code and not through transformers' AttentionInterface, "
+            f"{cls.__name__} computes attention in its own code, not with transformers' AttentionInterface, "
             "so its KV cannot be paged."
         )
 
@@ -76,10 +76,9 @@ def _check_rope(kind: str, text: Any, max_model_len: int) -> None:
 
 
 def check_twin(config: Any, max_model_len: int) -> None:
-    """Refuse by the behaviour of a tiny model with the same rules, before any weights are read. Takes tenths of a second.
+    """Check the behaviour of a tiny model with the same rules, before weights are read. Takes tenths of a second.
 
-    It is probed in float32, and its windows and whatever else begins at some length begin within the probe. Raises
-    UnsupportedModel.
+    It runs in float32, and its windows and other thresholds are within the lengths of the check. Raises UnsupportedModel.
     """
     started = time.monotonic()
     try:
@@ -88,7 +87,7 @@ def check_twin(config: Any, max_model_len: int) -> None:
         length = _length_that_works(config, max_model_len)
         advice = f" Give --max-model-len {length} or less (it is {max_model_len})." if length else ""
         raise UnsupportedModel(
-            f"{config.model_type} cannot be served, as a tiny model of its kind shows: {error}{advice}"
+            f"{config.model_type} cannot be served, according to a tiny model of its kind: {error}{advice}"
         ) from error
     _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
 
@@ -98,15 +97,15 @@ def _check_twin(config: Any, max_model_len: int) -> None:
     try:
         small = twin_config(config, max_model_len)
         twin = build_twin(small)
-    except Exception as error:  # a config class says in its own ways what it does not like
+    except Exception as error:  # config classes raise all kinds of errors
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-            raise UnsupportedModel("it chooses its attention from a table of its own.") from error
-        raise UnsupportedModel(f"it cannot even be built: {type(error).__name__}: {error}") from error
+            raise UnsupportedModel("it selects its attention from a table of its own.") from error
+        raise UnsupportedModel(f"it cannot be built: {type(error).__name__}: {error}") from error
     guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len), is_thorough=True)
 
 
 def _length_that_works(config: Any, max_model_len: int) -> int | None:
-    """The longest text for which a rule that begins at some length is never met, if that makes the model right."""
+    """The largest max_model_len below a threshold with which the model passes; None if there is none."""
     for length in sorted((value for value in thresholds(config) if THRESHOLD < value < max_model_len), reverse=True):
         try:
             check_config(config, length)
@@ -129,7 +128,7 @@ def guarded_layers(
         probe(model, layers, dtype, device, max_model_len, is_thorough)
     except (ModelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # models fail in all ways on an input that they were not written for
+    except Exception as error:  # models raise all kinds of errors for input that they do not support
         raise UnsupportedModel(
             f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
         ) from error
@@ -138,16 +137,16 @@ def guarded_layers(
 
 
 def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: int) -> None:
-    """Refuse unless every layer of the config was seen, with the window that the config gives it."""
+    """Check that every layer of the config was found, with the config's window. Raises UnsupportedModel."""
     text = config.get_text_config(decoder=True)
     kind = config.model_type
-    # Layers that attend to an image only, and are skipped without one.
+    # Layers that attend only to an image are skipped without one.
     absent = set(getattr(text, "cross_attention_layers", None) or ())
     expected = [index for index in range(text.num_hidden_layers) if index not in absent]
     modules = list(dict.fromkeys(layer.module for layer in layers))
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
-    # Of layers that are run several times over, a config counts the modules or the runs.
+    # If layers run several times, a config counts either modules or runs.
     is_each_seen = len(expected) in (len(modules), len(layers)) or (types is None and len(modules) > len(expected))
     if not is_each_seen:
         raise UnsupportedModel(
@@ -162,6 +161,6 @@ def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: i
             wanted = window if types[expected[position]] == "sliding_attention" else None
         if layer.window != wanted:
             raise UnsupportedModel(
-                f"{kind}: {layer.name} should have the window {wanted} by the config, but gives attention the window "
-                f"{layer.window}; the window would be in the mask only."
+                f"{kind}: {layer.name} should have the window {wanted} by the config, but passes the window {layer.window} to "
+                "attention; the window would be in the mask only."
             )

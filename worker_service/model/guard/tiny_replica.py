@@ -1,4 +1,4 @@
-"""A tiny model with the rules of a large one: the same class, every kind of layer, all sizes and thresholds made small."""
+"""A tiny model with the rules of a large one: the same class, every kind of layer, small sizes and thresholds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ...attention.interface import ATTENTION_NAME, register
 
 VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256
-"""Tokens below mean nothing special, except what the config names itself."""
+"""Tokens below have no special meaning, except those of the config."""
 THRESHOLD = 8
-"""Sliding windows, chunks and whatever else begins to matter at some length, in tokens, if texts can be that long."""
+"""Length in tokens of sliding windows, chunks and other thresholds, if texts can be that long."""
 UNREACHED = 24
-"""The same where no text can be that long: as long as the twin's longest texts, but shorter than a packed row of them."""
+"""The same if no text can be that long: the length of the twin's longest texts, but shorter than a packed row of them."""
 MAX_POSITIONS = 128
 
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
 _SMALL = 16
-"""Sizes up to this stay as they are."""
+"""Sizes up to this do not change."""
 _LARGE = 128
-"""What is larger is a size or a length."""
+"""A larger number is a size or a length."""
 _SOFTCAP = 2.0
-"""Low enough to bend the scores of random weights."""
+"""Low enough to have an effect on the scores of random weights."""
 _GAIN = 1.5
-"""Standard deviation of a weight times the root of its inputs; enough for attention to prefer some tokens."""
+"""Standard deviation of a weight times the root of its number of inputs; attention then prefers some tokens."""
 
 _LAYER_COUNTS = re.compile(
     r"num_hidden_layers|num_layers_per_stack|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers"
@@ -39,7 +39,7 @@ _LENGTHS = re.compile(
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|context_length"
     r"|max_(source|target)_positions"
 )
-# What plays no part until a text is that long. A number that is large and means nothing known may be the same.
+# Fields without effect until a text is that long. A large number with an unknown name may be such a field too.
 _THRESHOLDS = re.compile(
     r"(?!max_window_layers)\w*window\w*|\w*chunk\w*|local_attention|index_topk|index_block_size|block_size|\w*floor\w*|rel_extent"
     r"|\w*max_distance|original_max_position_embeddings"
@@ -52,21 +52,21 @@ _NOT_OF_THE_MODEL = frozenset(
 
 
 def twin_config(config: Any, max_model_len: int) -> Any:
-    """The config with small sizes. What begins within texts of max_model_len tokens begins at THRESHOLD, the rest at UNREACHED.
+    """The config with small sizes. Thresholds below max_model_len become THRESHOLD, others UNREACHED.
 
-    Raises whatever the config class says where the small sizes do not fit together.
+    Raises the config class's own errors if the small sizes do not fit together.
     """
     return type(config).from_dict(_shrunk(config, max_model_len))
 
 
 def twin_length(config: Any, max_model_len: int) -> int:
-    """Tokens of the twin's longest texts; UNREACHED if something begins only behind the model's longest."""
+    """Tokens of the twin's longest texts; UNREACHED if a threshold is above the model's longest text."""
     is_all_reached = all(value < max_model_len for value in thresholds(config) if value > THRESHOLD)
     return min(max_model_len, MAX_POSITIONS if is_all_reached else UNREACHED)
 
 
 def build_twin(config: Any, seed: int = 0) -> Any:
-    """The model of a config as it is, in float32 on the CPU, with random weights that let every part be seen."""
+    """The model of a config, in float32 on the CPU, with random weights that make every part have an effect."""
     register()
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -75,7 +75,7 @@ def build_twin(config: Any, seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() < 2:  # norms and the like stay around what they were, so that they let something through
+            if parameter.dim() < 2:  # norms and the like stay near their initial values, so that signals pass
                 parameter.add_(0.2 * noise)
             else:
                 parameter.copy_(noise * (_GAIN * parameter.shape[-1] ** -0.5))
@@ -83,7 +83,7 @@ def build_twin(config: Any, seed: int = 0) -> Any:
 
 
 def thresholds(config: Any) -> set[int]:
-    """All lengths in tokens that the config names, or may name, as the beginning of something, RoPE's included."""
+    """All lengths in tokens in the config that are, or may be, thresholds, RoPE's included."""
     fields = config.get_text_config(decoder=True).to_dict()
     sizes = _Sizes(fields, 0, 0)
     found: set[int] = set()
@@ -130,7 +130,7 @@ def _num_layers(fields: dict[str, Any]) -> int:
 
 
 def _kept_layers(fields: dict[str, Any]) -> list[int]:
-    """The first layer of each kind; a kind is what all lists with one entry per layer say. At least two layers."""
+    """The first layer of each kind, at least two; a kind is the combination of all per-layer lists' entries."""
     count = _num_layers(fields)
     per_layer = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     ascending = [value for value in fields.values() if isinstance(value, list) and _is_indices(value, count)]
@@ -147,7 +147,7 @@ def _kept_layers(fields: dict[str, Any]) -> list[int]:
 
 
 def _is_indices(value: Sequence[Any], count: int) -> bool:
-    """Whether a list names layers, instead of saying something of each."""
+    """Whether a list consists of layer indices, not of one entry per layer."""
     return (
         bool(value)
         and all(isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < count for entry in value)
@@ -168,7 +168,7 @@ def _shrunk_list(name: str, value: list[Any], kept: list[int], count: int, sizes
 def _shrunk_per_layer(
     overrides: dict[Any, dict[str, Any]], fields: dict[str, Any], kept: list[int], sizes: _Sizes
 ) -> dict[str, dict[str, Any]]:
-    """Fields that are different in some layers; those that are larger there stay larger."""
+    """Fields that differ in some layers; larger values stay larger."""
     shrunk: dict[str, dict[str, Any]] = {}
     for index, override in overrides.items():
         if int(index) in kept:
@@ -182,14 +182,14 @@ def _shrunk_per_layer(
 
 
 def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
-    """RoPE parameters, of one kind or one set per layer type; lists have an entry per pair of rotated dimensions."""
+    """RoPE parameters, one set or one per layer type; lists have an entry per pair of rotated dimensions."""
     shrunk: dict[str, Any] = {}
     pairs = sizes.rotary_pairs(rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")))
     for name, value in rope.items():
         if isinstance(value, dict):
             shrunk[name] = _shrunk_rope(value, fields, sizes)
         elif isinstance(value, list) and all(isinstance(entry, float | int) for entry in value):
-            # Lists of heads that are smaller than the twin's are too short for it: their last entry goes on.
+            # Lists for heads smaller than the twin's are too short: their last entry is repeated.
             longer = value + value[-1:] * (pairs - len(value))
             shrunk[name] = _sections(value, pairs) if "section" in name else longer[:pairs]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -200,23 +200,23 @@ def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) ->
 
 
 def _sections(value: list[Any], pairs: int) -> list[int]:
-    """Sections of the rotated pairs in about the same proportions, all used up."""
+    """Sections of the rotated pairs in about the same proportions, which sum to `pairs`."""
     shares = [max(1, pairs * int(entry) // sum(value)) for entry in value]
     shares[-1] += pairs - sum(shares)
     return shares
 
 
 class _Sizes:
-    """What a number in a config becomes, by the name of its field."""
+    """Maps the numbers of a config to small ones, by the names of their fields."""
 
     def __init__(self, fields: dict[str, Any], num_layers: int, max_model_len: int) -> None:
-        self._fields = dict(fields)  # as they were: the shrunk ones are written over them one by one
+        self._fields = dict(fields)  # a copy: the caller overwrites the fields one by one
         self._num_layers = num_layers
         self._max_model_len = max_model_len
         self._hidden = next((fields[n] for n in fields if _HIDDEN_SIZES.fullmatch(n) and isinstance(fields[n], int)), 0)
         heads = next((fields[n] for n in fields if _RULES[0][0].fullmatch(n) and isinstance(fields[n], int)), 0)
         self._heads = heads
-        # Where heads are not a plain share of the hidden size, they are not in the twin either.
+        # If the head size is not hidden size / heads, it is not in the twin either.
         plain = fields.get("head_dim") in (None, self._hidden // heads if heads else None)
         self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
 
@@ -230,11 +230,11 @@ class _Sizes:
         return min(value, THRESHOLD if value < self._max_model_len else UNREACHED) if known is None else known
 
     def is_threshold(self, name: str, value: int) -> bool:
-        """Whether something may begin at that many tokens."""
+        """Whether the number may be a length in tokens at which a rule changes."""
         return self._known(name, value) is None
 
     def _known(self, name: str, value: int) -> int | None:
-        """What a size becomes; None for what is, or may be, a threshold."""
+        """The small value of a size; None if the number is, or may be, a threshold."""
         if _TOKEN_IDS.fullmatch(name):
             return value if value < NUM_PLAIN_TOKENS else NUM_PLAIN_TOKENS + value % (VOCAB_SIZE - NUM_PLAIN_TOKENS)
         if _LAYER_COUNTS.fullmatch(name):
@@ -255,7 +255,7 @@ class _Sizes:
         return None if value > _LARGE and name != "rope_theta" else value
 
     def dims(self, value: int) -> int:
-        # Models with latent attention call the rotated part of a head its size.
+        # With latent attention, the head size is that of the rotated part.
         return _ROPE_HEAD_DIM if value == self._fields.get("qk_rope_head_dim") else self.head_dim
 
     def kv_heads(self, value: int) -> int:

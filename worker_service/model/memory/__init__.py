@@ -1,1 +1,1 @@
-"""How many blocks of KV fit: what a model and its largest step need, and what the device has. The entry is `plan`."""
+"""Number of KV blocks that fit, from the needs of a model and its largest step, and the device's memory. The entry is `plan`."""

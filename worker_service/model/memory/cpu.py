@@ -1,4 +1,4 @@
-"""How much memory this process can have on a CPU: the machine's, or less where a container or a service has a limit."""
+"""Memory available to this process on a CPU: the machine's, or less in a container or service with a limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class CPUMemory(NamedTuple):
 
     total: int
     available: int
-    """Can still be allocated without swapping: files that the kernel keeps in memory give way."""
+    """Can be allocated without swapping; the page cache counts, because the kernel frees it."""
 
 
 class _Names(NamedTuple):
-    """Files of a control group, and what of its use the kernel takes back at once."""
+    """Files of a control group, and the field of memory.stat for memory that the kernel frees at once."""
 
     limit: str
     used: str
@@ -33,7 +33,7 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def read_cpu_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> CPUMemory:
-    """What the kernel says now. Raises ModelError where it says nothing."""
+    """The present numbers of the kernel. Raises ModelError if there are none."""
     total, available = _machine(proc)
     for folder, names in _groups(proc, cgroup):
         limit = _number(folder / names.limit)
@@ -52,12 +52,12 @@ def _machine(proc: Path) -> CPUMemory:
         text = ""
     found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", text, re.MULTILINE))
     if len(found) != 2:
-        raise ModelError(f"Cannot tell the memory of this machine: {proc / 'meminfo'} does not name it.")
+        raise ModelError(f"The memory of this machine is unknown: {proc / 'meminfo'} lacks MemTotal or MemAvailable.")
     return CPUMemory(int(found["MemTotal"]) * 1024, int(found["MemAvailable"]) * 1024)
 
 
 def _groups(proc: Path, cgroup: Path) -> list[tuple[Path, _Names]]:
-    """The control groups that this process is in, up to the root; those that are not there are harmless."""
+    """The control groups of this process, up to the root. Some may not exist."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def _groups(proc: Path, cgroup: Path) -> list[tuple[Path, _Names]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (cgroup / "memory", _V1) if controllers else (cgroup, _V2)
-        # A container sees its own group as the root, whatever the name that it is told.
+        # In a container the process's own group is mounted as the root, under any name.
         inner = root / path.lstrip("/")
         folders = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
         groups.extend((folder, names) for folder in folders)
@@ -76,7 +76,7 @@ def _groups(proc: Path, cgroup: Path) -> list[tuple[Path, _Names]]:
 
 
 def _number(file: Path) -> int | None:
-    """None: there is no such file, or it says `max`."""
+    """None: there is no such file, or it contains `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Finds out the facts that the KV cache is planned by: of a model that is loaded, and of one that is not."""
+"""Facts for planning the KV cache, of a loaded model and of a model without weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> 
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:
-    """Of the parameters, buffers and packed weights of a model, each tensor once."""
+    """Size of a model's parameters, buffers and packed weights, each tensor counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [module.weight for module in model.modules() if isinstance(module, PackedLinear)]
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
@@ -39,9 +39,9 @@ def facts_of_loaded(
     settings: MemorySettings,
     make_runner: MakeRunner,
 ) -> MemoryFacts:
-    """With the weights in place. On a GPU a maximum batch is run, on a CPU its needs are estimated.
+    """Facts of a loaded model. On a GPU a maximum batch runs, on a CPU its needs are estimated.
 
-    Raises ModelError if the batch does not fit, or where the memory cannot be told.
+    Raises ModelError if the batch does not fit, or the memory is unknown.
     """
     bytes_per_token = kv_bytes_per_token(layers, dtype)
     if device.type != "cuda":
@@ -63,7 +63,7 @@ def facts_of_loaded(
     return MemoryFacts(
         device=str(device),
         total_bytes=total,
-        # After the batch: by then the driver and the libraries have taken what they keep.
+        # After the batch: by then the driver and the libraries have allocated what they keep.
         other_bytes=max(0, total - free - torch.cuda.memory_reserved(device)),
         weight_bytes=weights,
         activation_bytes=needs.activations,
@@ -75,7 +75,7 @@ def facts_of_loaded(
 def facts_of_blueprint(
     blueprint: Blueprint, dtype: torch.dtype, device: torch.device, settings: MemorySettings
 ) -> MemoryFacts:
-    """As if the weights were in place; nothing is allocated. Raises ModelError where they cannot be told."""
+    """The same without weights; allocates nothing. Raises ModelError if a fact is unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
@@ -96,5 +96,5 @@ def _estimated(config: Any, dtype: torch.dtype, settings: MemorySettings) -> tup
         blueprint = draw_blueprint(config)
         estimate = blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
     except UnsupportedModel:
-        return 0, "not known: the model does not run without values"
+        return 0, "unknown: the model does not run without values"
     return estimate, _ESTIMATED

@@ -1,4 +1,4 @@
-"""What a model needs, told by its config alone: built on torch's meta device, where tensors have shapes and no bytes."""
+"""A model's memory needs from its config alone: built on torch's meta device, where tensors have shapes and no data."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
 from ...attention.layer import AttentionCall
 from ..errors import UnsupportedModel
-from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.layers import AttentionLayer, find_attention_layers, placeholder_output
 from ..forward.packed_linear import packing_works
 from ..progress import quiet_transformers
 
 META = torch.device("meta")
 SAMPLER_BYTES_PER_LOGIT = 24
-"""Beside the model's own logit: the float32 copy, its sorted copy with int64 ranks, and probabilities twice."""
+"""Besides the model's own logit: the float32 copy, its sorted copy with int64 ranks, and probabilities twice."""
 
 
 _DRAWN_IN = torch.bfloat16
-"""Some operators run on the meta device in this dtype only; the shapes are the same in all of them."""
+"""Some operators run on the meta device only in this dtype; shapes do not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class Blueprint:
     """A model without its weights."""
 
     model: Any
-    """On the meta device; it can be run there."""
+    """On the meta device, where it can run."""
     layers: list[AttentionLayer]
 
     @property
@@ -43,21 +43,21 @@ class Blueprint:
         return sum(int(parameter.numel()) for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Of parameters in the dtype, and of buffers, as they lie on the device; see load_model."""
+        """Size of parameters in the dtype, and of buffers, on the device; see load_model."""
         total = self.num_parameters * dtype.itemsize
         for buffer in self.model.buffers():
-            follows = buffer.dtype == _DRAWN_IN  # others have a dtype of their own, whatever the weights'
+            follows = buffer.dtype == _DRAWN_IN  # others keep their own dtype
             total += int(buffer.numel()) * (dtype if follows else buffer.dtype).itemsize
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if device.type == "cpu" and type(head) is torch.nn.Linear and packing_works(dtype):
-            # Packing takes a tied head away from the embeddings it shares its weight with.
+            # Packing copies the weight of a tied head, which it shares with the embeddings.
             total += int(head.weight.numel()) * dtype.itemsize if head.weight is embeddings.weight else 0
         return total
 
     def activation_bytes(self, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
-        """Largest sum of the intermediate results of a step, sampling included; what attention needs inside is left out.
+        """Largest sum of the intermediate results of a step in bytes, with sampling, without those inside attention.
 
-        Raises UnsupportedModel where that cannot be told.
+        Raises UnsupportedModel if the model does not run without values.
         """
         meter = _LiveBytes(self.model)
         for layer in self.layers:
@@ -81,9 +81,9 @@ class Blueprint:
 
 
 def draw_blueprint(config: Any) -> Blueprint:
-    """Build the model on the meta device. Takes tenths of a second and hardly any memory, whatever the model's size.
+    """Build the model on the meta device. Takes tenths of a second and little memory for models of any size.
 
-    Raises UnsupportedModel where its code cannot run there.
+    Raises UnsupportedModel if its code cannot run there.
     """
     register()
     try:
@@ -94,13 +94,13 @@ def draw_blueprint(config: Any) -> Blueprint:
         return Blueprint(model, find_attention_layers(model, META))
     except UnsupportedModel:
         raise
-    except Exception as error:  # each model has code of its own, not all of it written for tensors without values
+    except Exception as error:  # not all models' code supports tensors without values
         raise _unknown(config, error) from error
 
 
 def _unknown(config: Any, error: Exception) -> UnsupportedModel:
     return UnsupportedModel(
-        f"What {config.model_type} needs cannot be told without its weights: {type(error).__name__}: {error}"
+        f"The needs of {config.model_type} are unknown without its weights: {type(error).__name__}: {error}"
     )
 
 
@@ -109,16 +109,16 @@ def _select(rows: torch.Tensor) -> Callable[[torch.nn.Module, tuple[torch.Tensor
 
 
 class _Passing:
-    """Stands in for attention: an answer of the right shape."""
+    """An AttentionTarget that returns placeholders."""
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+        return placeholder_output(query, value)
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that are alive between operations; those of the model itself are not counted."""
+    """Sums the storages that are alive between operations, without the model's own."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

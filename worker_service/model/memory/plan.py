@@ -1,4 +1,4 @@
-"""What a device's memory is spent on, and how large a KV cache fits: pure arithmetic over measured facts, all in bytes."""
+"""Use of a device's memory, and the size of the KV cache that fits: arithmetic on measured facts, all in bytes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import KVCachePlan, show_bytes
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
-"""Of what is free once the weights are loaded. Small: other workers and programs share a machine's memory, and files that are
-read often are kept in it too."""
+"""Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
+machine's memory too."""
 _MIN_BLOCKS = 2
-"""The null block and one that can be used."""
+"""The null block and a usable one."""
 _UTILIZATION_STEPS = 1000
-"""Shares of a GPU are named in steps of a thousandth."""
+"""Recommended shares of a GPU are multiples of a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """What the user says about memory."""
+    """The user's settings."""
 
     block_size: int
     """Tokens per block: a power of two."""
     num_blocks: int | None = None
-    """Blocks of the KV cache, the null block included. Goes before every share."""
+    """Blocks of the KV cache, the null block included. Overrides shares."""
     kv_cache_memory: int | None = None
-    """Bytes of the KV cache. Goes before every share; not together with num_blocks."""
+    """Bytes of the KV cache. Overrides shares; not together with num_blocks."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's whole memory that all its users together may take, this worker included."""
+    """Share of a GPU's memory for all its processes together, this worker included."""
     max_num_seqs: int = 64
     """Sequences of a maximum batch."""
     max_num_batched_tokens: int = 2048
@@ -38,30 +38,30 @@ class MemorySettings:
 
     @property
     def is_explicit(self) -> bool:
-        """The size of the KV cache is given, and not a share of the memory."""
+        """The size of the KV cache is given, not a share of the memory."""
         return self.num_blocks is not None or self.kv_cache_memory is not None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What was found out about a device and a model before a KV cache is allocated."""
+    """Facts of a device and a model before a KV cache is allocated."""
 
     device: str
     """cpu or cuda:N."""
     total_bytes: int
-    """Of the device; on a CPU what the machine, or the container, has."""
+    """Memory of the device; on a CPU of the machine or the container."""
     other_bytes: int
-    """In use by everything but this model's tensors: other processes, and on a GPU the driver's own."""
+    """In use, except by this model's tensors: other processes, and on a GPU the driver."""
     weight_bytes: int
     activation_bytes: int
     """Largest sum of intermediate results in a maximum batch."""
     bytes_per_token: int
     """K and V of all layers."""
     workspace_bytes_per_token: int = 0
-    """What attention needs beside the KV for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
+    """Attention's workspace for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
     graph_bytes: int = 0
     activations_from: str = "measured"
-    """How activation_bytes came about: measured, or estimated and from what."""
+    """Origin of activation_bytes: measured, or estimated and from what."""
 
     @property
     def is_cpu(self) -> bool:
@@ -69,12 +69,12 @@ class MemoryFacts:
 
     @property
     def free_bytes(self) -> int:
-        """Left once the weights are loaded."""
+        """Free once the weights are loaded."""
         return max(0, self.total_bytes - self.other_bytes - self.weight_bytes)
 
     @property
     def room_bytes(self) -> int:
-        """What a KV cache can have at the very most: all that is free but what a step needs."""
+        """The upper limit of a KV cache: free memory less the needs of a step."""
         return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
 
 
@@ -91,14 +91,14 @@ class BudgetLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How the memory of a device is spent."""
+    """Use of a device's memory."""
 
     facts: MemoryFacts
     settings: MemorySettings
     kv_cache: KVCachePlan
 
     def lines(self) -> Iterator[BudgetLine]:
-        """From the whole device down to what stays free, in the order of the sum."""
+        """From the device's memory down to what stays free, in the order of the sum."""
         facts, settings, kv_cache = self.facts, self.settings, self.kv_cache
         yield BudgetLine(f"memory of {facts.device}", facts.total_bytes)
         if not facts.is_cpu and not settings.is_explicit:
@@ -125,14 +125,14 @@ class MemoryBudget:
         if self.settings.kv_cache_memory is not None:
             return "--kv-cache-memory"
         if self.facts.is_cpu:
-            return f"{SHARE_OF_FREE_CPU_MEMORY:.0%} of what is free: other programs share it"
-        return "all that may be used and is not needed above"
+            return f"{SHARE_OF_FREE_CPU_MEMORY:.0%} of the free memory: other programs share it"
+        return "the rest of what may be used"
 
 
 def plan_memory(facts: MemoryFacts, settings: MemorySettings) -> MemoryBudget:
-    """The KV cache asked for by number of blocks or by bytes (at most one of them), else as large as the share allows.
+    """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    Raises ModelError for settings that make no sense, and KVCacheTooLarge that names the largest cache that fits.
+    Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
@@ -163,7 +163,7 @@ def _usable_bytes(facts: MemoryFacts, utilization: float) -> int:
 
 
 def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
-    """What the KV cache and attention's workspace may take together; below 0 if the rest is too much already."""
+    """Limit of KV cache and attention's workspace together; below 0 if other needs exceed the share."""
     if facts.is_cpu:
         return min(facts.room_bytes, math.floor(facts.free_bytes * SHARE_OF_FREE_CPU_MEMORY))
     needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
@@ -200,12 +200,12 @@ def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int) ->
 
 
 def _least_utilization(facts: MemoryFacts, settings: MemorySettings) -> float | None:
-    """The smallest share, in thousandths, with which the smallest KV cache fits; None if not even the whole device does."""
+    """The smallest share, a multiple of a thousandth, with which the smallest KV cache fits; None if it does not fit at all."""
     needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
     needed += _MIN_BLOCKS * _block_cost(facts, settings.block_size)
     steps = -(-needed * _UTILIZATION_STEPS // facts.total_bytes)
     while steps <= _UTILIZATION_STEPS:
-        # Rounding may take a byte away.
+        # Rounding may cost a byte.
         if _usable_bytes(facts, steps / _UTILIZATION_STEPS) >= needed:
             return steps / _UTILIZATION_STEPS
         steps += 1
@@ -231,6 +231,6 @@ def _too_large(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, fi
 def _what_there_is(facts: MemoryFacts) -> str:
     return (
         f"of {show_bytes(facts.total_bytes)}, {show_bytes(facts.other_bytes)} are in use already, "
-        f"{show_bytes(facts.weight_bytes)} are for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
+        f"{show_bytes(facts.weight_bytes)} are needed for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
         "for a maximum batch"
     )

@@ -1,4 +1,4 @@
-"""A maximum batch, run once before the KV cache is allocated, so that what it needs can be measured."""
+"""Measures the memory of a maximum batch by running it, before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .plan import MemorySettings
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
 """Sampling that sorts and normalises all logits."""
 _CONTEXT_TOKENS = 65_536
-"""That the decodes of the measured batch read in all; what attention needs grows in proportion."""
+"""Tokens that the decodes of the measured batch read in all; attention's workspace is proportional to them."""
 _SEARCH_STEP = 64
-"""Tokens; a budget that is too large is answered with one that fits, to within so many."""
+"""Precision in tokens of the recommended budget, if the given one is too large."""
 
 
 class PeakMeter(Protocol):
-    """Measures what is allocated on a device."""
+    """Measures allocations on a device."""
 
     def reset(self) -> None:
-        """Begin anew; what is allocated now does not count."""
+        """Restart the measurement; present allocations do not count."""
         ...
 
     def reserved_bytes(self) -> int:
-        """Largest amount taken from the device since reset, beyond what was allocated then."""
+        """Largest amount reserved from the device since reset, beyond the allocations of that time."""
         ...
 
     def allocated_bytes(self) -> int:
-        """Largest amount in use by tensors since reset, beyond what was allocated then."""
+        """Largest amount in tensors since reset, beyond the allocations of that time."""
         ...
 
     def release(self) -> None:
-        """Give back to the device what no tensor uses."""
+        """Return unused memory to the device."""
         ...
 
 
 class BatchNeeds(NamedTuple):
-    """What a maximum batch needs beside weights and KV, in bytes."""
+    """Memory of a maximum batch without weights and KV, in bytes."""
 
     activations: int
     workspace_per_token: int
-    """More for each token that the batch's decodes read."""
+    """Additional, per token that the batch's decodes read."""
 
 
 MakeRunner = Callable[[KVCachePlan], ModelRunner]
@@ -56,10 +56,10 @@ MakeRunner = Callable[[KVCachePlan], ModelRunner]
 def measure_batch(
     make_runner: MakeRunner, meter: PeakMeter, settings: MemorySettings, max_model_len: int, bytes_per_token: int
 ) -> BatchNeeds:
-    """Run the largest batches that the engine may make. Blocking, some seconds on a GPU.
+    """Run the largest batches that the engine may schedule. Blocking, some seconds on a GPU.
 
-    The KV they need lies in a small cache that is gone afterwards. Raises ModelError that names a smaller
-    --max-num-batched-tokens which fits, if any does.
+    Their KV is in a small cache that is freed afterwards. Raises ModelError with a smaller --max-num-batched-tokens that fits, if
+    there is one.
     """
 
     def run(num_tokens: int) -> BatchNeeds | None:
@@ -79,13 +79,13 @@ def measure_batch(
         else "give a smaller --max-num-seqs, or take a smaller model or a device with more memory"
     )
     raise ModelError(
-        f"A maximum batch of {wanted} tokens and {settings.max_num_seqs} sequences does not fit into the memory beside the "
+        f"A maximum batch of {wanted} tokens and {settings.max_num_seqs} sequences does not fit into the memory with the "
         f"weights: {advice}."
     )
 
 
 def largest_that_fits(fits: Callable[[int], bool], least: int, too_many: int) -> int | None:
-    """A number in least … too_many − 1 that fits, while one that is _SEARCH_STEP larger does not; None if least does not."""
+    """A number in least … too_many − 1 that fits, while the number plus _SEARCH_STEP does not; None if least does not."""
     if least >= too_many or not fits(least):
         return None
     while too_many - least > _SEARCH_STEP:
@@ -111,7 +111,7 @@ def _run(
     runner = make_runner(KVCachePlan(batches.num_blocks, block_size, bytes_per_token))
     try:
         activations = 0
-        for step in (batches.prompts(), batches.late_chunk(), batches.told_prompt()):
+        for step in (batches.prompts(), batches.late_chunk(), batches.prompt_with_logprobs()):
             meter.reset()
             runner.execute(step)
             activations = max(activations, meter.reserved_bytes())
@@ -130,7 +130,7 @@ def _run(
 
 
 class MaximumBatches:
-    """The steps that need the most memory. Their sequences read one block over and over, so that a small cache is enough."""
+    """The steps that need the most memory. Their sequences read the same block repeatedly, so that a small cache is enough."""
 
     def __init__(self, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
         self._num_tokens = num_tokens
@@ -138,13 +138,13 @@ class MaximumBatches:
         self._max_model_len = max_model_len
         self._block_size = block_size
         self.num_blocks = 3 + num_tokens // block_size + num_seqs
-        """Of the cache they run in: the null block, the one that is read, and those that are written."""
+        """Blocks of their cache: the null block, the one that is read, and those that are written."""
         each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
         self.decode_context = each // block_size * block_size
-        """Tokens that each of the measured decodes reads."""
+        """Tokens that each measured decode reads."""
 
     def prompts(self) -> Step:
-        """As many tokens and as many rows of logits as there can be."""
+        """The most tokens and rows of logits."""
         each, more = divmod(self._num_tokens, self._num_seqs)
         lengths = [min(self._max_model_len, each + (index < more)) for index in range(self._num_seqs)]
         return self._step([(0, length) for length in lengths])
@@ -154,19 +154,19 @@ class MaximumBatches:
         length = min(self._num_tokens, self._max_model_len)
         return self._step([(self._max_model_len - length, length)])
 
-    def told_prompt(self) -> Step:
-        """One prompt whose log-probabilities are asked for."""
+    def prompt_with_logprobs(self) -> Step:
+        """One prompt with log-probabilities."""
         length = min(self._num_tokens, self._max_model_len)
         (part,) = self._step([(0, length)]).parts
         rows = PromptRows(0, [0] * (length - 1), num_top=1)
         return Step([part._replace(prompt_rows=rows if length > 1 else None)])
 
     def decodes(self, context: int) -> Step:
-        """One token of every sequence behind so many others each."""
+        """One token of every sequence, after `context` others each."""
         return self._step([(context, 1)] * self._num_seqs)
 
     def _step(self, chunks: list[tuple[int, int]]) -> Step:
-        """Of (first position, tokens)."""
+        """chunks: (first position, number of tokens)."""
         parts: list[SequencePart] = []
         next_block = 2
         for start, length in chunks:
@@ -179,7 +179,7 @@ class MaximumBatches:
 
 
 class CUDAMeter:
-    """PeakMeter of torch's own allocator."""
+    """The PeakMeter of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,1 +1,1 @@
-"""From logits to tokens. `sampler.sample` is the entry; every row of a batch is treated as if it were alone."""
+"""From logits to tokens. `sampler.sample` is the entry; a row's result does not depend on the batch."""

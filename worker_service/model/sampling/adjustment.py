@@ -1,6 +1,6 @@
-"""What changes logits before they are compared: bias, banned ids, penalties.
+"""Adjusts logits before sampling: bias, banned ids, penalties.
 
-Only the logits that are changed are read and written: with N tokens in all sequences that is O(N), not O(rows · vocab_size).
+Reads and writes only the adjusted logits: with N tokens in all sequences that is O(N), not O(rows · vocab_size).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _IntArray = npt.NDArray[np.int64]
 
 
 def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    """Change the logits [N, vocab_size] in place, float32 and contiguous: first the bias is added, then banned ids become −inf,
-    then come the penalties. Ids outside the vocabulary are passed over.
+    """Change the logits [N, vocab_size] in place, float32 and contiguous: add the bias, set banned ids to −inf, apply penalties.
+    Ignores ids outside the vocabulary.
 
-    The repetition penalty p (Keskar et al. 2019, arXiv:1909.05858) makes a positive logit x / p and any other x · p, once for each
-    token of prompt and answer. Frequency and presence penalty subtract f · count and, where count > 0, q; count is that of the
-    answer alone.
+    The repetition penalty p (Keskar et al. 2019, arXiv:1909.05858) changes a positive logit x to x / p and any other to x · p, once
+    for each token of prompt and answer. Frequency and presence penalty subtract f · count and, if count > 0, q; count is that of
+    the answer.
     """
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
@@ -69,7 +69,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) 
 
 
 class _Places:
-    """Some logits of some rows, [M] in all: the ids of one row behind those of the row before. No id twice in one row."""
+    """Some logits of some rows, [M] in all, row by row. No id twice in one row."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[int], ids: Sequence[_IntArray]) -> None:
         self._flat = logits.view(-1)
@@ -90,11 +90,11 @@ class _Places:
         self._flat[self._index] = values
 
     def spread(self, values: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
-        """Per row one value for each of its ids, as [M] float32."""
+        """values: per row, one for each of its ids. [M] float32."""
         return torch.from_numpy(np.concatenate(values)[self._fits].astype(np.float32)).to(self._flat.device)
 
     def spread_each(self, values: Sequence[float]) -> torch.Tensor:
-        """Per row one value for all of its ids, as [M] float32."""
+        """values: per row, one for all of its ids. [M] float32."""
         return torch.from_numpy(np.repeat(values, self._lengths)[self._fits].astype(np.float32)).to(self._flat.device)
 
 

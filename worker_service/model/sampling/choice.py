@@ -1,4 +1,4 @@
-"""The token of each row that is not greedy: one uniform number through the inverse of the distribution."""
+"""Draws the tokens of rows that are not greedy: one uniform number through the inverse of the distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .draw import Draw
 from .truncation import NUM_CANDIDATES, Limits, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22
-"""Weights that are computed at a time: 32 MiB. More rows are drawn one slice after the other."""
+"""Weights computed at a time: 32 MiB. More rows are drawn in slices."""
 
 # Philox 4x64-10.
 _NUM_ROUNDS = 10
@@ -22,25 +22,25 @@ _ROW_BYTES = 16
 
 
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Tokens [N] int64 for the logits [N, vocab_size], float32, the largest of each row finite; the temperatures above 0. Each is
-    drawn by its own number from what truncation leaves of its row."""
+    """Tokens [N] int64 for the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
+    is drawn with its own number from the row after truncation."""
     size = max(1, MAX_WEIGHTS // logits.shape[1])
     slices = zip(torch.split(logits, size), range(0, len(draws), size), strict=True)
     return torch.cat([_draw_slice(rows, draws[first : first + size]) for rows, first in slices])
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """For each seed and the position beside it the number in [0, 1) that decides the token there: counter-based, so it needs no
-    history. It is what numpy's Generator(Philox(key=seed, counter=position)) gives first. At least one row; raises OverflowError
-    unless 0 ≤ seed < 2**64 and 0 ≤ position < 2**64 − 1.
+    """For each seed and position, the number in [0, 1) that decides the token there: counter-based, so it needs no history. Equals
+    the first number of numpy's Generator(Philox(key=seed, counter=position)). At least one row; raises OverflowError unless
+    0 ≤ seed < 2**64 and 0 ≤ position < 2**64 − 1.
 
-    Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). All rows stand in one Python integer, 128
-    bits each, of which a word fills the lower half: so the product of a word and a constant stays within its row.
+    Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). All rows are in one Python integer, 128 bits
+    each, with a word in the lower half: so the product of a word and a constant stays within its row.
     """
     each = int.from_bytes((1).to_bytes(_ROW_BYTES, "little") * len(seeds), "little")
     low = each * _WORD
     bump, key, other_key = each * _BUMPS[0], _pack(seeds), 0
-    # numpy counts up before it draws.
+    # numpy increments the counter before it draws.
     words = (_pack([position + 1 for position in positions]), 0, 0, 0)
     for _ in range(_NUM_ROUNDS):
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
@@ -82,9 +82,9 @@ def _draw_slice(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Columns [N] that the numbers [N, 1] in [0, 1) fall on, when each row of the weights [N, M] is laid out on [0, 1)."""
+    """Columns [N] for the numbers [N, 1] in [0, 1), by the normalised cumulative sums of the weights [N, M]."""
     cumulative = torch.cumsum(weights, dim=-1)
     columns = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)[:, 0]
-    # Rounding can lift a number to the very end; the last column with any weight is meant.
+    # Rounding may lift a number to the end; then it is the last column with a weight.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)[:, 0]
     return torch.minimum(columns, last)

@@ -1,4 +1,4 @@
-"""What decides one token."""
+"""The input of sampling for one token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...engine.token_counts import TokenCounts
 
 
 class Draw(NamedTuple):
-    """How one row of logits becomes a token."""
+    """Options, position and sequence of one row of logits."""
 
     sampling: SamplingParams
     position: int
@@ -18,9 +18,9 @@ class Draw(NamedTuple):
     banned_ids: Collection[int] = ()
     """Ids that must not be chosen."""
     counts: TokenCounts | None = None
-    """Which tokens the sequence holds; needed if `sampling` has penalties."""
+    """The sequence's tokens; needed if `sampling` has penalties."""
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether the token is chosen by other logits than the model's."""
+        """Whether the token is chosen from other logits than the model's."""
         return bool(self.sampling.logit_bias) or bool(self.banned_ids) or self.sampling.has_penalties

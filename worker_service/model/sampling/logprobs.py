@@ -11,8 +11,8 @@ from .ranking import best
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of logits [N, vocab_size] that of the token [N] given for it, and of its num_top most likely tokens (all of
-    them if there are fewer)."""
+    """For each row of logits [N, vocab_size], the log-probability of its token in token_ids [N], and of its num_top most likely
+    tokens (all tokens if there are fewer)."""
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
     own: list[float] = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()

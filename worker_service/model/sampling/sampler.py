@@ -1,11 +1,11 @@
-"""Sampling, in the order in which transformers and vLLM apply the options:
+"""Sampling, with the options applied in the order of transformers and vLLM:
 
     logit bias → banned ids (min_tokens) → repetition, frequency, presence penalty      adjustment.py
     → the most likely token, or temperature → truncation → draw                          choice.py, truncation.py
 
-Log-probabilities are the model's own, of the logits before all this. A row's token depends on that row and its draw alone, never
-on its neighbours: the same logits, options, seed and position give the same token in every batch. A row whose largest logit is not
-finite, before or behind the adjustment, gives BadLogits.
+Log-probabilities are those of the model's own logits, before all this. A row's token depends only on that row and its draw: the
+same logits, options, seed and position have the same token in every batch. A row whose largest logit is not finite, before or after
+the adjustment, results in BadLogits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .logprobs import logprobs_of
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | BadLogits]:
-    """One token per row of logits [N, vocab_size], which stay as they are; BadLogits where none can be chosen."""
+    """One token per row of logits [N, vocab_size], which do not change; BadLogits for a row without a choice."""
     best, tokens = torch.max(logits, dim=-1)  # the first of equal maxima: the lowest id; NaN if any logit is
     bad = {row: BadLogits(draws[row].position, largest) for row, largest in _not_finite(best)}
     good = [row for row in range(len(draws)) if row not in bad]
@@ -42,15 +42,15 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | B
 def prompt_logprobs(
     logits: torch.Tensor, targets: Sequence[int], num_top: int, position: int
 ) -> list[TokenLogprobs] | BadLogits:
-    """What each row of logits [N, vocab_size] says of the token that the prompt has there; BadLogits if one of them says nothing.
-    `position`: of the first of these tokens, the others follow it."""
+    """The log-probability of the prompt's token at each row of logits [N, vocab_size]; BadLogits if a row has none. `position`: of
+    the first of these tokens."""
     for row, largest in _not_finite(logits.amax(dim=-1)):
         return BadLogits(position + row, largest)
     return logprobs_of(logits, torch.tensor(targets, device=logits.device), [num_top] * len(targets))
 
 
 def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, dict[int, BadLogits]]:
-    """Tokens [N] of the logits [N, vocab_size], which are changed in place, and the rows whose token means nothing."""
+    """Tokens [N] of the logits [N, vocab_size], which are changed in place, and the rows without a valid token."""
     adjust(logits, draws)
     best, tokens = torch.max(logits, dim=-1)
     bad = {row: BadLogits(draws[row].position, largest, is_adjusted=True) for row, largest in _not_finite(best)}
@@ -61,7 +61,7 @@ def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch
 
 
 def _not_finite(best: torch.Tensor) -> list[tuple[int, float]]:
-    """The rows whose largest logit, of [N], is not finite, and that logit."""
+    """The rows whose largest logit is not finite, and that logit."""
     return [(row, largest) for row, largest in enumerate(best.tolist()) if not math.isfinite(largest)]
 
 

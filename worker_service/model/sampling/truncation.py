@@ -1,4 +1,4 @@
-"""Top-k, then top-p of what is left, then min-p of what is left: over all rows at once."""
+"""Top-k, then top-p of the rest, then min-p of the rest: over all rows at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...engine.sampling_params import SamplingParams
 from .ranking import best
 
 NUM_CANDIDATES = (256, 4096)
-"""So many of the most likely tokens are looked at first, then of rows that keep more; the rest is looked at whole."""
+"""Numbers of most likely tokens to try, for rows that keep more the next one; after these, all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What truncates each row. All [N, 1]."""
+    """Temperature and truncation of each row. All [N, 1]."""
 
     temperature: torch.Tensor
     """float64, above 0."""
@@ -47,7 +47,7 @@ class Limits:
         return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def is_ranked(self, vocab_size: int) -> torch.Tensor:
-        """[N] bool: rows in which a token's place among the others decides whether it is kept."""
+        """[N] bool: rows in which a token's rank decides whether it is kept."""
         return ((self.top_k < vocab_size) | (self.top_p < 1))[:, 0]
 
 
@@ -59,28 +59,28 @@ class Kept(NamedTuple):
     weights: torch.Tensor
     """[N, M] float64: probabilities relative to that of the most likely one; 0: dropped."""
     is_complete: torch.Tensor
-    """[N] bool: whether no token outside `ids` is kept. Other rows need more candidates."""
+    """[N] bool: whether all kept tokens are in `ids`. Other rows need more candidates."""
 
 
 def weigh(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Weights [N, vocab_size] float64 of all tokens, relative to the most likely one; 0: dropped by min-p. Rows that are not
-    ranked only."""
+    """Weights [N, vocab_size] float64 of all tokens, relative to the most likely one; 0: dropped by min-p. Only for rows that are
+    not ranked."""
     weights = _relative(logits, logits.amax(dim=-1, keepdim=True), limits)
     return weights.masked_fill_(weights < limits.min_p, 0.0)
 
 
 def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
-    """What is kept of the logits [N, vocab_size], float32. Of equally likely tokens the lower id counts as more likely.
+    """The tokens kept of the logits [N, vocab_size], float32. Of equally likely tokens the lower id counts as more likely.
 
-    A row's result does not depend on num_candidates, where it is complete: sums run over tokens in one order, most likely first
-    (top-p's total, without top-k: by id).
+    A complete row's result does not depend on num_candidates: sums have one order, most likely tokens first (top-p's total, without
+    top-k: by id).
     """
     vocab_size = logits.shape[1]
     ids = best(logits, num_candidates)
     weights = _relative(logits.gather(1, ids), logits.gather(1, ids[:, :1]), limits)
     weights *= torch.arange(num_candidates, device=logits.device) < limits.top_k
     cumulative = torch.cumsum(weights, dim=-1)
-    # Top-p keeps a token if those before it do not suffice.
+    # Top-p keeps a token if the sum of those before it is below the share.
     enough = torch.where(limits.top_p < 1, limits.top_p * _total(logits, cumulative, limits), float("inf"))
     before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
     weights.masked_fill_(before >= enough, 0.0).masked_fill_(weights < limits.min_p, 0.0)
@@ -94,7 +94,7 @@ def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: Limits) -> to
 
 
 def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """[N, 1]: the sum of weights of which top-p keeps its share."""
+    """[N, 1]: the sum of weights that top-p is a share of."""
     vocab_size = logits.shape[1]
     total = cumulative[:, -1:].clone()
     rows = ((limits.top_k == vocab_size) & (limits.top_p < 1))[:, 0].nonzero()[:, 0]

@@ -1,1 +1,1 @@
-"""Where a model comes from: its name is resolved, fetched, converted and given a fingerprint. The entry is `resolve`."""
+"""The source of a model: resolves its name, fetches, converts and fingerprints it. The entry is `resolve`."""

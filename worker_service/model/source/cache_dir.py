@@ -1,4 +1,4 @@
-"""The folder on disk where a worker keeps what is expensive to make again."""
+"""The cache folder of a worker, for results that are expensive to compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def default_cache_dir() -> Path:
 
 @contextmanager
 def locked(lock_file: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; waits for it. The lock ends with the process that holds it."""
+    """Hold an exclusive lock between processes; blocks until it is free. It is released when the process ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     with lock_file.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -31,9 +31,9 @@ def locked(lock_file: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file as a whole: readers see the old content or the new one. Safe when several processes write it at once."""
+    """Replace the whole file: readers get the old content or the new one. Safe if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not named after the process: in containers that share this folder all workers have the same number.
+    # Without the process id in its name: in containers that share this folder all workers have the same one.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
         file.write(content)
     os.chmod(file.name, 0o644)
@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def file_digest(path: Path, cache_dir: Path) -> str:
-    """Hex SHA-256 of the file. A file with known path, size and modification time (ns) is not read again."""
+    """Hex SHA-256 of the file, cached by path, size and modification time (ns)."""
     stat = path.stat()
     resolved = str(path.resolve())
     version = {"path": resolved, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}

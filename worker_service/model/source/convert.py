@@ -1,4 +1,4 @@
-"""GGUF to a folder of safetensors, once per file."""
+"""Converts a GGUF file to a folder of safetensors, once per file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..progress import Progress, heartbeat, quiet_transformers
 from .cache_dir import file_digest, locked
 
 _LAYOUT = "1"
-"""Part of the folder's name: a conversion that writes something else gets a new one."""
+"""Part of the folder's name; to be changed when a conversion writes something else."""
 
 
 def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
-    """The folder with the file's weights, config, tokenizer and chat template; made if it is not there yet.
+    """The folder with the file's weights, config, tokenizer and chat template; created if it is missing.
 
-    Safe when several processes ask at once: one converts, the others wait for it. A folder appears only when complete.
+    Safe for concurrent processes: one converts, the others wait. A folder appears only when complete.
     """
     digest = file_digest(gguf, cache_dir)
     folder = cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{_LAYOUT}"
@@ -62,14 +62,14 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
             trust_remote_code=False,
         )
         progress("converting: the weights are unpacked, saving them")
-        # A GGUF file carries no generation config, but the tokenizer knows what ends a text.
+        # A GGUF file has no generation config, but the tokenizer has the end-of-text id.
         if model.generation_config.eos_token_id is None:
             model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(folder)
 
 
 def dtype_that_keeps(gguf: Path) -> torch.dtype:
-    """float32 and float16 files keep their precision; quantised ones lose nothing that matters in bfloat16."""
+    """float32 and float16 files keep their precision; for quantised ones bfloat16 is precise enough."""
     kinds = {tensor.tensor_type for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1}
     if kinds == {GGMLQuantizationType.F32}:
         return torch.float32

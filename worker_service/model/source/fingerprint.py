@@ -1,4 +1,4 @@
-"""The name of everything that shapes the KV of a model, so that KV of different models never mixes."""
+"""A hash of everything that determines a model's KV, so that KV of different models never mixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..rope import Regime
 from .cache_dir import file_digest
 from .weights import safetensors_names
 
-# Fields of config.json that say how it was saved or how text is generated, not what the model computes.
+# Fields of config.json that do not affect what the model computes.
 _NO_PART_IN_KV = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
     | {"bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation"}
@@ -22,13 +22,12 @@ _NO_PART_IN_KV = frozenset(
 def fingerprint(
     folder: Path, dtype: str, cache_dir: Path, progress: Progress, rope_regime: Regime | None = None
 ) -> str:
-    """Hex SHA-256 over the weights files, the config fields that shape the computation, the dtype, and what was fixed
-    about RoPE at load."""
+    """Hex SHA-256 of the weights files, the config fields that affect the computation, the dtype, and the RoPE regime."""
     config = json.loads((folder / "config.json").read_bytes())
     files = weights_files(folder)
     size = sum(file.stat().st_size for file in files)
     if size > 1 << 30:
-        progress(f"reading {size / 1e9:.1f} GB of weights for the model's fingerprint; remembered for next time")
+        progress(f"reading {size / 1e9:.1f} GB of weights for the model's fingerprint, which is cached")
     content: dict[str, Any] = {
         "config": _shaping(config),
         "dtype": dtype,
@@ -40,7 +39,7 @@ def fingerprint(
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads, in the order of their names."""
+    """The safetensors files that transformers loads, by name."""
     names = {file.name for file in folder.iterdir()}
     return [folder / name for name in safetensors_names(str(folder), folder, names)]
 

@@ -1,7 +1,7 @@
-"""A model by its hub id: fetched once into the cache that all tools of the hub share, then found there, also offline.
+"""Fetches a model by its hub id, once, into the hub's shared cache; later it is found there, also offline.
 
-Fetched are the files that are loaded and no others: config, tokenizer, chat template, and safetensors or one GGUF file. The
-small files come first, so that complete weights in the cache mean a complete model.
+Only files that are loaded are fetched: config, tokenizer, chat template, and safetensors or one GGUF file. Small files first, so
+that complete weights in the cache imply a complete model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SMALL_FILES = [
 ]
 _SUBFOLDERS = ["*/*"]
 _MAIN = "main"
-# Requests carry the token and signed addresses: nothing of them goes to a log, whatever its level.
+# Requests contain the token and signed URLs: they are not logged at any level.
 _CHATTY = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "hpack", "urllib3", "filelock")
 _TIMEOUT_S = 5.0
 _NO_RIGHT = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
@@ -64,12 +64,12 @@ class HubId(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people: the revision is left out if it is main."""
+        """Shown to users; without the revision if it is main."""
         return self.repo if self.revision == _MAIN else f"{self.repo}@{self.revision}"
 
 
 def parse_hub_id(text: str) -> HubId | None:
-    """`org/name` or `org/name@revision`; None if the text looks like a path or anything else."""
+    """`org/name` or `org/name@revision`; None for other texts, such as paths."""
     match = _ID.fullmatch(text)
     if match is None or match["repo"].endswith(".gguf"):
         return None
@@ -77,16 +77,15 @@ def parse_hub_id(text: str) -> HubId | None:
 
 
 def fetch_model(hub_id: HubId, progress: Progress) -> Path:
-    """The folder of the model in the hub's cache, or its one GGUF file. Fetches what is missing; blocking.
+    """The folder of the model in the hub's cache, or its one GGUF file. Fetches missing files; blocking.
 
-    If the hub cannot be reached, a complete cached copy is used and said so. Raises ModelError that says what was needed, why
-    it failed, and what to change.
+    If the hub cannot be reached, a complete cached copy is used, and progress gets a line. Raises ModelError.
     """
     progress(f"asking {_endpoint()} for {hub_id.name}")
     with _quiet():
         try:
             sizes = _list_files(hub_id)
-        except Exception as error:  # each release of the library has its own exceptions of its network layer
+        except Exception as error:  # the exceptions of the library's network layer differ between releases
             problem = _explain(error, hub_id)
             if not problem.is_final:
                 return _cached_instead(hub_id, problem, progress)
@@ -102,7 +101,7 @@ def fetch_model(hub_id: HubId, progress: Progress) -> Path:
 
 
 def fetch_config(hub_id: HubId, progress: Progress) -> Path:
-    """The folder in the hub's cache with the model's config.json, or its one GGUF file if it is there already; fetches no weights.
+    """The folder in the hub's cache with the model's config.json, or its one GGUF file if that is cached; fetches no weights.
 
     If the hub cannot be reached, the cached files are used. Raises ModelError as fetch_model does.
     """
@@ -110,14 +109,14 @@ def fetch_config(hub_id: HubId, progress: Progress) -> Path:
     with _quiet():
         try:
             folder = _snapshot(hub_id.repo, hub_id.revision, ["config.json"])
-        except Exception as error:  # each release of the library has its own exceptions of its network layer
+        except Exception as error:  # as in fetch_model
             raise ModelError(_explain(error, hub_id).text) from error
     if (folder / "config.json").is_file():
         return folder
     if ggufs := sorted(folder.glob("*.gguf")):
         return ggufs[0] if len(ggufs) == 1 else folder
     raise ModelError(
-        f"{hub_id.name} on the hub has no config.json: what it needs cannot be told before its files are here. Fetch them "
+        f"{hub_id.name} on the hub has no config.json: its needs are unknown without its files. Fetch them "
         f"(`hf download {hub_id.repo}` prints the path) and give the path."
     )
 
@@ -133,7 +132,7 @@ def _list_files(hub_id: HubId) -> dict[str, int]:
 
 
 def _check_loadable(hub_id: HubId, names: dict[str, int]) -> None:
-    """Refuse what a folder with the same files would be refused for, before anything is fetched."""
+    """The checks of a local folder, before files are fetched. Raises ModelError."""
     where = f"{hub_id.name} on the hub"
     if only_gguf(where, names) is None and "config.json" not in names:
         raise ModelError(
@@ -158,7 +157,7 @@ def _fetch(hub_id: HubId, sizes: dict[str, int], progress: Progress) -> Path:
             progress(f"{line}, {_size(min(_bytes_in(blobs) - before, num_bytes))} of {_size(num_bytes)}")
 
         with heartbeat(with_bytes, f"fetching {hub_id.name}"):
-            # By commit, not by name: the branch may have moved on since the small files were fetched.
+            # By commit, not by name: the branch may have changed since the small files were fetched.
             _snapshot(hub_id.repo, folder.name, [glob.escape(name) for name in missing])
         progress(f"fetched {hub_id.name} in {time.monotonic() - started:.0f} s; kept in {folder}")
     else:
@@ -171,7 +170,7 @@ def _fetch(hub_id: HubId, sizes: dict[str, int], progress: Progress) -> Path:
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str], *, offline: bool = False) -> Path:
-    """The folder of the repo at a commit, with those files of its top folder."""
+    """The folder of the repo at a commit, with the files of its top folder that match."""
     return Path(
         snapshot_download(
             repo,
@@ -230,13 +229,13 @@ def _with_cache_advice(hub_id: HubId, problem: _Problem) -> str:
 
 
 def _find_cached(hub_id: HubId) -> Path | str:
-    """The complete cached model, or a sentence that says what is missing."""
+    """The complete cached model, or a sentence about what is missing."""
     nothing = f"{constants.HF_HUB_CACHE} has no cached copy of it."
     try:
         folder = _snapshot(hub_id.repo, hub_id.revision, _SMALL_FILES, offline=True)
     except LocalEntryNotFoundError:
         return nothing
-    except Exception as error:  # newer releases say what is missing, by an exception that older ones lack
+    except Exception as error:  # newer releases raise an exception for missing files that older ones lack
         return f"The cached copy in {constants.HF_HUB_CACHE} cannot be used: {_redacted(str(error))}"
     if not folder.is_dir():
         return nothing
@@ -258,15 +257,15 @@ class _Problem(NamedTuple):
     text: str
     """A sentence or two: what failed and what to change."""
     is_final: bool
-    """The hub has answered, and it was no: a cached copy is not silently used instead."""
+    """The hub has refused: a cached copy is not silently used instead."""
 
 
 def _explain(error: Exception, hub_id: HubId) -> _Problem:
-    """Order matters: the library's exceptions are subclasses of each other."""
+    """The order matters: the library's exceptions are subclasses of each other."""
     causes = list(_chain(error))
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     no_room = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
-    # With a file name: a firewall can answer a connection with the same number.
+    # With a file name, because a firewall can cause the same errno for a connection.
     no_right = any(isinstance(cause, OSError) and cause.errno in _NO_RIGHT and cause.filename for cause in causes)
     host = _endpoint()
     log_in = "log in with `hf auth login` or set HF_TOKEN"
@@ -302,7 +301,7 @@ def _explain(error: Exception, hub_id: HubId) -> _Problem:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what caused it. Links made by `from` or else by being raised while another was handled."""
+    """The error and its causes: explicit ones (`from`), else the error being handled at the time."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -311,20 +310,20 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _endpoint() -> str:
-    """Where models come from, without a user name or password."""
+    """The hub's URL without user name and password."""
     parts = urlsplit(constants.ENDPOINT)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _redacted(text: str) -> str:
-    """One line without what addresses carry behind a question mark or before an @."""
+    """One line, with URLs stripped of queries and credentials."""
     text = re.sub(r"://[^/\s@]*@", "://", " ".join(text.split()))
     return re.sub(r"\?\S+", "", text)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no log lines of the library's own inside."""
+    """No progress bars and log lines of the library within the context."""
     shown = not are_progress_bars_disabled()
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]

@@ -1,15 +1,16 @@
-"""From what the user names as the model to a folder of safetensors."""
+"""From the user's name of a model to a folder of safetensors."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ModelError
 from ..progress import Progress
 from .convert import convert_gguf
-from .hub import fetch_config, fetch_model, parse_hub_id
+from .hub import HubId, fetch_config, fetch_model, parse_hub_id
 from .weights import only_gguf
 
 SMOLLM2 = "smollm2"
@@ -21,89 +22,71 @@ class ModelFolder(NamedTuple):
     """A folder that transformers can load without a network."""
 
     name: str
-    """For people: the last part of the path, the hub id, or `smollm2`."""
+    """Shown to users: the last part of the path, the hub id, or `smollm2`."""
     path: Path
 
 
 class ConfigSource(NamedTuple):
-    """Where transformers finds a model's config."""
+    """Location of a model's config for transformers."""
 
     name: str
-    """For people, as in ModelFolder."""
+    """As in ModelFolder."""
     path: Path
     """A folder."""
     gguf: str | None
-    """The file in it that holds the config; None: config.json."""
+    """The file in it with the config; None: config.json."""
 
 
 def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
-    """The folder of the model, fetched or converted if need be (once; later calls find it).
+    """The folder of the model, fetched or converted if necessary (once; later calls find it).
 
-    A folder or file of that name here comes before a hub id. Raises ModelError that says what is there and what is needed.
+    A local folder or file of that name precedes a hub id. Raises ModelError.
     """
-    if model == SMOLLM2:
-        return ModelFolder(SMOLLM2, convert_gguf(_smollm2_gguf(), cache_dir, progress))
-    path = Path(model).expanduser()
-    hub_id = None if path.exists() else parse_hub_id(model)
-    if hub_id is not None:
-        return _load_from(hub_id.name, fetch_model(hub_id, progress), cache_dir, progress)
-    if path.is_dir():
-        return _load_from(path.resolve().name, path, cache_dir, progress)
-    if path.is_file() and path.suffix == ".gguf":
-        return _load_from(path.stem, path, cache_dir, progress)
-    raise _no_such_model(model)
+    name, path = _locate(model, progress, fetch_model)
+    gguf = path if path.is_file() else _gguf_in(path)
+    return ModelFolder(name, path if gguf is None else convert_gguf(gguf, cache_dir, progress))
 
 
 def find_config(model: str, progress: Progress) -> ConfigSource:
-    """Where the config of the model is; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
-    if model == SMOLLM2:
-        return _config_in(SMOLLM2, _smollm2_gguf())
-    path = Path(model).expanduser()
-    hub_id = None if path.exists() else parse_hub_id(model)
-    if hub_id is not None:
-        return _config_in(hub_id.name, fetch_config(hub_id, progress))
-    if path.is_dir():
-        return _config_in(path.resolve().name, path)
-    if path.is_file() and path.suffix == ".gguf":
-        return _config_in(path.stem, path)
-    raise _no_such_model(model)
-
-
-def _config_in(name: str, path: Path) -> ConfigSource:
-    if path.is_file():
-        return ConfigSource(name, path.parent, path.name)
-    if (path / "config.json").is_file():
+    """The location of the model's config; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
+    name, path = _locate(model, progress, fetch_config)
+    if path.is_dir() and (path / "config.json").is_file():
         return ConfigSource(name, path, None)
-    gguf = only_gguf(str(path), {file.name for file in path.iterdir()})
-    if gguf is None:
-        raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
-    return ConfigSource(name, path, gguf)
+    gguf = path if path.is_file() else _gguf_in(path)
+    assert gguf is not None, "refused without config.json"
+    return ConfigSource(name, gguf.parent, gguf.name)
 
 
-def _no_such_model(model: str) -> ModelError:
-    return ModelError(
+def _locate(model: str, progress: Progress, fetch: Callable[[HubId, Progress], Path]) -> tuple[str, Path]:
+    """Name and folder or GGUF file of a model; `fetch` gets it from the hub."""
+    if model == SMOLLM2:
+        return SMOLLM2, _smollm2_gguf()
+    path = Path(model).expanduser()
+    if not path.exists() and (hub_id := parse_hub_id(model)) is not None:
+        return hub_id.name, fetch(hub_id, progress)
+    if path.is_dir():
+        return path.resolve().name, path
+    if path.is_file() and path.suffix == ".gguf":
+        return path.stem, path
+    raise ModelError(
         f"There is no model folder {model!r}. Give a folder with config.json and *.safetensors, a folder with one *.gguf "
         f"file or the file itself, {SMOLLM2!r}, or a hub id: org/name or org/name@revision."
     )
 
 
-def _load_from(name: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
-    """A folder of safetensors as it is; a GGUF file, or the only one in a folder, converted."""
-    if path.is_file():
-        return ModelFolder(name, convert_gguf(path, cache_dir, progress))
-    gguf = only_gguf(str(path), {file.name for file in path.iterdir()})
-    if gguf is not None:
-        return ModelFolder(name, convert_gguf(path / gguf, cache_dir, progress))
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has weights but no config.json; copy the model's config.json into it.")
-    return ModelFolder(name, path)
+def _gguf_in(folder: Path) -> Path | None:
+    """The only GGUF file of a folder; None if it has safetensors and config.json. Raises ModelError."""
+    gguf = only_gguf(str(folder), {file.name for file in folder.iterdir()})
+    if gguf is None and not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has weights but no config.json; copy the model's config.json into it.")
+    return None if gguf is None else folder / gguf
 
 
 def _smollm2_gguf() -> Path:
-    # Found, not imported: the package's own code needs llama.cpp.
+    # Not imported: the package's own code needs llama.cpp.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     folders = [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
     for folder in folders:
         for file in sorted(folder.glob("*.gguf")):
             return file
-    raise ModelError(f"The model {SMOLLM2!r} comes in a Python package that is not installed: {_SMOLLM2_INSTALL}")
+    raise ModelError(f"The model {SMOLLM2!r} is in a Python package that is not installed: {_SMOLLM2_INSTALL}")

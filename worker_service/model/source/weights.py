@@ -1,4 +1,4 @@
-"""Which of a model's files are its weights: safetensors, else one GGUF file, never a pickle."""
+"""Selects a model's weights files: safetensors, else one GGUF file, never a pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 def only_gguf(where: str, names: Collection[str]) -> str | None:
     """The one GGUF file among the names; None if there are safetensors.
 
-    Raises ModelError if there is neither, or more than one GGUF file. `where` names the folder or repo in the message.
+    Raises ModelError if there is neither, or more than one GGUF file. `where`: the folder or repo, for the message.
     """
     suffixes = {name: PurePosixPath(name).suffix for name in sorted(names)}
     if ".safetensors" in suffixes.values():
@@ -39,9 +39,9 @@ def only_gguf(where: str, names: Collection[str]) -> str | None:
 
 
 def safetensors_names(where: str, folder: Path, names: Collection[str]) -> list[str]:
-    """The safetensors files that transformers loads, in the order of their names.
+    """The safetensors files that transformers loads, by name.
 
-    `names` are the files of the model, of which only the index need be in `folder` already. Raises ModelError.
+    `names`: the files of the model; only the index need be in `folder`. Raises ModelError.
     """
     if SINGLE in names:
         return [SINGLE]
