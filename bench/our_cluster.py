@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from bench.report import progress
 from kvpool.client.bench.load import Stalled
-from kvpool.client.cli.launch.children import ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import Children, ChildSpec
 from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port, require_free_port
 from kvpool.client.errors import Unavailable
 from tests.scrape import Scrape, scrape
@@ -86,7 +86,7 @@ class OurCluster:
                 **(environment or {}),
             },
         )
-        self._supervisor = Supervisor(lambda name, line: progress(f"{name}: {line}"), last=MANAGER_NAME)
+        self._children = Children(lambda name, line: progress(f"{name}: {line}"), last=MANAGER_NAME)
 
     @property
     def address(self) -> str:
@@ -94,9 +94,9 @@ class OurCluster:
         return self._spec.address
 
     async def __aenter__(self) -> Self:
-        await self._supervisor.__aenter__()
+        await self._children.__aenter__()
         try:
-            await Cluster(self._spec, self._supervisor).start(lambda line: None)
+            await Cluster(self._spec, self._children).start(lambda line: None)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -105,7 +105,7 @@ class OurCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._supervisor.__aexit__(kind, error, traceback)
+        await self._children.__aexit__(kind, error, traceback)
         self._folder.cleanup()
 
     async def counts(self) -> Counts:

@@ -7,10 +7,12 @@ import gc
 import signal
 import sys
 
-import kvpool.process.quiet_core  # noqa: F401
+import kvpool.process.quiet_core
+import kvpool.process.quiet_start  # noqa: F401
 from kvpool.process.address import PortError
-from kvpool.process.logs import configure_logging
+from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.settings import SettingsProblem, load_settings
+from kvpool.process.signals import exit_status
 
 from .epoch import EpochStore, StateError
 from .server import Server
@@ -21,7 +23,8 @@ EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Run the manager; returns the exit status: 0 after a signal, 1 if it could not start or go on, 2 for wrong settings."""
+    """Run the manager; returns the exit status: 0 after SIGTERM, 130 after SIGINT, 1 if it could not start or continue, 2 for wrong
+    settings."""
     try:
         settings = load_settings(ManagerSettings)
     except SettingsProblem as problem:
@@ -29,33 +32,41 @@ def main() -> int:
             _complain(line)
         return EXIT_USAGE
     configure_logging(settings.log_format, settings.log_level)
+    identify_log_lines(service="manager")
     try:
         epochs = EpochStore.open(settings.state_folder)
     except StateError as error:
         _complain(str(error))
         return EXIT_FAILED
     try:
-        asyncio.run(_serve(settings, epochs))
+        return asyncio.run(_serve(settings, epochs))
     except PortError as error:
         _complain(str(error))
         return EXIT_FAILED
     finally:
         epochs.close()
-    return 0
 
 
-async def _serve(settings: ManagerSettings, epochs: EpochStore) -> None:
-    """Serve until a signal asks to stop. Raises PortError. A second signal ends the process at once."""
+async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
+    """Serve until a signal asks to stop; returns the exit status. Raises PortError. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
+    status = 0
+
+    def stop(number: int) -> None:
+        nonlocal status
+        status = exit_status(number)
+        stopping.set()
+
     for number in signals:
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     async with Server(settings, epochs) as server:
         _switch_off_the_collector()
         await server.serve_until(stopping)
         for number in signals:
             loop.remove_signal_handler(number)
+    return status
 
 
 def _switch_off_the_collector() -> None:

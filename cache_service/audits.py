@@ -1,4 +1,4 @@
-"""Check's audits: one at a time, in slices between other calls, shared by all who wait for the same one."""
+"""Check's audits: one at a time, in slices between other calls, shared by the calls that wait for it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .core.manager import CacheManager
 class Audits:
     """Runs the audits that calls ask for.
 
-    Whoever asks gets one that began after it asked: while one is under way, all who come wait for the next, and share it. One
-    that nobody waits for any more is given up.
+    A call gets an audit that began after the call arrived: all calls that arrive during an audit share the next one. An audit that
+    no call waits for is cancelled.
     """
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
         self.num_audits = 0
-        """Audits that came to their end."""
+        """Audits that are complete."""
         self.num_violations = 0
-        """Broken laws that they found."""
+        """Violations that they found."""
         self._running: asyncio.Task[Audit] | None = None
         self._next: _Shared | None = None
 
     async def run(self) -> Audit:
-        """The result of an audit that begins now or when the one that is under way has ended."""
+        """The result of an audit that begins now, or after the one that is running."""
         if self._next is None:
             self._next = _Shared(asyncio.create_task(self._audit(self._running), name="manager-audit"))
         shared = self._next

@@ -1,22 +1,23 @@
-"""What clients and people see: the answers of Route, Describe and Check, encoded. Pure functions."""
+"""Answers of Route, Describe and Check, encoded. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .core.block_pool import State
 from .core.budget import Budget
-from .core.description import BlockDescription, SequenceDescription
+from .core.description import BlockDescription
 from .core.integrity import Audit, Violation
 from .core.messages import PoolConfig
 from .core.routing import RoutedWorker
-from .core.session import Session
+from .core.session import Sequence, Session
 from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load
 
 MAX_VIOLATIONS = 256
-"""Violations in one answer of Check; the first ones tell what happened, the rest is what followed."""
+"""In one answer of Check."""
 
 _BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
     State.FREE: cache_pb2.BLOCK_STATE_FREE,
@@ -46,19 +47,20 @@ def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2
 
 
 def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
-    """Why Route found nobody, in words."""
-    sessions = tuple(sessions)
-    reporting = sorted(
-        s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.recovery is not None
-    )
+    """Why Route names no worker, in words."""
+    sessions = [session for session in sessions if session.registration.address]
+    of_model = [s for s in sessions if fingerprint in ("", s.registration.model_fingerprint)]
+    reporting = sorted(s.worker_id for s in of_model if s.recovering)
     if reporting:
-        return f"the workers that serve this model are just telling what they hold: {', '.join(reporting)}; ask again in a moment"
-    leaving = sorted(s.worker_id for s in sessions if s.registration.model_fingerprint == fingerprint and s.draining)
+        return (
+            f"the workers of this model are still reporting their blocks: {', '.join(reporting)}; ask again in a moment"
+        )
+    leaving = sorted(s.worker_id for s in of_model if s.draining)
     if leaving:
-        return f"every worker that serves this model is about to leave: {', '.join(leaving)}; start another one"
+        return f"all workers of this model are leaving: {', '.join(leaving)}; start another one"
     models = sorted({f"{s.registration.model_name!r} ({s.registration.model_fingerprint})" for s in sessions})
     if not models:
-        return "no worker is registered: start one, or look into its log if it runs"
+        return "no worker that serves text is registered: start one, or read its log if it runs"
     shown = ", ".join(models[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
     return f"no live worker serves the model with fingerprint {fingerprint[:128]!r}; served are {shown}"
 
@@ -77,9 +79,9 @@ def encode_config(pool: PoolConfig) -> common_pb2.KVCacheConfig:
 
 
 def encode_worker(
-    session: Session, blocks: Iterable[BlockDescription], sequences: Iterable[SequenceDescription], now: float
+    session: Session, blocks: Iterable[BlockDescription], max_sequences: int, now: float
 ) -> cache_pb2.WorkerDescription:
-    """A worker and, if asked for, a page of its block map and its sequences. `now` is the manager's monotonic time in seconds."""
+    """A worker, a page of its block map and its first sequences. `now` is the manager's monotonic time in seconds."""
     registration = session.registration
     return cache_pb2.WorkerDescription(
         worker_id=registration.worker_id,
@@ -93,7 +95,7 @@ def encode_worker(
         counts=[encode_counts(session.pool.counts())],
         load=encode_load(session.load),
         num_sequences=len(session.sequences),
-        lease_remaining_ms=max(0, round((session.lease_end - now) * 1000)),
+        lease_remaining_ms=remaining_ms(session.lease_end, now),
         blocks=map(_encode_block, blocks),
         totals=cache_pb2.WorkerTotals(
             num_prompt_tokens=session.num_prompt_tokens,
@@ -103,13 +105,18 @@ def encode_worker(
             num_generated_tokens=session.num_generated_tokens,
         ),
         draining=session.draining,
-        recovering=session.recovery is not None,
-        sequences=map(_encode_sequence, sequences),
+        recovering=session.recovering,
+        sequences=map(_encode_sequence, islice(session.sequences.values(), max_sequences)),
     )
 
 
+def remaining_ms(end: float, now: float) -> int:
+    """Milliseconds from `now` to `end`, both monotonic seconds; 0 after it."""
+    return max(0, round((end - now) * 1000))
+
+
 def encode_budget(budget: Budget) -> cache_pb2.Budget:
-    """What all workers together have, and may have."""
+    """The budget of all workers and its limits."""
     return cache_pb2.Budget(
         num_blocks=budget.num_blocks,
         max_blocks=budget.max_blocks,
@@ -119,13 +126,13 @@ def encode_budget(budget: Budget) -> cache_pb2.Budget:
     )
 
 
-def _encode_sequence(sequence: SequenceDescription) -> cache_pb2.SequenceDescription:
+def _encode_sequence(sequence: Sequence) -> cache_pb2.SequenceDescription:
     return cache_pb2.SequenceDescription(
         key=encode_key(sequence.key),
         num_tokens=sequence.num_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=sequence.num_blocks,
+        num_blocks=len(sequence.table),
         fenced=sequence.fenced,
     )
 
@@ -148,7 +155,7 @@ def _encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
 
 
 def encode_audit(audit: Audit) -> cache_pb2.CheckResponse:
-    """What was looked at, and the laws that do not hold."""
+    """Violations, and what was checked."""
     return cache_pb2.CheckResponse(
         violations=map(_encode_violation, audit.violations[:MAX_VIOLATIONS]),
         num_blocks_checked=audit.num_blocks,

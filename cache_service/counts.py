@@ -1,4 +1,4 @@
-"""What the manager's edge counts: calls, how long they took, and what was refused. Plain numbers, read when somebody asks."""
+"""Calls, their durations and refusals, counted at the manager's edge. /metrics reads them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class EdgeCounts:
         self.calls: Counter[tuple[str, str]] = Counter()
         """By method and name of the status code."""
         self.num_under_way = 0
-        """Calls that are not answered yet."""
+        """Calls in flight."""
         self.call_seconds = {method: Histogram(CALL_SECONDS) for method in METHODS}
-        """From the request as read to the answer, before it is written."""
+        """From the parsed request to the answer, before it is written."""
         self.refusals: Counter[Reason] = Counter()
         """Of whole calls, and of items of a batch."""
         self.unread: Counter[str] = Counter()
-        """Requests that were refused before they were read, by reason."""
+        """Requests that were refused before they were parsed, by reason."""
         self.report_seconds = Histogram(REPORT_SECONDS)
         """From Register to the last part of the report."""
 
@@ -44,7 +44,7 @@ class EdgeCounts:
         self.call_seconds[method].observe(seconds)
 
     def on_unread(self, method: str, reason: str) -> None:
-        """A call was refused before its request was read. `method`: "/package.Service/Method", of any service."""
+        """A call was refused before its request was parsed. `method`: "/package.Service/Method", of any service."""
         self.unread[reason] += 1
         name = method.rpartition("/")[2]
         if name in METHODS:

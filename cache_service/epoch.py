@@ -1,7 +1,7 @@
 """The epoch: a number that is larger in every life of the manager, kept in its state directory.
 
-All stamps of the manager (sessions, generations) begin with the epoch, so what makes them unique for ever is that this number
-never repeats: it is on the disk before it is used.
+All stamps of the manager (sessions, generations) begin with the epoch. They are unique for ever because the epoch never repeats: it
+is on the disk before it is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ MAX_EPOCH = (1 << 24) - 1
 """Stamps are 64 bits, of which the counter takes 40."""
 
 MAX_FOREIGN_EPOCH = MAX_EPOCH >> 1
-"""The largest epoch that ours may be raised to because a worker has seen a large one: the upper half is left for lives of the
-manager, whatever messages say."""
+"""The largest epoch that a worker's message may raise ours to: the upper half is left for new lives of the manager."""
 
 _FILE = "epoch"
 _LOCK_FILE = "lock"

@@ -1,8 +1,8 @@
-"""What becomes of a worker that has seen an epoch of another life of the manager, one as large as ours or larger.
+"""Foreign epochs: a worker has seen an epoch of another life of the manager, as large as ours or larger.
 
-It may hold blocks under generations that are larger than those we would grant, because our state file is lost or is an old copy.
-Either our epoch is raised above the one it has seen, and it keeps its blocks; or it alone drops them and registers holding nothing.
-The first is for honest workers after such a loss; the second bounds what a message can do, since anybody can claim any epoch.
+It may hold blocks with generations larger than those we would grant, because our state file is lost or is an old copy. Either our
+epoch is raised above the one it has seen, and it keeps its blocks; or it drops them and registers without state. The first is for
+honest workers after such a loss; the second bounds what a message can do, since any peer can claim any epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_RAISE: Final = 1 << 16
 
 
 class ForeignEpochs:
-    """Decides whether our epoch may be raised: once in a life; once a lease where no state file was found, because then workers may
-    come with several epochs. Reads no clock and writes nothing."""
+    """Decides whether our epoch may be raised: once in a life; once per lease if no state file was found, because workers may have
+    seen several epochs then. Reads no clock and writes nothing."""
 
     def __init__(self, epoch: int, *, found_state: bool, lease_seconds: float) -> None:
         """`epoch` is the one that this life began with; `found_state`: it continues that of a state file."""

@@ -1,4 +1,4 @@
-"""Garbage of the manager's process, where automatic collection is off."""
+"""Garbage collection in the manager's process, where automatic collection is off."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import gc
 def collect_young() -> None:
     """Free the reference cycles made since the last call, where automatic collection is off.
 
-    Our code makes none, but grpc.aio leaves some five objects per call behind. Only objects younger than the last call are
-    looked at, so the pause does not grow with the prefix tree: that is what automatic collection was switched off for.
+    Our code makes none, but grpc.aio leaves some five objects per call. Only objects younger than the last call of this function
+    are visited, so the pause does not grow with the prefix tree, which is why automatic collection is off.
     """
     if not gc.isenabled():
         gc.collect(0)

@@ -1,4 +1,4 @@
-"""What the manager tells on /metrics. Reads counts that the core and the edge keep; keeps none.
+"""The manager's /metrics. Reads counts that the core and the edge keep; keeps none.
 
 Labels are enums, methods, and the names of live workers, of which there are at most `Limits.max_workers`: what a client sends
 never becomes a label.
@@ -32,7 +32,7 @@ class ManagerMetrics:
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage, now: float) -> None:
-        """Everything, as it is now, in the monotonic seconds of the leases. To be called on the event loop."""
+        """Fill the page; `now` is the monotonic time of the leases, in seconds. Call it on the event loop."""
         self._fill_manager(page)
         self._fill_calls(page)
         self._fill_reports(page)
@@ -65,17 +65,17 @@ class ManagerMetrics:
         for end in SessionEnd:
             page.counter(
                 "kvpool_manager_sessions_ended",
-                "Sessions that are over, by reason.",
+                "Sessions that have ended, by reason.",
                 manager.ended[end],
                 reason=end.value,
             )
         page.counter(
             "kvpool_manager_server_rebuilds",
-            "gRPC servers that ended unasked and were built anew.",
+            "gRPC servers that ended unexpectedly and were replaced.",
             self._num_server_rebuilds(),
         )
         page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
-        page.counter("kvpool_manager_violations", "Broken laws that audits have found.", self._audits.num_violations)
+        page.counter("kvpool_manager_violations", "Violations that audits have found.", self._audits.num_violations)
 
     def _fill_calls(self, page: MetricsPage) -> None:
         counts = self._counts
@@ -83,28 +83,23 @@ class ManagerMetrics:
             page.counter(
                 "kvpool_manager_calls", "Calls answered, by method and status.", number, method=method, code=code
             )
-        page.gauge("kvpool_manager_calls_under_way", "Calls that are not answered yet.", counts.num_under_way)
+        page.gauge("kvpool_manager_calls_under_way", "Calls in flight.", counts.num_under_way)
         for method, seconds in counts.call_seconds.items():
             page.histogram(
-                "kvpool_manager_call_duration_seconds", "From a request as read to its answer.", seconds, method=method
+                "kvpool_manager_call_duration_seconds", "From the parsed request to its answer.", seconds, method=method
             )
-        for reason in Reason:
+        refusals = {reason.value: counts.refusals[reason] for reason in Reason}
+        refusals |= {reason: counts.unread[reason] for reason in (MALFORMED, TOO_LARGE)}
+        for reason, number in refusals.items():
             page.counter(
                 "kvpool_manager_refusals",
                 "Calls, and items of batches, that were refused.",
-                counts.refusals[reason],
-                reason=reason.value.lower(),
-            )
-        for unread in (MALFORMED, TOO_LARGE):
-            page.counter(
-                "kvpool_manager_refusals",
-                "Calls, and items of batches, that were refused.",
-                counts.unread[unread],
-                reason=unread.lower(),
+                number,
+                reason=reason.lower(),
             )
 
     def _fill_reports(self, page: MetricsPage) -> None:
-        page.counter("kvpool_manager_reports", "Reports of workers taken in.", self._manager.num_reports)
+        page.counter("kvpool_manager_reports", "Complete reports of workers.", self._manager.num_reports)
         page.histogram(
             "kvpool_manager_report_duration_seconds",
             "From a worker's Register to the last part of its report.",
@@ -113,14 +108,14 @@ class ManagerMetrics:
         for case in Case:
             page.counter(
                 "kvpool_manager_reported_entries",
-                "Blocks and sequences that reports told of, by what they became.",
+                "Blocks and sequences of reports, by what they became.",
                 self._manager.reconciled[case],
                 case=case.value,
             )
 
 
 def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
-    """Counters of a session begin anew with the next one, as those of a process do."""
+    """Counters restart with each session, as those of a process do."""
     worker = session.worker_id
     counts, load = session.pool.counts(), session.load
     page.gauge(
@@ -137,7 +132,9 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     page.gauge("kvpool_manager_shared_blocks", "Held blocks in several tables.", counts.shared, worker=worker)
     page.gauge("kvpool_manager_sequences", "Live sequences.", len(session.sequences), worker=worker)
     for state, number in (("running", load.num_running), ("waiting", load.num_waiting)):
-        page.gauge("kvpool_manager_requests", "Requests, as the worker says.", number, worker=worker, state=state)
+        page.gauge(
+            "kvpool_manager_requests", "Requests, as the worker reports them.", number, worker=worker, state=state
+        )
     page.gauge(
         "kvpool_manager_lease_remaining_seconds",
         "Until the session ends unless it is renewed.",
@@ -147,13 +144,13 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     for name, text, number in (
         ("prompt_tokens", "Prompt tokens of granted sequences.", session.num_prompt_tokens),
         ("cached_tokens", "Prompt tokens that the cache served.", session.num_cached_tokens),
-        ("generated_tokens", "Tokens that the worker has stated behind the prompts.", session.num_generated_tokens),
+        ("generated_tokens", "Tokens that the worker has stated after the prompts.", session.num_generated_tokens),
         ("evicted_blocks", "Cached blocks dropped for an allocation.", session.pool.num_evicted),
     ):
         page.counter(f"kvpool_manager_{name}", text, number, worker=worker)
 
 
 def _state(session: Session) -> str:
-    if session.recovery is not None:
+    if session.recovering:
         return "recovering"
     return "draining" if session.draining else "serving"

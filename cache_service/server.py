@@ -34,10 +34,10 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 _GRACE_SECONDS: Final = 1.0
-"""How long calls in flight may take to end when the manager stops; they take milliseconds."""
+"""For calls in flight when the manager stops; they take milliseconds."""
 
 NOTICE_SECONDS: Final = 0.1
-"""Between NOT_SERVING and the end: peers that watch the health or call hear of it, and not of a broken connection."""
+"""Between NOT_SERVING and the end: peers that watch the health, or call, get a status and no broken connection."""
 
 
 class Server:
@@ -66,7 +66,7 @@ class Server:
         )
         self._ticking: asyncio.Task[None] | None = None
         self.metrics: MetricsServer | None = None
-        """Answers /metrics, once started and if the settings name a port for it."""
+        """Answers /metrics, if the settings name a port for it."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -106,7 +106,7 @@ class Server:
             await self.metrics.start()
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
-        """Wait for `stopping`. Raises PortError if the gRPC server has ended and could not be built anew."""
+        """Wait for `stopping`. Raises PortError if the gRPC server has ended and could not be replaced."""
         waits = [asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(self._grpc.run())]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ class Server:
             wait.result()
 
     async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
-        """Report NOT_SERVING, refuse further calls, let those in flight end, and stop. Idempotent."""
+        """Report NOT_SERVING, refuse new calls, let those in flight end, and stop. Idempotent."""
         if self._ticking is None:
             return
         ticking, self._ticking = self._ticking, None
@@ -132,7 +132,7 @@ class Server:
         log.info("stopped", epoch=self.manager.epoch)
 
     def _listen_for_metrics(self, host: str, port: int) -> MetricsServer:
-        # Imported by those who want it: streams wait for a manager that is started anew, and this takes a tenth of its start.
+        # Imported only if used: it takes a tenth of the start, for which streams may be waiting after a restart.
         from kvpool.process.metrics import MetricsServer, listen_for_metrics
 
         from .metrics import ManagerMetrics
@@ -156,7 +156,7 @@ class Server:
                 log.exception("tick failed")
 
     async def _tick(self) -> None:
-        """End the leases that have run out, take up in slices what fenced sessions left, and drop gRPC's cycles."""
+        """End expired leases, sweep ended sessions in slices, and collect gRPC's cycles."""
         for session in self.manager.tick(self._clock()):
             log.warning("lease expired", worker_id=session.worker_id, session=f"{session.number:#x}")
         more = self.manager.sweep()
@@ -184,6 +184,6 @@ async def require_free(host: str, port: int) -> None:
                     f"cannot listen on {host} port {port}: it is in use, perhaps by another manager; choose another --port"
                 ) from None
             problems.append(error)
-    # A name may stand for several addresses, of which one has to work: "localhost" without IPv6.
+    # A name may have several addresses, of which one must work: "localhost" without IPv6.
     if len(problems) == len(found):
         raise PortError(f"cannot listen on {host} port {port}: {problems[0].strerror}; choose another --host or --port")

@@ -1,7 +1,7 @@
-"""CacheService behind gRPC: each method decodes, makes one call into the core, and encodes.
+"""CacheService: each method decodes, makes one call into the core, and encodes.
 
-Everything runs on the event loop. Register awaits something before it touches the core, and Check between the slices of an audit,
-which other calls may not disturb: so the core has one owner.
+Everything runs on the event loop. Only Register awaits before it calls the core, and Check between the slices of an audit, so the
+core has one owner.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import structlog
@@ -20,7 +20,6 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import client_codec, status, worker_codec
 from .audits import Audits
-from .core.description import MAX_SEQUENCES_PER_ANSWER, describe_sequences
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
@@ -34,6 +33,9 @@ from .keys import make_session_key
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
+MAX_SEQUENCES_PER_ANSWER = 1000
+"""Of Describe, over all workers: more would hold up the other calls for more than some milliseconds."""
+
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Request, Awaitable[Response]]
@@ -41,15 +43,15 @@ Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaita
 
 
 def answering(method: Method[Request, Response]) -> Method[Request, Response]:
-    """Turn what a method raises into the call's status, and count the call. A bug is logged with its traceback and never ends the
-    process."""
+    """Turn exceptions of a method into the call's status, and count the call. A bug is logged with its traceback and does not end
+    the process."""
     name = method.__name__
 
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
         began_at = self.clock()
         self.counts.on_begun()
-        code = code_pb2.CANCELLED  # unless it comes to another end
+        code = code_pb2.CANCELLED  # if nothing else is raised
         try:
             try:
                 self.require_serving()
@@ -98,6 +100,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self.clock = clock
         self._make_key = make_key
         self._stopping = False
+        self._former_lease_end = clock() + manager.lease_seconds if epochs.found_state else clock()
+        """When the last lease of sessions that were lost as a whole has run out, in monotonic seconds."""
 
     def require_serving(self) -> None:
         """Raise status.Unavailable if the manager is about to stop."""
@@ -105,7 +109,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise status.Unavailable("the manager is shutting down: register again when it is back")
 
     def refuse_calls(self) -> None:
-        """From now on every call is answered UNAVAILABLE, so that peers step back before the connection closes."""
+        """Answer every call from now on with UNAVAILABLE, before the connection closes."""
         self._stopping = True
 
     # -- sessions
@@ -136,7 +140,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
-        """Raise the epoch above one that a worker has seen, if it is as large as ours and not from us, and if that is allowed.
+        """Raise the epoch above one that a worker has seen in another life of the manager, if that is allowed and needed.
 
         Such an epoch means that our state directory is older than the worker. The disk is written off the event loop; the core
         changes when the new epoch is durable. Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
@@ -162,8 +166,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._foreign_epochs.on_raised(self.clock())
             self._manager.raise_epoch(epoch)
-            # A worker must know the epoch of every stamp that it is given: should the disk lose this epoch as well, it could not
-            # tell the next life of the manager what to outgrow. So all register again.
+            # A worker must know the epoch of every stamp that it gets: if the disk loses this epoch too, the worker states it to
+            # the next life of the manager, which raises its own above it. So all register again.
+            self._former_lease_end = self.clock() + self._manager.lease_seconds
             for session in self._manager.sessions:
                 self._manager.end_session(session.number, SessionEnd.EPOCH_RAISED)
 
@@ -171,8 +176,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Whether the worker may have seen `seen` in another life of the manager that had at least our epoch."""
         if seen != self._manager.epoch:
             return seen > self._manager.epoch
-        # Whoever was in a session of ours has our epoch from us. That a Register of it has come is no sign: it may be one of long
-        # ago, from before it saw our epoch in another life.
+        # A worker that was in a session of ours has our epoch from us. An earlier Register of it does not show that: it may be from
+        # before the worker saw our epoch in another life.
         return not self._manager.has_numbered(last_session)
 
     @answering
@@ -181,11 +186,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         session, reply = self._manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         if self._manager.num_reports > num_reports:
             self.counts.report_seconds.observe(self.clock() - session.registered_at)
-        # What a part has made is old from here on: the collection at the next tick does not walk a whole report.
+        # Makes the objects of this part old: the collection at the next tick does not visit a whole report.
         collect_young()
         if request.last:
             log.info(
-                "report taken in",
+                "report complete",
                 worker_id=session.worker_id,
                 session=f"{session.number:#x}",
                 parts=request.part + 1,
@@ -224,7 +229,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Drain(self, request: cache_pb2.DrainRequest, context: Context[Any, Any]) -> cache_pb2.DrainResponse:
         grace = request.grace_ms / 1000 if request.HasField("grace_ms") else None
         session = self._manager.drain(request.worker_id, grace)
-        log.info("worker is asked to leave", worker_id=session.worker_id, session=f"{session.number:#x}")
+        log.info("worker draining", worker_id=session.worker_id, session=f"{session.number:#x}")
         return cache_pb2.DrainResponse(session=session.number)
 
     def _live(self, worker_id: str) -> Session | None:
@@ -266,7 +271,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
-        _unsupported("Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared")
+        raise Refusal(
+            Reason.UNSUPPORTED,
+            "Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared",
+        )
 
     # -- clients
 
@@ -291,17 +299,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if request.include_blocks
             else ()
         )
-        # Many workers with all their sequences would hold up the other calls.
         max_sequences = min(request.max_sequences, MAX_SEQUENCES_PER_ANSWER // max(1, len(sessions)))
         now = self.clock()
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
-            workers=[
-                client_codec.encode_worker(session, blocks, describe_sequences(session, max_sequences), now)
-                for session in sessions
-            ],
+            workers=[client_codec.encode_worker(session, blocks, max_sequences, now) for session in sessions],
             num_prefix_nodes=manager.num_prefix_nodes,
             budget=client_codec.encode_budget(manager.budget),
+            former_lease_remaining_ms=client_codec.remaining_ms(self._former_lease_end, now),
         )
 
     @answering
@@ -310,10 +315,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
         return client_codec.encode_audit(audit)
-
-
-def _unsupported(message: str) -> NoReturn:
-    raise Refusal(Reason.UNSUPPORTED, message)
 
 
 def _log_registered(registration: Registration, number: int) -> None:

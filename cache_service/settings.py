@@ -1,4 +1,4 @@
-"""What the manager's process can be told: flags (`--state-dir`), `KVPOOL_MANAGER_*` variables, [manager] of a TOML file."""
+"""Settings of the manager's process: flags (`--state-dir`), `KVPOOL_MANAGER_*` variables, [manager] of a TOML file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvpool.process.server_settings import ServerSettings
 
 
 class ManagerSettings(ServerSettings):
-    """The cache manager of kvpool: owns every decision about KV blocks, for all workers that register with it.
+    """The cache manager of kvpool: decides about the KV blocks of all workers that register with it.
 
-    Each setting is also a variable, e.g. KVPOOL_MANAGER_LEASE_SECONDS=6, and a line below [manager] of the file that --config
-    names, e.g. lease_seconds = 6. Flags go before variables, variables before the file.
+    Each setting is also a variable, e.g. KVPOOL_MANAGER_LEASE_SECONDS=6, and a line in section [manager] of the file given with
+    --config, e.g. lease_seconds = 6. Flags override variables, variables override the file.
     """
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_MANAGER_", cli_prog_name="kvpool manager")
@@ -26,14 +26,13 @@ class ManagerSettings(ServerSettings):
 
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default="127.0.0.1",
-        description="Address to listen on. There is neither encryption nor authentication: "
-        "anything but loopback needs a network you trust.",
+        description="Address to listen on. There is no encryption and no authentication: beyond loopback, use a trusted network.",
     )
-    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one.")
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535, description="TCP port to listen on; 0: any free one.")
     state_dir: Path | None = Field(
         default=None,
-        description="Folder for what must outlive the process (the epoch); one manager at a time. "
-        "Default: kvpool/manager-PORT below $XDG_STATE_HOME or ~/.local/state.",
+        description="Folder for the epoch, which must outlive the process; one manager at a time. "
+        "Default: kvpool/manager-PORT in $XDG_STATE_HOME or ~/.local/state.",
     )
     lease_seconds: float = Field(
         default=6.0, gt=0, le=3600, description="Seconds without a KeepAlive after which a worker's session ends."
@@ -45,28 +44,27 @@ class ManagerSettings(ServerSettings):
         default=1 << 26,
         ge=1,
         le=1 << 40,
-        description="Blocks that all workers together may be granted, each counted once and until its session ends. At the limit "
-        "pools stop growing and live on the blocks that they have. One takes up to 0.3 KiB of the manager's memory.",
+        description="Blocks that all workers together may be granted; each counts once, until its session ends. At the limit pools "
+        "stop growing and reuse the blocks that they have. A block takes up to 0.3 KiB of the manager's memory.",
     )
     max_total_tokens: int = Field(
         default=1 << 30,
         ge=1,
         le=1 << 44,
-        description="Tokens that the granted blocks of all workers together may have room for, and that all live sequences "
-        "together may have; at the limit pools stop growing, and new sequences wait. One takes 4 bytes of the manager's memory, "
-        "in each of the two.",
+        description="Token slots of the granted blocks of all workers and, counted apart, tokens of all live sequences. At the "
+        "limit pools stop growing, and new sequences wait. A token takes 4 bytes of the manager's memory in each of the two.",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="TCP port for /metrics, which Prometheus reads; 0 takes any free one, which the log names. Default: none.",
+        description="TCP port for /metrics (Prometheus); 0: any free one, see the log. Default: none.",
     )
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default="127.0.0.1", description="Address for /metrics; --host does not change it."
     )
     log_format: LogFormat = Field(default=LogFormat.console, description="Format of the log lines on stderr.")
-    log_level: LogLevel = Field(default=LogLevel.info, description="Least severe lines to log.")
+    log_level: LogLevel = Field(default=LogLevel.info, description="Lowest level to log.")
 
     @model_validator(mode="after")
     def _one_keep_alive_may_be_lost(self) -> Self:

@@ -61,7 +61,7 @@ assert _TABLE.keys() == set(Reason), "every reason has its status"
 
 
 class Unavailable(Exception):
-    """The manager cannot serve the call now, whatever it says, and has done nothing."""
+    """The manager cannot serve any call now. Nothing was done."""
 
 
 def ok() -> status_pb2.Status:

@@ -1,7 +1,7 @@
-"""What workers say and hear: protobuf to core messages and back. Pure functions.
+"""The calls of workers: protobuf to core messages and back. Pure functions.
 
-Decoding checks the shape: what this version's core has no word for (other groups, other tiers, lists of different length,
-missing parts) is refused here as BAD_FIELD or UNSUPPORTED. What a message means, and whether it may, the core decides.
+Decoding checks the shape: other groups, other tiers, lists of different length and missing parts are refused as BAD_FIELD or
+UNSUPPORTED. All other checks are the core's.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Batch(NamedTuple, Generic[Item]):
 
 
 def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item]) -> Batch[Item]:
-    """Decode each item; one that is malformed spoils only itself."""
+    """Decode each item; a malformed one affects no other."""
     batch: Batch[Item] = Batch([], {})
     for index, message in enumerate(messages):
         try:
             batch.items.append(decode(message))
         except Refusal as refusal:
-            # Without its traceback: that holds this frame, which holds the refusal, and nobody collects cycles here.
+            # Without its traceback, which would be a cycle: automatic collection is off.
             batch.refusals[index] = refusal.with_traceback(None)
     return batch
 
@@ -118,27 +118,12 @@ def encode_key(key: SequenceKey) -> common_pb2.SequenceKey:
 
 def encode_load(load: WorkerLoad) -> common_pb2.WorkerLoad:
     """What a worker is busy with."""
-    return common_pb2.WorkerLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_uncomputed_tokens=load.num_uncomputed_tokens,
-    )
+    return common_pb2.WorkerLoad(**load._asdict())
 
 
 def encode_counts(counts: BlockCounts) -> common_pb2.BlockCounts:
     """The counts of the one pool."""
-    return common_pb2.BlockCounts(
-        group=GROUP,
-        tier=TIER,
-        capacity=counts.capacity,
-        free=counts.free,
-        cached=counts.cached,
-        held=counts.held,
-        reserved=counts.reserved,
-        copying=counts.copying,
-        shared=counts.shared,
-        withheld=counts.withheld,
-    )
+    return common_pb2.BlockCounts(group=GROUP, tier=TIER, **counts._asdict())
 
 
 def _encode_run(start_index: int, blocks: Sequence[int], generations: Sequence[int]) -> common_pb2.BlockRun:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
 
 from kvpool.process.channel_options import CHANNEL_OPTIONS
 from kvpool.v1 import cache_pb2_grpc, worker_pb2_grpc
@@ -40,6 +41,10 @@ class Channels:
     def worker(self, address: str) -> worker_pb2_grpc.WorkerServiceStub:
         """The worker at host:port, likewise."""
         return self._peer(address).worker
+
+    def health(self, address: str) -> Any:
+        """The HealthStub (grpc.health.v1) of the service at host:port, likewise."""
+        return health_pb2_grpc.HealthStub(self._peer(address).channel)
 
     def _peer(self, address: str) -> _Peer:
         peer = self._peers.get(address)

@@ -123,6 +123,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
         # A call that we cancel raises asyncio's CancelledError. This one the transport has dropped before its service saw it, as
         # gRPC does when very many are waiting.
         exception = Unavailable
+    if exception is Unimplemented and not found.reason:
+        details = (
+            f"it does not know this call ({details}): is this the address of another service, or of another version?"
+        )
     if exception is Unavailable and not found.reason:
         # The transport's own words ("Stream removed (Socket closed)") do not say whose fault it is.
         details = f"not there, or gone ({details})"

@@ -11,14 +11,15 @@ from typing import Final, TypeVar
 import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
-from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, from_rpc_error
+from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, Unimplemented, from_rpc_error
 
 MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
@@ -27,6 +28,8 @@ _ATTEMPTS_MIN: Final = 3
 """Before a manager that was never heard counts as absent, however much time has passed: this process may have been suspended."""
 _ATTEMPT_SECONDS_MIN: Final = 0.5
 """What an attempt is given where the time for the first contact is over."""
+
+_WORKER_SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -128,6 +131,12 @@ class Manager:
                 response = await method(request, timeout=timeout)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc_error(rpc_error, f"the manager at {self._config.manager}")
+                if isinstance(error, Unimplemented) and not error.reason and await self._is_worker():
+                    raise InvalidRequest(
+                        f"{self._config.manager} is the port of a worker, not of the manager: `kvpool up` and the manager's log "
+                        "name the manager's; give it with --manager or KVPOOL_MANAGER",
+                        reason="NO_MANAGER",
+                    ) from rpc_error
                 if not isinstance(error, Unavailable | DeadlineExceeded):
                     raise error from rpc_error
                 left = deadline.remaining()
@@ -137,7 +146,7 @@ class Manager:
                     # A request that was given little time says nothing of the manager.
                     if isinstance(error, DeadlineExceeded):
                         deadline.check(f"asking the manager at {self._config.manager}")
-                    raise self._unreachable(error) from rpc_error
+                    raise await self._unreachable(error) from rpc_error
                 pause = max(backoff * random.uniform(0.8, 1.2), error.retry_after or 0.0)
                 await asyncio.sleep(min(pause, left))
                 backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX)
@@ -145,9 +154,27 @@ class Manager:
                 self._has_answered = True
                 return response
 
-    def _unreachable(self, error: KvpoolError) -> KvpoolError:
+    async def _is_worker(self) -> bool:
+        """Whether the address is a worker's: its health service then knows WorkerService, serving or not."""
+        request = health_pb2.HealthCheckRequest(service=_WORKER_SERVICE)
+        try:
+            await self._channels.health(self._config.manager).Check(request, timeout=_ATTEMPT_SECONDS_MIN)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    async def _unreachable(self, error: KvpoolError) -> KvpoolError:
         if error.reason:
             return error
+        host = self._config.manager.rpartition(":")[0]
+        try:
+            await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
+        except OSError as unknown:
+            return Unavailable(
+                f"the host name {host!r} of the manager does not resolve ({unknown.strerror}); name the manager with --manager or "
+                "KVPOOL_MANAGER",
+                reason="NO_MANAGER",
+            )
         return Unavailable(
             f"no manager answers at {self._config.manager}; start a cluster with `kvpool up`, "
             "or name another manager with --manager or KVPOOL_MANAGER",

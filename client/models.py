@@ -84,16 +84,17 @@ class Models:
 
     async def _find(self, name: str | None, deadline: Deadline) -> Model:
         """Ask the manager who is meant, and a worker for the model if it was never fetched."""
-        response = await self._manager.describe(deadline)
+        # An engine that registers without an address serves no text.
+        workers = [worker for worker in (await self._manager.describe(deadline)).workers if worker.address]
         try:
-            fingerprint = resolve_fingerprint(response.workers, name)
+            fingerprint = resolve_fingerprint(workers, name)
         except NotFound as error:
             if not any(name in (model.name, model.fingerprint) for model in self._models.values()):
                 raise
             # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
             raise Unavailable(str(error), reason="NO_WORKER") from error
         if fingerprint not in self._models:
-            serving = [worker for worker in response.workers if worker.model_fingerprint == fingerprint]
+            serving = [worker for worker in workers if worker.model_fingerprint == fingerprint]
             self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
         self._models.move_to_end(fingerprint)
         self._remember(name, fingerprint)
@@ -154,7 +155,7 @@ def _silent(who: str, what: str) -> Unavailable:
 
 
 def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:
-    """The fingerprint meant by `name` among live workers. Changes nothing; errors as Models.get."""
+    """The fingerprint meant by `name` among live workers that serve text. Changes nothing; errors as Models.get."""
     names = {worker.model_fingerprint: worker.model_name for worker in workers}
     if not names:
         raise Unavailable(

@@ -27,7 +27,7 @@ from rich.text import Text
 from kvpool.client import Client, Completion, KvpoolError
 from kvpool.client.block_map import BlockMap, fetch_block_map
 from kvpool.client.cli.commands.block_map import render_block_map
-from kvpool.client.cli.launch.children import Supervisor
+from kvpool.client.cli.launch.children import Children
 from kvpool.client.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
 from kvpool.client.cli.terminal import stdout_console
 
@@ -250,10 +250,10 @@ async def demo(console: Console) -> int:
             state_dir=Path(state_dir),
             worker_arguments=WORKER_ARGUMENTS,
         )
-        async with Supervisor(
+        async with Children(
             lambda name, line: log.append(f"{name:<9}| {Text.from_ansi(line).plain}"), last=MANAGER_NAME
-        ) as supervisor:
-            cluster = Cluster(spec, supervisor)
+        ) as children:
+            cluster = Cluster(spec, children)
             try:
                 await run_demo(cluster, spec, log, console)
             except* KvpoolError as errors:

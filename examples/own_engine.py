@@ -118,7 +118,7 @@ async def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=64, help=f"of {SIZE} tokens each, the null block included")
     parser.add_argument("--max-tokens", type=int, default=40, help="to generate for each prompt")
     args = parser.parse_args()
-    hello = pb.RegisterRequest(incarnation=time.time_ns(), register_no=1, address="none:0")  # it serves no clients
+    hello = pb.RegisterRequest(incarnation=time.time_ns(), register_no=1)  # no address: it serves no text
     hello.worker_id, hello.model_name = f"own-engine-{hello.incarnation}", "toy of own_engine.py"
     hello.model_fingerprint, hello.kv_cache_config.block_size = ROOT.model_fingerprint, SIZE
     hello.kv_cache_config.groups.add(full_attention=common_pb2.FullAttentionSpec())

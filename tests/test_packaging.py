@@ -20,6 +20,7 @@ SOURCES = ("cache_service", "client", "common", "protos", "worker_service")
 PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
     "kvpool/process": "common/kvpool/process",
+    "kvpool/command": "common/kvpool/command",
     "kvpool/protocol": "common/kvpool/protocol",
     "kvpool/cache_service": "cache_service",
     "kvpool/worker_service": "worker_service",
@@ -163,10 +164,10 @@ def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Pa
 def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path) -> None:
     """`kvpool --help` needs neither a cluster nor torch."""
     (entry_points,) = site_packages.glob("kvpool-*.dist-info/entry_points.txt")
-    assert "kvpool = kvpool.client.cli:main" in entry_points.read_text()
+    assert "kvpool = kvpool.command:main" in entry_points.read_text()
     script = (
         f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nsys.argv = ['kvpool', '--help']\n"
-        "from kvpool.client.cli import main\nmain()"
+        "from kvpool.command import main\nmain()"
     )
     printed = run(sys.executable, "-c", script, cwd=site_packages)
     for command in ("manager", "worker", "up", "generate", "chat", "status", "top", "blocks", "check"):

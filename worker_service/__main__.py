@@ -5,64 +5,88 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 
-import kvpool.process.quiet_core  # noqa: F401
-from kvpool.process.logs import configure_logging
+import kvpool.process.quiet_core
+import kvpool.process.quiet_start  # noqa: F401
+from kvpool.process.address import PortError
+from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.printable import printable_lines
+from kvpool.process.settings import SettingsProblem, load_settings
+from kvpool.process.signals import INTERRUPTED
 
 from .cpu_share import spin_between_products
-from .settings import WorkerSettings, settings_of_this_process
+from .incarnation import WorkerStateError
+from .model.errors import ModelError
+from .settings import WorkerSettings
 
 
-def main() -> None:
-    """Run a worker until it is stopped, or only print its plan. Exit status 2: bad settings; 1: it could not start or
-    continue."""
-    settings = settings_of_this_process()
+def main() -> int:
+    """Run a worker until it is asked to stop, or only print its plan; returns the exit status: 0 after SIGTERM or a drain, 130
+    after SIGINT, 1 if it could not start or continue, 2 for wrong settings."""
+    try:
+        settings = load_settings(WorkerSettings)
+    except SettingsProblem as problem:
+        for line in str(problem).splitlines():
+            _complain(line)
+        return 2
     configure_logging(settings.log_format, settings.log_level)
+    identify_log_lines(service="worker")
     if settings.model_spin:
         spin_between_products()
     try:
-        from kvpool.process.address import PortError
+        return _dry_run(settings) if settings.dry_run else _serve(settings)
+    except (ModelError, PortError, WorkerStateError) as error:
+        _complain(printable_lines(str(error)))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
-        from .incarnation import WorkerStateError
+
+def _serve(settings: WorkerSettings) -> int:
+    with _tensor_side():
         from .manager_link import RegistrationRefused
-        from .model.errors import ModelError
         from .server import StoppedWhileLoading, run_worker
+    with asyncio.Runner() as runner:
+        try:
+            return runner.run(run_worker(settings))
+        except RegistrationRefused as error:
+            _complain(printable_lines(str(error)))  # among them words of the manager
+            return 1
+        except StoppedWhileLoading as stopped:
+            # Nothing is held and the manager does not know this worker; an exit in order would wait for the load.
+            sys.stderr.flush()
+            os._exit(stopped.exit_status)
+
+
+def _dry_run(settings: WorkerSettings) -> int:
+    with _tensor_side():
+        from rich.console import Console
+
+        from .dry_run import dry_run
+
+        dry_run(settings, Console(), structlog.get_logger("kvpool.worker").info)
+    return 0
+
+
+@contextmanager
+def _tensor_side() -> Iterator[None]:
+    """Imports what only a worker needs; exits if it is not installed."""
+    try:
+        yield
     except ModuleNotFoundError as error:
-        print(
-            f"kvpool worker: the package {error.name!r} is missing: a worker needs `pip install '.[worker]'` in a checkout of "
-            "kvpool",
-            file=sys.stderr,
+        _complain(
+            f"the package {error.name!r} is missing: a worker needs `pip install '.[worker]'` in a checkout of kvpool"
         )
         sys.exit(1)
-    try:
-        if settings.dry_run:
-            _dry_run(settings)
-            return
-        with asyncio.Runner() as runner:
-            try:
-                runner.run(run_worker(settings))
-            except StoppedWhileLoading:
-                # The worker holds nothing and is not registered; an orderly exit would wait for the load.
-                sys.stderr.flush()
-                os._exit(0)
-    except (ModelError, PortError, RegistrationRefused, WorkerStateError) as error:
-        # Printable: some texts come from the manager.
-        print(f"kvpool worker: {printable_lines(str(error))}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
-def _dry_run(settings: WorkerSettings) -> None:
-    from rich.console import Console
-
-    from .dry_run import dry_run
-
-    dry_run(settings, Console(), structlog.get_logger("kvpool.worker").info)
+def _complain(message: str) -> None:
+    print(f"kvpool worker: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -10,19 +11,29 @@ from rich.text import Text
 
 from kvpool.process.printable import printable
 
+from .model.candidate import find_candidate
 from .model.forward.kv_plan import KVCachePlan, show_bytes
 from .model.memory.plan import MemoryBudget
-from .model.outline import Outline, outline_model
-from .model.placement import dtype_name
 from .settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from .model.outline import Outline
 
 _LENGTHS = (512, 2048, 8192)
 """Lengths in tokens for which the number of sequences is shown, besides the longest."""
 
 
 def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str], None]) -> None:
-    """Print the memory plan of a worker with these settings. Raises ModelError where a start would."""
-    outline = outline_model(settings.model_settings(), progress)
+    """Print the plan that a start with these settings would make now. Raises ModelError where a start would.
+
+    The first line comes as soon as cache folder, model, device and length are found usable; `kvpool up` waits for no more.
+    """
+    candidate = find_candidate(settings.model_settings(), progress)
+    console.print(Text(printable(str(candidate))), soft_wrap=True)
+    # Here and not above: the import takes seconds.
+    from .model.outline import outline_model
+
+    outline = outline_model(candidate, settings.model_settings())
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
     console.print(_memory_table(budget))
@@ -30,6 +41,8 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
 
 
 def _model_table(outline: Outline) -> Table:
+    from .model.placement import dtype_name
+
     table = _table("Model", "")
     table.add_row("name", Text(printable(outline.name)))
     table.add_row("architecture", Text(printable(outline.architecture)))

@@ -167,6 +167,11 @@ class ManagerLink:
             if not self._complained:
                 self._complained = True
                 log.warning("waiting for the manager", manager=self._address, why=error.details() or code.name)
+        if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
+            raise RegistrationRefused(
+                f"{self._address} is not the address of a cache manager, perhaps that of a worker: its server does not know "
+                "Register; name the manager's with --manager"
+            )
         if pause is None:
             raise RegistrationRefused(
                 f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"

@@ -16,7 +16,9 @@ from tokenizers import Tokenizer
 
 from kvpool.process.address import is_loopback
 from kvpool.process.grpc_server import GrpcServer, Services
+from kvpool.process.logs import identify_log_lines
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
+from kvpool.process.signals import exit_status
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -54,32 +56,40 @@ NOTICE_SECONDS = 0.1
 class StoppedWhileLoading(Exception):
     """A signal arrived before the worker served. The loading thread cannot be stopped except by the end of the process."""
 
+    def __init__(self, exit_status: int) -> None:
+        super().__init__(exit_status)
+        self.exit_status = exit_status
 
-async def run_worker(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM, SIGINT or a drain; a second signal ends the grace. Raises PortError, WorkerStateError, ModelError,
-    RegistrationRefused, StoppedWhileLoading."""
+
+async def run_worker(settings: WorkerSettings) -> int:
+    """Serve until SIGTERM, SIGINT or an order to drain; a second signal cuts the grace short. Returns the exit status. Raises
+    PortError, WorkerStateError, ModelError, RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     server: Server | None = None
+    status = 0
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
+        nonlocal status
+        status = exit_status(number)
         if server is not None and (stop.is_set() or server.engine.is_draining):
             server.cut_grace()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     loading = asyncio.create_task(Server.load(settings))
     stopping = asyncio.create_task(_wait(stop))
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not loading.done():
         log.info("stopped while the model was loading")
-        raise StoppedWhileLoading
+        raise StoppedWhileLoading(status)
     server = loading.result()
     _freeze_permanent_objects()
     async with server:
         await server.serve_until(stop)
+    return status
 
 
 def _freeze_permanent_objects() -> None:
@@ -143,8 +153,9 @@ class Server:
             metrics_listener = listen_for_metrics(settings.metrics_host, settings.metrics_port)
         server = GrpcServer(settings.host, settings.port, settings)
         server.bind()
-        # The loading thread runs the steps too: OpenMP keeps a team of threads for each thread that has computed something,
-        # and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
+        identify_log_lines(worker_id=settings.name(server.port))
+        # The thread that loads runs the steps too: OpenMP keeps a team of threads for each thread that ever computed
+        # something, and two teams on the same cores slow each other down (steps of 80 ms instead of 53 on two cores).
         model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
         state = None
         try:

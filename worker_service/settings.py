@@ -1,13 +1,10 @@
-"""A worker's settings: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file.
-
-`python -m kvpool.worker_service.settings …` only checks its arguments; `kvpool up` runs it before it starts anything."""
+"""Settings of a worker's process: flags (`--num-blocks`), `KVPOOL_WORKER_*` variables, [worker] of a TOML file."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
@@ -19,7 +16,6 @@ from pydantic_settings import SettingsConfigDict
 from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
-from kvpool.process.settings import SettingsProblem, load_settings
 
 from .engine.policy import SchedulingPolicy
 from .model.memory.plan import MemorySettings
@@ -55,7 +51,7 @@ class WorkerSettings(ServerSettings):
     port: int = Field(0, ge=0, le=65535, description="TCP port to listen on; 0: any free one.")
     advertise: Name | None = Field(
         None,
-        description="host or host:port at which clients reach this worker. Default port and address: those it listens on.",
+        description="host or host:port at which clients reach this worker. Default: those it listens on.",
     )
     model: str = Field(
         "smollm2",
@@ -251,17 +247,3 @@ def _file_name(name: str) -> str:
     if len(quoted) <= _MAX_FILE_NAME:
         return quoted
     return f"{quoted[: _MAX_FILE_NAME - 33]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-def settings_of_this_process() -> WorkerSettings:
-    """From its arguments, variables and file. Bad settings are printed on stderr, and end the process with status 2."""
-    try:
-        return load_settings(WorkerSettings)
-    except SettingsProblem as problem:
-        for line in str(problem).splitlines():
-            print(f"kvpool worker: {line}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    settings_of_this_process()

@@ -1,4 +1,4 @@
-"""Allocate: look-up, pin and grant of one sequence, in one step that either happens whole or changes nothing.
+"""Allocate: look-up, pin and grant of one sequence, in one step that happens as a whole or changes nothing.
 
 The blocks of a prompt of n tokens, by table index (h: hits, the longest path with a usable copy of every node):
 
@@ -9,34 +9,28 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
                    | on the free list     |                                |
                    | leaves it            |                                |
 
-h ≤ ⌊(n−1)/B⌋: also a full hit leaves at least one token to compute, which yields the logits of the next.
+h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from .block_pool import BlockPool
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, SequenceKey, Wait
-from .prefix_tree import Node, PrefixTree
+from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, Wait
+from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .sequence import Sequence
-from .session import Session
-
-
-def check_key(key: SequenceKey, limits: Limits) -> None:
-    """Refuse a malformed sequence key."""
-    if not 1 <= len(key.sequence_id.encode()) <= limits.max_id_bytes:
-        raise bad_field(
-            "key.sequence_id", f"needed 1 to {limits.max_id_bytes} bytes, got {len(key.sequence_id.encode())}"
-        )
-    if key.attempt < 1:
-        raise bad_field("key.attempt", "needed 1 or more: attempts are counted from 1")
+from .session import Sequence, Session
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     """Refuse what is malformed, belongs to another model, or can never fit into the pool."""
-    check_key(item.key, limits)
-    root = item.root
+    num_id_bytes, root = len(item.key.sequence_id.encode()), item.root
+    if not 1 <= num_id_bytes <= limits.max_id_bytes:
+        raise bad_field("key.sequence_id", f"needed 1 to {limits.max_id_bytes} bytes, got {num_id_bytes}")
+    if item.key.attempt < 1:
+        raise bad_field("key.attempt", "needed 1 or more: attempts are counted from 1")
     if root.model_fingerprint != session.registration.model_fingerprint:
         raise bad_field(
             "root.model_fingerprint",
@@ -59,24 +53,19 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
         )
     pool = session.pool
     # The KV of the last generated token is never computed.
-    num_slots = num_tokens + max(item.max_new_tokens, 1) - 1
-    num_blocks = -(-num_slots // pool.block_size)
+    num_new_tokens = max(item.max_new_tokens, 1)
+    num_blocks = -(-(num_tokens + num_new_tokens - 1) // pool.block_size)
     if (
         num_blocks > session.most_blocks_per_sequence
         or num_tokens + item.max_new_tokens > session.account.budget.max_tokens
     ):
-        raise _never_fits(session, num_tokens, max(item.max_new_tokens, 1), num_blocks, limits)
-
-
-def _never_fits(session: Session, num_tokens: int, num_new_tokens: int, num_blocks: int, limits: Limits) -> Refusal:
-    """The refusal of what no wait would help, with the limit that is the smallest."""
-    there, cure = session.limit_exceeded(num_blocks, limits)
-    return Refusal(
-        Reason.NEVER_FITS,
-        f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of "
-        f"{session.pool.block_size}; {there}: shorten the prompt, lower max_tokens, or {cure}",
-        field="tokens",
-    )
+        raise session.never_fits(
+            num_blocks,
+            limits,
+            needed=f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {pool.block_size}",
+            cure="shorten the prompt, lower max_tokens",
+            field="tokens",
+        )
 
 
 def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:
@@ -107,37 +96,31 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
 
 
 def granted(sequence: Sequence) -> Granted:
-    """The table of a live sequence as it stands."""
+    """The present table of a live sequence."""
     pool = sequence.pool
     return Granted(tuple(sequence.table), tuple(map(pool.generation, sequence.table)), sequence.num_cached_tokens)
 
 
 def _hits(path: list[Node], pool: BlockPool, max_blocks: int) -> list[int]:
     """Copies in `pool` along the path, up to the first node without one."""
-    blocks: list[int] = []
-    for node in path[:max_blocks]:
-        block = node.copy_in(pool)
-        if not block:
-            break
-        blocks.append(block)
-    return blocks
+    return list(takewhile(bool, (node.copy_in(pool) for node in path[:max_blocks])))
 
 
 def _prefix_in_flight(
     session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int
 ) -> Wait | None:
-    """The oldest of the leaders that are computing the longest run of the path's nodes behind the hits, if any is.
+    """The oldest leader of the longest run of the path's nodes that follow the hits, if there is one.
 
-    A leader of one node of its prompt leads all behind it, so a run is as long as the two paths are the same. Another attempt
-    of the sequence itself is no leader: granting this one will fence it.
+    A leader of one node of its prompt leads all that follow, so a run is as long as the two paths are the same. Another attempt
+    of the sequence itself is no leader: granting this one fences it.
     """
     end = min(max_blocks, len(path))
     if num_hits >= end:
         return None
-    best: Sequence | None = None
+    best: Leader | None = None
     reached = num_hits
     for leader in path[num_hits].iter_leaders():
-        if leader.session is not session or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
+        if leader.pool is not session.pool or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
             continue
         nodes = leader.nodes
         shorter = min(end, len(nodes))
@@ -157,7 +140,7 @@ def allocate(
     generation: int,
     limits: Limits,
 ) -> Granted | Wait:
-    """Grant one sequence its table, or say whom to wait for.
+    """Grant one sequence its table, or name the leader to wait for.
 
     Raises Refusal (having changed and evicted nothing): BAD_FIELD, NEVER_FITS, STALE_ATTEMPT, SEQUENCE_ELSEWHERE, STALE_ROUND,
     FREE_FIRST, TOKENS_DIFFER, TOO_MANY_SEQUENCES, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
@@ -188,25 +171,13 @@ def allocate(
             return wait
 
     num_fresh = -(-num_tokens // block_size) - len(hits)
-    num_available = pool.num_available - pool.num_cached_of(hits)
-    if num_fresh > num_available:
-        counts = pool.counts()
-        if num_fresh <= num_available + counts.withheld:
-            raise session.account.too_many_blocks(num_fresh - num_available + session.account.blocks_left)
-        raise Refusal(
-            Reason.NO_BLOCKS,
-            f"needed {num_fresh} blocks beside {len(hits)} cached ones; worker {session.worker_id!r} has {counts.free} free "
-            f"and {num_available - counts.free} evictable of {counts.capacity} ({counts.held} held, {counts.reserved} "
-            "reserved): wait until sequences end, or give the worker more blocks (--num-blocks)",
-        )
-
-    if num_tokens > session.account.budget.tokens_left:
-        raise session.account.too_many_tokens(num_tokens)
+    session.require_available(num_fresh, hits)
+    session.account.require_tokens(num_tokens)
 
     if root is None:
         root = tree.intern_root(item.root, block_size)
     sequence = Sequence(item.key, session, root, item.tokens)
-    # Pin and stand on the path before taking: taking evicts, and eviction prunes what nothing stands on.
+    # Pin the hits and count the sequence on its path before taking: taking evicts, and eviction prunes unused nodes.
     for block in hits:
         pool.pin(block)
     tree.extend(path, root, item.tokens, block_size, num_tokens // block_size)

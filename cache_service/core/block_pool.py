@@ -4,19 +4,19 @@ The free list is an intrusive doubly linked list through `_next` and `_previous`
 head is granted next. Every operation is O(1) in the number of blocks. A block on the list is *free* (holds nothing) or *cached*
 (sealed, still a hit); off the list it is *reserved* (granted, bound to no sequence) or *held* (in ref_count tables).
 
-The pool keeps its own counts and states; it does not know sequences. Callers keep the tree and the pool in step through
-`seal`, `take` and `release` alone.
+The pool keeps its own counts and states; it does not know sequences. Only `seal`, `take` and `release` change the tree and the pool
+together.
 
 A pool is declared with any number of blocks, and grows as they are granted. There are records of the first `num_known` blocks; the
-last of these stands on the free list for itself and for all blocks after it, and before it is granted records of the next ones are
-made. So the blocks above `last_granted` are together on the list, in ascending order. They may be granted as far as the session's
-account allows; the others are *withheld*, and grants step over them.
+last of these represents itself and all blocks after it on the free list; before it is granted, records of the next ones are made.
+So the blocks above `last_granted` are together on the list, in ascending order. As many of them as the session's account allows can
+be granted; the others are *withheld*, and grants skip them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 from .budget import Account
@@ -24,10 +24,10 @@ from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
 _FIRST_BLOCKS = 8
-"""A new pool has room for so many; each growth doubles them, up to _GROWTH_BLOCKS."""
+"""Records of a new pool; each growth doubles them, by _GROWTH_BLOCKS at most."""
 
 _GROWTH_BLOCKS = 1 << 14
-"""Room is made for at most so many further blocks at a time; some 0.5 ms."""
+"""Most records that are made at a time: some 0.5 ms."""
 
 
 class State(IntEnum):
@@ -49,7 +49,7 @@ class BlockPool:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.retired = False
-        """Set when the session ends: look-ups ignore the pool from then on, a sweep takes its copies out of the tree."""
+        """Set when the session ends: look-ups ignore the pool, and a sweep removes its copies from the tree."""
         self.num_evicted = 0
         """Cached blocks whose content was dropped for a grant."""
         self.signature = tree.new_signature()
@@ -85,15 +85,14 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be granted now: free and cached, less those that are withheld."""
-        if self._budget.is_tight:
-            return self._num_free + self._num_cached - self.num_withheld
-        return self._num_free + self._num_cached
+        return self._num_free + self._num_cached - self.num_withheld
 
     @property
     def num_withheld(self) -> int:
         """Blocks that were never granted, and for which the budget of all workers leaves no room."""
-        num_new = self.num_blocks - 1 - self.last_granted
-        return max(0, num_new - self._account.blocks_left) if self._budget.is_tight and not self.retired else 0
+        if not self._budget.is_tight or self.retired:
+            return 0
+        return max(0, self.num_blocks - 1 - self.last_granted - self._account.blocks_left)
 
     @property
     def num_reserved(self) -> int:
@@ -103,7 +102,7 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         """Blocks by state."""
         held = self.capacity - self._num_free - self._num_cached - self._num_reserved
-        num_withheld = self.num_withheld if self._budget.is_tight else 0
+        num_withheld = self.num_withheld
         return BlockCounts(
             self.capacity,
             self._num_free - num_withheld,
@@ -151,7 +150,7 @@ class BlockPool:
         except IndexError:
             return False
 
-    def num_cached_of(self, blocks: list[int]) -> int:
+    def num_cached_of(self, blocks: Iterable[int]) -> int:
         """How many of these known blocks lie on the free list and are still hits."""
         states = self._state
         return sum([states[block] == CACHED for block in blocks])
@@ -184,16 +183,16 @@ class BlockPool:
             strict=False,
         )
 
-    def photograph_states(self) -> bytearray:
+    def snapshot_states(self) -> bytearray:
         """A copy of the state of every known block."""
         return self._state[:]
 
-    def photograph_ref_counts(self) -> array[int]:
+    def snapshot_ref_counts(self) -> array[int]:
         """A copy of the ref_count of every known block."""
         return self._ref_count[:]
 
-    def photograph_list(self) -> array[int]:
-        """A copy of what follows each known block on the free list; block 0 is before its head and behind its tail."""
+    def snapshot_list(self) -> array[int]:
+        """A copy of the next block of each known block on the free list; block 0 is before its head and after its tail."""
         return self._next[:]
 
     def is_linked_back(self, block: int) -> bool:
@@ -210,11 +209,11 @@ class BlockPool:
         return list(self._duplicates)
 
     def duplicates_of(self, node: Node) -> tuple[int, ...]:
-        """The blocks that hold `node` beside the copy that serves hits, oldest first."""
+        """The blocks that hold `node` and are not the copy that serves hits, oldest first."""
         return tuple(self._duplicates.get(node, ()))
 
     def is_duplicate(self, block: int, node: Node) -> bool:
-        """Whether the block is kept as a further one that holds `node`, beside the copy that serves hits."""
+        """Whether the block is listed as one that holds `node` and is not the copy that serves hits."""
         return block in self._duplicates.get(node, ())
 
     # -- the list
@@ -277,7 +276,7 @@ class BlockPool:
         return blocks
 
     def _grow(self) -> None:
-        """Make records for some of the blocks that the last known one stands for on the list, and put them there."""
+        """Make records of some of the blocks that the last known one represents, and put them on the list after it."""
         known = self.num_known
         count = min(known, _GROWTH_BLOCKS, self.num_blocks - known)
         if not count:
@@ -339,7 +338,7 @@ class BlockPool:
         self._ref_count[block] = count + 1
 
     def release(self, block: int) -> None:
-        """One table less names the block. At zero it goes to the tail if it serves hits, else, emptied, to the head."""
+        """One table fewer names the block. At zero it goes to the tail if it serves hits, otherwise, emptied, to the head."""
         count = self._ref_count[block] - 1
         assert count >= 0, "released more often than held"
         self._ref_count[block] = count
@@ -371,7 +370,7 @@ class BlockPool:
             node.add_copy(self, block)
 
     def _forget(self, block: int) -> None:
-        """Take a block's content out of the tree; another block that holds the same takes over."""
+        """Remove a block's content from the tree; another block that holds the same takes over."""
         node = self._node[block]
         assert node is not None
         self._node[block] = None
@@ -438,15 +437,14 @@ class BlockPool:
     # -- the end of a session
 
     def retire(self) -> None:
-        """The session is over: look-ups ignore the pool from now on, and it counts against no budget."""
+        """The session has ended: look-ups ignore the pool, and it counts in no budget."""
         self.retired = True
         self._account.close()
 
     def sweep(self, begin: int, budget: int) -> int:
-        """Take the content of blocks `begin` … of a retired pool out of the tree; returns the first block not done.
+        """Remove the content of blocks `begin` … of a retired pool from the tree; returns the first block not done.
 
-        Stops when `budget` blocks and pruned nodes were visited. What is then left of a long chain whose last leaf went, the
-        tree prunes in `prune_condemned`.
+        Stops after `budget` blocks and pruned nodes. `PrefixTree.prune_condemned` prunes what is left of a long chain then.
         """
         assert self.retired
         tree = self._tree

@@ -1,12 +1,12 @@
-"""What all sessions together may make the manager keep: blocks once granted, their token slots, token ids of live sequences.
+"""The budget of all sessions together: blocks once granted, their token slots, token ids of live sequences.
 
-A declared pool costs nothing. A block counts from its first grant in a session until that session ends, whatever its state: that is
-how long there is a record of it. As grants of new blocks come in ascending order, the blocks that count are those up to the highest
-granted so far. A report counts alike what an earlier session was granted, and each content that it brings without a block.
+A declared pool costs nothing. A block counts from its first grant in a session until that session ends, in any state: as long as
+there is a record of it. New blocks are granted in ascending order, so the blocks that count are those up to the highest granted.
+A report counts in the same way what an earlier session was granted, and each content that it has without a block.
 
-So everything that grows is bounded: records of blocks, and nodes of the prefix tree, of which each has a block that counts or is
-such a content, by `max_blocks`; their token ids by `max_tokens`; and again by `max_tokens` those that live sequences keep.
-At the limit nothing breaks: pools stop growing and live on the blocks that they have, new sequences wait until others end.
+So everything that grows is bounded: block records, and prefix tree nodes, each of which has a block that counts or is such a
+content, by `max_blocks`; their token ids by `max_tokens`; the token ids of live sequences again by `max_tokens`. At the limit pools
+stop growing and reuse the blocks that they have; new sequences wait until others end.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Budget:
         self.num_slots = 0
         """Token slots of these blocks."""
         self.tokens_left = max_tokens
-        """Further tokens that live sequences may have."""
+        """Tokens that live sequences may have in addition."""
         self.is_tight = False
-        """Whether blocks could be withheld: not all that is declared would fit. Spares most managers the arithmetic."""
+        """Whether blocks may be withheld, because the declared pools exceed the budget. Spares most managers the arithmetic."""
         self._num_declared_blocks = 0
         self._num_declared_slots = 0
 
@@ -37,14 +37,14 @@ class Budget:
         return self.max_tokens - self.tokens_left
 
     def declare(self, num_blocks: int, num_slots: int) -> None:
-        """So many more blocks could be granted."""
+        """Pools were declared that could be granted this much."""
         self._num_declared_blocks += num_blocks
         self._num_declared_slots += num_slots
         self.is_tight = self._num_declared_blocks > self.max_blocks or self._num_declared_slots > self.max_tokens
 
 
 class Account:
-    """What one session has of the budget. `close` gives it back as a whole; from then on nothing counts any more."""
+    """One session's part of the budget. `close` gives all of it back; after that nothing counts."""
 
     __slots__ = ("block_size", "budget", "most_blocks", "num_blocks", "num_declared", "num_sequence_tokens")
 
@@ -59,24 +59,24 @@ class Account:
 
     @property
     def blocks_left(self) -> int:
-        """Further blocks that may be granted for the first time."""
+        """Blocks that may still be granted for the first time."""
         budget = self.budget
         slots_left = budget.max_tokens - budget.num_slots
         return min(budget.max_blocks - budget.num_blocks, slots_left // self.block_size)
 
     def declare(self, count: int) -> None:
-        """So many further blocks may come to be granted."""
+        """`count` blocks could be granted in addition."""
         self.num_declared += count
         self.budget.declare(count, count * self.block_size)
 
     def add_blocks(self, count: int) -> None:
-        """So many blocks are granted for the first time; the caller has checked `blocks_left`."""
+        """`count` blocks are granted for the first time; the caller has checked `blocks_left`."""
         self.num_blocks += count
         self.budget.num_blocks += count
         self.budget.num_slots += count * self.block_size
 
     def add_tokens(self, count: int) -> None:
-        """A live sequence keeps so many more tokens, or (count < 0) has ended; the caller has checked `tokens_left`."""
+        """A live sequence has `count` more tokens, or (count < 0) has ended; see `require_tokens`."""
         self.num_sequence_tokens += count
         self.budget.tokens_left -= count
 
@@ -85,11 +85,11 @@ class Account:
         self.declare(-self.num_declared)
         self.add_blocks(-self.num_blocks)
         self.add_tokens(-self.num_sequence_tokens)
-        # What the sweep takes off from now on is of no budget.
+        # What the sweep releases later counts in no budget.
         self.budget = Budget(0, 0)
 
     def too_many_blocks(self, num_needed: int) -> Refusal:
-        """The refusal where `num_needed` further blocks are more than `blocks_left`; names the limit that is reached."""
+        """The refusal where `num_needed` new blocks are more than `blocks_left`; names the limit that is reached."""
         budget = self.budget
         if budget.max_blocks - budget.num_blocks < num_needed:
             return Refusal(
@@ -105,10 +105,12 @@ class Account:
             "sequences end, or raise --max-total-tokens of the manager",
         )
 
-    def too_many_tokens(self, num_needed: int) -> Refusal:
-        """The refusal where `num_needed` further tokens of a sequence are more than `tokens_left`."""
+    def require_tokens(self, num_needed: int) -> None:
+        """Raise Refusal (TOO_MANY_TOKENS) if a live sequence may not have `num_needed` more tokens."""
         budget = self.budget
-        return Refusal(
+        if num_needed <= budget.tokens_left:
+            return
+        raise Refusal(
             Reason.TOO_MANY_TOKENS,
             f"needed {num_needed} more tokens; the live sequences of all workers have {budget.num_sequence_tokens} of the "
             f"{budget.max_tokens} that the manager keeps: wait until sequences end, or raise --max-total-tokens of the manager",

@@ -1,8 +1,7 @@
-"""Describe: what a person or a tool sees of blocks and sequences. Looks, and changes nothing."""
+"""Describe: a page of a worker's block map. Changes nothing."""
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import NamedTuple
 
 from .block_pool import State
@@ -11,8 +10,6 @@ from .session import Session
 
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_OWNERS_PER_BLOCK = 16
-MAX_SEQUENCES_PER_ANSWER = 1000
-"""Over all workers that are described; some milliseconds in which the manager does nothing else."""
 MAX_FREE_LIST_POSITION = 65_536
 """How far the free list is walked to number its entries; a longer walk would hold up the other calls."""
 
@@ -30,33 +27,6 @@ class BlockDescription(NamedTuple):
     table_index: int
     owners: tuple[SequenceKey, ...]
     free_list_position: int
-
-
-class SequenceDescription(NamedTuple):
-    """One live sequence as the manager sees it, without its tokens."""
-
-    key: SequenceKey
-    num_tokens: int
-    num_cached_tokens: int
-    num_computed_tokens: int
-    num_blocks: int
-    fenced: bool
-
-
-def describe_sequences(session: Session, max_sequences: int) -> list[SequenceDescription]:
-    """The live sequences that were granted first, in that order; at most MAX_SEQUENCES_PER_ANSWER. The others are not walked."""
-    first = islice(session.sequences.values(), min(max_sequences, MAX_SEQUENCES_PER_ANSWER))
-    return [
-        SequenceDescription(
-            key=sequence.key,
-            num_tokens=sequence.num_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_computed_tokens=sequence.num_computed_tokens,
-            num_blocks=len(sequence.table),
-            fenced=sequence.fenced,
-        )
-        for sequence in first
-    ]
 
 
 def describe_blocks(session: Session, first_block: int, max_blocks: int) -> list[BlockDescription]:

@@ -1,4 +1,4 @@
-"""Which attempts of a sequence live where, over all sessions: a larger attempt fences the smaller ones anywhere."""
+"""The live attempts of each sequence over all sessions: a larger attempt fences the smaller ones on every session."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from .messages import SequenceKey, Stop
 from .refusal import Reason, Refusal
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 def fenced(key: SequenceKey) -> Refusal:
-    """The answer to a sequence that a larger attempt has fenced, whether or not that one still lives."""
+    """The refusal of a sequence that a larger attempt has fenced, whether or not that one still lives."""
     return Refusal(
         Reason.STALE_ATTEMPT,
         f"attempt {key.attempt} of sequence {key.sequence_id!r} is fenced by a larger one: end the stream and Free it",
@@ -19,7 +18,7 @@ def fenced(key: SequenceKey) -> Refusal:
 
 
 class Fencing:
-    """Live sequences by sequence_id. Nothing of the past is kept: an entry goes with its sequence."""
+    """Live sequences by sequence_id. An entry is dropped with its sequence."""
 
     def __init__(self) -> None:
         self._live: dict[str, list[Sequence]] = {}
@@ -53,9 +52,9 @@ class Fencing:
                 )
 
     def add(self, sequence: Sequence) -> None:
-        """Enter a new live sequence, fence its smaller attempts and tell their workers to stop.
+        """Enter a new live sequence, fence its smaller attempts and push a Stop to their workers.
 
-        A worker that acknowledges nothing is not told; it learns of the fence from the answer to its next Append.
+        A worker whose downlink is full gets no Stop; its next Append fails.
         """
         others = self._live.get(sequence.key.sequence_id)
         if others is None:
@@ -67,7 +66,7 @@ class Fencing:
         others.append(sequence)
 
     def fence(self, sequence: Sequence) -> None:
-        """A larger attempt lives elsewhere: only Free is still accepted, and the worker is told to stop."""
+        """A larger attempt lives on another session: only Free is accepted from now on, and the worker gets a Stop."""
         if not sequence.fenced:
             sequence.fenced = True
             if not sequence.session.downlink.is_full:

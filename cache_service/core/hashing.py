@@ -35,5 +35,5 @@ def root_bytes(root: Root, block_size: int) -> bytes:
 
 
 def block_hash(hash_function: HashFunction, parent_hash: int, tokens: bytes) -> int:
-    """The name of the block that holds `tokens` behind the block called `parent_hash`."""
+    """The hash of the block that holds `tokens` after the block with `parent_hash`."""
     return hash_function(parent_hash.to_bytes(8, "little") + tokens)

@@ -13,8 +13,8 @@ it holds: so the other has ended.
 | an older incarnation, or the same with another key | STALE_INCARNATION | STALE_INCARNATION until a lease after the end |
 
 An incarnation orders processes; it need not be a time. The last row lets a worker return whose clock was set back and whose state
-folder was lost. It is safe because blocks belong to sessions, not to names: whatever the newer process still has under way names
-a session that has ended, and what the older one still holds it must report like any other.
+folder was lost. It is safe because blocks belong to sessions, not to names: calls of the newer process that are still in flight
+name a session that has ended, and the older one must report what it holds like any other.
 """
 
 from __future__ import annotations

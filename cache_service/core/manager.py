@@ -1,8 +1,8 @@
 """The cache manager: sessions of workers over one prefix tree. Synchronous, no I/O, no clock; one owner calls it.
 
 Everything that can be refused is refused by a `Refusal` before anything has changed. Mutating calls of a worker pass `_begin`,
-which executes a call only if its number is larger than that of any executed before in the session: so replies can be lost, and
-messages repeated or reordered, without harm.
+which executes a call only if its number is larger than that of any executed before in the session: so lost replies and repeated or
+reordered messages do no harm.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from . import allocation, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
 from .description import BlockDescription, describe_blocks
+from .downlink import Downlink
 from .fencing import Fencing
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
@@ -43,26 +44,25 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
-from .session import Downlink, Session, SessionEnd
+from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
 
 SWEEP_SLICE_NODES = 2048
-"""Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, give or take one sequence's path."""
+"""Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, plus at most one sequence's path."""
 
 _OUT_OF_BLOCKS = frozenset({Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS})
-"""Nothing is left for the item now: those after it in a batch wait too, so that it is not overtaken for ever."""
+"""No blocks are left for the item: those after it in the batch wait too, or it could be overtaken for ever."""
 
 
 class CacheManager:
     """Owns every decision about KV blocks, for all workers.
 
     `epoch` is this life of the manager, larger than any before; times are seconds of one monotonic clock. `session_start`, below
-    2**39, is where the numbers of sessions begin within the epoch. A random one keeps apart two lives that had the same epoch,
-    because the disk lost what it had acknowledged: else a worker that still believes in a session of the one would speak in
-    another worker's session of the other.
+    2**39, is where the numbers of sessions begin within the epoch. A random one separates two lives that had the same epoch because
+    the disk lost it: otherwise a worker's session of the one life could be another worker's session of the other.
     """
 
     def __init__(
@@ -83,19 +83,21 @@ class CacheManager:
         self._tree = PrefixTree(hash_function)
         self._attempts = Fencing()
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
-        """What the live sessions have of what they all may have."""
+        """Of all live sessions together."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
         self._incarnations = Incarnations(lease_seconds, max_known, self.limits.max_numbers_skipped)
         self.reconciled: Counter[Case] = Counter()
-        """What the reports taken in so far have said, by case."""
+        """Blocks and sequences of complete reports, by case."""
         self.num_reports = 0
-        """Reports taken in to their last part."""
+        """Reports that are complete."""
         self.ended: Counter[SessionEnd] = Counter()
-        """Sessions that are over."""
-        self._told: deque[Recovery] = deque()
-        """Reports that are complete, and still to be let go of."""
+        """Sessions that have ended, by reason."""
+        self._recoveries: dict[int, Recovery] = {}
+        """Reports that are not complete yet, by session."""
+        self._completed: deque[Recovery] = deque()
+        """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
         self._last_stamp = epoch << EPOCH_SHIFT
@@ -116,7 +118,7 @@ class CacheManager:
 
     @property
     def num_unswept_sessions(self) -> int:
-        """Sessions that have ended and still have entries in the tree, until `sweep` has come by."""
+        """Sessions that have ended and still have entries in the tree, which `sweep` removes."""
         return len(self._retired)
 
     @property
@@ -125,7 +127,7 @@ class CacheManager:
         return self._last_stamp
 
     def raise_epoch(self, epoch: int) -> None:
-        """Go on under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
+        """Continue under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
         assert epoch > self.epoch
         self._last_session += (epoch - self.epoch) << EPOCH_SHIFT
         self._sessions_from = self._last_session
@@ -158,12 +160,13 @@ class CacheManager:
         )
         is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
         if earlier is not None and earlier.drain is not None and is_same_process:
-            # It may not have heard of the order.
+            # The order may not have reached it.
             session.draining, session.drain = True, earlier.drain
             downlink.push(earlier.drain)
         session.registered_at = now
         if registration.holds_state:
-            session.recovery = Recovery(session, self._last_stamp)
+            session.recovering = True
+            self._recoveries[session.number] = Recovery(session, self._last_stamp)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
 
@@ -179,16 +182,15 @@ class CacheManager:
 
     def _check_registration(self, registration: Registration) -> None:
         limits = self.limits
-        for name, text, most in (
-            ("worker_id", registration.worker_id, limits.max_id_bytes),
-            ("address", registration.address, limits.max_name_bytes),
-            ("model_fingerprint", registration.model_fingerprint, limits.max_id_bytes),
+        for name, text, least, most in (
+            ("worker_id", registration.worker_id, 1, limits.max_id_bytes),
+            ("model_fingerprint", registration.model_fingerprint, 1, limits.max_id_bytes),
+            ("address", registration.address, 0, limits.max_name_bytes),
+            ("model_name", registration.model_name, 0, limits.max_name_bytes),
+            ("engine", registration.engine, 0, limits.max_name_bytes),
         ):
-            if not 1 <= len(text.encode()) <= most:
-                raise bad_field(name, f"needed 1 to {most} bytes, got {len(text.encode())}")
-        for name, text in (("model_name", registration.model_name), ("engine", registration.engine)):
-            if len(text.encode()) > limits.max_name_bytes:
-                raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
+            if not least <= len(text.encode()) <= most:
+                raise bad_field(name, f"needed {least} to {most} bytes, got {len(text.encode())}")
         size = registration.pool.block_size
         if size < 1 or size & (size - 1) or size > limits.max_block_size:
             raise bad_field(
@@ -208,8 +210,8 @@ class CacheManager:
                 raise bad_field(name, f"at most {limits.max_process_key_bytes} bytes, got {len(key)}")
 
     def has_numbered(self, session: int) -> bool:
-        """Whether this life of the manager has given a session that number, under its present epoch. Another life that had the same
-        epoch has begun to count elsewhere."""
+        """Whether this life of the manager has given a session that number, under its present epoch. Another life with the same
+        epoch began at another number."""
         return self._sessions_from < session <= self._last_session
 
     def keep_alive(
@@ -222,9 +224,9 @@ class CacheManager:
         draining: bool = False,
         key: SessionKey = NO_KEY,
     ) -> Reply:
-        """Renew the lease, take the load, refill the reserve as last wished, answer with what waits on the downlink.
+        """Renew the lease, record the load, refill the reserve as last wished, and return what is on the downlink.
 
-        A heartbeat that was overtaken may be from before the draining began, so nothing ends that but the session.
+        A late heartbeat may be from before the draining began, so only the end of the session ends the draining.
 
         Raises Refusal: STALE_SESSION, WRONG_KEY, BAD_FIELD.
         """
@@ -234,12 +236,12 @@ class CacheManager:
         session.load = load
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
-        if session.recovery is None and self._num_to_grant(session) > 0:
+        if not session.recovering and self._num_to_grant(session) > 0:
             self._top_up(session, self._stamp())
         return self._reply(session)
 
     def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
-        """End a session because its worker leaves, and return it. None, and nothing happens, if it has ended already.
+        """End a session because its worker leaves, and return it; None if it has ended already.
 
         Raises Refusal: WRONG_KEY.
         """
@@ -254,7 +256,7 @@ class CacheManager:
         self._retire(self._sessions[session_number], why)
 
     def drain(self, worker_id: str, grace_seconds: float | None = None) -> Session:
-        """Name the worker in no route any more and tell it to leave; nothing more happens if it is draining already.
+        """Exclude the worker from routes and order it to leave. Does nothing if it is draining already.
 
         Raises Refusal: UNKNOWN_WORKER, BAD_FIELD.
         """
@@ -271,7 +273,7 @@ class CacheManager:
     def tick(self, now: float) -> list[Session]:
         """Fence the sessions whose lease has run out and return them. Call it every `tick_seconds`.
 
-        A gap between two ticks that is longer than planned is time in which this process, not the workers, stood still, and
+        A gap between two ticks that is longer than planned is time in which this process did not run, not its workers, and
         KeepAlives may be waiting to be read: it is added to every lease.
         """
         gap = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - 2 * self._tick_seconds)
@@ -286,7 +288,8 @@ class CacheManager:
             self._retire(session, SessionEnd.EXPIRED)
         return expired
 
-    def _session(self, number: int) -> Session:
+    def _own_session(self, number: int, key: SessionKey) -> Session:
+        """The live session of a call. The key is checked before anything else of the session is read or changed."""
         session = self._sessions.get(number)
         if session is None:
             raise Refusal(
@@ -294,11 +297,6 @@ class CacheManager:
                 f"session {number:#x} is not live: it was fenced, its lease ran out, or the manager restarted; end the streams, "
                 "complete running steps and register again",
             )
-        return session
-
-    def _own_session(self, number: int, key: SessionKey) -> Session:
-        """The live session that a call speaks in. The key comes before anything else of the session is looked at or changed."""
-        session = self._session(number)
         if not session.key.matches(key):
             raise Refusal(
                 Reason.WRONG_KEY,
@@ -308,14 +306,14 @@ class CacheManager:
         return session
 
     def report(self, uplink: Uplink, part: ReportPart) -> tuple[Session, Reply]:
-        """Take in the next part of a worker's report; with the last one the worker is served again.
+        """Apply the next part of a worker's report; after the last one the worker is served again.
 
-        Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the
-        reports of too many other workers are on their way in, or the pool is to grow by much: ask again), BAD_REPORT,
-        TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session has ended).
+        Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (too
+        many other reports are being applied, or the pool must grow by much: send the part again), BAD_REPORT, TOO_MANY_BLOCKS,
+        TOO_MANY_TOKENS (the session has ended).
         """
         session = self._begin(uplink, 0, reporting=True)
-        recovery = session.recovery
+        recovery = self._recoveries.get(session.number)
         num_parts = session.num_report_parts if recovery is None else recovery.num_parts
         if part.part < num_parts:
             return session, self._reply(session)
@@ -324,13 +322,13 @@ class CacheManager:
                 Reason.GAP,
                 f"part {part.part} of the report was sent, part {num_parts} is needed"
                 if recovery is not None
-                else f"part {part.part} was sent, but no further part is wanted: the session serves",
+                else f"part {part.part} was sent, but the report is complete and the session is served",
                 position=num_parts,
             )
         if not num_parts and self._num_reports_begun() >= self.limits.max_reports_at_once:
             raise Refusal(
                 Reason.RECOVERING,
-                f"the reports of {self.limits.max_reports_at_once} workers are on their way in: send part 0 again",
+                f"the reports of {self.limits.max_reports_at_once} other workers are being applied: send part 0 again",
             )
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
@@ -342,34 +340,31 @@ class CacheManager:
         if part.last:
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
-            session.recovery = None
-            self._told.append(recovery)
+            session.recovering = False
+            self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
 
     def _num_reports_begun(self) -> int:
-        """Reports of which a part is in, and not the last."""
-        return sum(
-            session.recovery is not None and session.recovery.num_parts > 0 for session in self._sessions.values()
-        )
+        """Reports of which some parts are applied, and not the last."""
+        return sum(recovery.num_parts > 0 for recovery in self._recoveries.values())
 
     def _retire(self, session: Session, why: SessionEnd) -> None:
-        """Fence a session in O(1): look-ups ignore its pool from now on; `sweep` takes its entries out of the tree."""
+        """End a session in O(1): look-ups ignore its pool from now on; `sweep` removes its entries from the tree."""
         self.ended[why] += 1
         session.pool.retire()
-        session.recovery = None  # the two refer to each other
+        self._recoveries.pop(session.number, None)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
         self._incarnations.on_end(session)
         self._retired.append(session)
 
     def sweep(self) -> bool:
-        """Reclaim one slice of what retired sessions left in the tree, and of what reports were made of; returns whether more is
-        left."""
-        if self._told:
-            if not self._told[0].discard(SWEEP_SLICE_NODES):
-                self._told.popleft()
-            return bool(self._told or self._retired)
+        """Remove one slice of the tree entries of retired sessions, or of complete reports; returns whether more is left."""
+        if self._completed:
+            if not self._completed[0].discard(SWEEP_SLICE_NODES):
+                self._completed.popleft()
+            return bool(self._completed or self._retired)
         if not self._retired:
             return False
         session = self._retired[0]
@@ -392,10 +387,10 @@ class CacheManager:
     def _begin(self, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
         """Accept a mutating call, or refuse it whole, having done nothing."""
         session = self._own_session(uplink.session, uplink.key)
-        if session.recovery is not None and not reporting:
+        if session.recovering and not reporting:
             raise Refusal(
                 Reason.RECOVERING,
-                f"worker {session.worker_id!r} has registered with state: its report must be complete before anything else",
+                f"worker {session.worker_id!r} has registered with state: its report must be complete first",
             )
         if num_items > self.limits.max_items_per_call:
             raise bad_field(
@@ -405,7 +400,7 @@ class CacheManager:
         if uplink.call_no <= session.last_call_no:
             raise Refusal(
                 Reason.STALE_CALL,
-                f"call {uplink.call_no} was overtaken by call {session.last_call_no}: send the state anew under a larger call_no",
+                f"call {uplink.call_no} was overtaken by call {session.last_call_no}: send the state again under a larger call_no",
             )
         most = session.last_call_no + self.limits.max_numbers_skipped
         if uplink.call_no > most:
@@ -434,8 +429,8 @@ class CacheManager:
         return self._last_stamp
 
     def _num_to_grant(self, session: Session) -> int:
-        """Blocks that the reserve lacks and that can be granted at once. Entries on their way count: their blocks are reserved
-        already."""
+        """Blocks that the reserve lacks and that can be granted at once, or less than 0. Blocks of entries that are not
+        acknowledged are reserved already."""
         if session.downlink.is_full:
             return 0
         return min(
@@ -445,8 +440,8 @@ class CacheManager:
         )
 
     def _top_up(self, session: Session, generation: int) -> None:
-        """Grant to the reserve what is wanted and there, as much as one reply may bring: the rest follows with later ones."""
-        count = self._num_to_grant(session) if session.reserve_wish > session.pool.num_reserved else 0
+        """Grant the reserve what it lacks, as much as one reply may have: the rest follows with later ones."""
+        count = self._num_to_grant(session)
         if count > 0:
             session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
 
@@ -456,11 +451,11 @@ class CacheManager:
     # -- sequences
 
     def allocate(self, uplink: Uplink, items: List[AllocateItem]) -> tuple[list[AllocateOutcome], Reply]:
-        """Grant block tables, in order; the first item that finds no blocks ends the batch, and so does one whose table makes the
-        answer as large as it may be. Refilling the reserve comes first.
+        """Refill the reserve, then grant block tables in order. The batch ends at the first item that finds no blocks, or whose
+        table fills the answer.
 
-        Raises Refusal for the call as a whole: STALE_SESSION (also where the tables of what lives here already are more than one
-        answer holds: the session has ended), WRONG_KEY, STALE_CALL, RECOVERING, BAD_FIELD (too many items, a number out of bounds).
+        Raises Refusal for the call as a whole: STALE_SESSION (also if the tables of live sequences exceed one answer: the session
+        has ended), WRONG_KEY, STALE_CALL, RECOVERING, BAD_FIELD (too many items, a number out of bounds).
         """
         session = self._begin(uplink, len(items))
         generation = self._stamp()
@@ -469,8 +464,8 @@ class CacheManager:
         full = False
         num_blocks, most_blocks = 0, self.limits.max_blocks_per_reply
         for item in items:
-            # What lives here already needs no blocks: its table is told even then, or a worker that lost the first answer would
-            # take blocks that are held for nobody's.
+            # A live sequence needs no blocks and gets its table in any case: the worker may have lost the first answer, and would
+            # never name, nor free, blocks that it does not know.
             is_large = num_blocks >= most_blocks
             if full or is_large:
                 if (item.key.sequence_id, item.key.attempt) not in session.sequences:
@@ -486,12 +481,12 @@ class CacheManager:
                     num_blocks += len(outcome.blocks)
             except Refusal as refusal:
                 full = full or refusal.reason in _OUT_OF_BLOCKS
-                # Its traceback holds this frame, whose `outcomes` holds it: a cycle that only the collector would free.
+                # Its traceback refers to this frame, and `outcomes` to it: a cycle that only the collector would free.
                 outcomes.append(refusal.with_traceback(None))
         return outcomes, self._reply(session)
 
     def append(self, uplink: Uplink, items: List[AppendItem]) -> tuple[list[AppendOutcome], Reply]:
-        """Merge updates of live sequences, then refill the reserve. Raises as `allocate`."""
+        """Merge updates of live sequences, then refill the reserve. Raises as `allocate` does."""
         session = self._begin(uplink, len(items))
         generation = self._stamp()
         outcomes: list[AppendOutcome] = []
@@ -512,7 +507,7 @@ class CacheManager:
         return outcomes, self._reply(session)
 
     def free(self, uplink: Uplink, items: List[SequenceUpdate]) -> Reply:
-        """End sequences, then refill the reserve. Raises as `allocate`, never for an item."""
+        """End sequences, then refill the reserve. Raises as `allocate` does, never for an item."""
         session = self._begin(uplink, len(items))
         for update in items:
             updates.free(self._tree, self._attempts, session, update, self.limits)
@@ -520,7 +515,7 @@ class CacheManager:
         return self._reply(session)
 
     def _end_unanswerable(self, session: Session) -> NoReturn:
-        """End a session whose answer cannot be sent, nor be cut short: what lives must be answered with its table."""
+        """End a session whose answer is too large and cannot be cut: every live sequence that is asked for must get its table."""
         self._retire(session, SessionEnd.REPLY_TOO_LARGE)
         raise Refusal(
             Reason.STALE_SESSION,
@@ -531,8 +526,8 @@ class CacheManager:
     # -- looking
 
     def route(self, root: Root, tokens: bytes, max_workers: int = 0) -> list[RoutedWorker]:
-        """Workers that serve the root and are not about to leave, best first. An empty fingerprint means "the model" while
-        there is only one.
+        """Workers that serve text under the root and are not leaving, best first. An empty fingerprint means the one model that
+        such workers serve.
 
         Raises Refusal: BAD_FIELD.
         """
@@ -542,10 +537,11 @@ class CacheManager:
                 "tokens",
                 f"needed 1 to {self.limits.max_tokens_per_sequence} little-endian uint32 token ids, got {len(tokens)} bytes",
             )
+        serving = [session for session in self._sessions.values() if session.registration.address]
         if not root.model_fingerprint:
-            fingerprints = {session.registration.model_fingerprint for session in self._sessions.values()}
+            fingerprints = {session.registration.model_fingerprint for session in serving}
             if len(fingerprints) > 1:
-                models = sorted({session.registration.model_name for session in self._sessions.values()})
+                models = sorted({session.registration.model_name for session in serving})
                 raise bad_field(
                     "root.model_fingerprint",
                     f"name one: the workers serve several models ({', '.join(models)})",
@@ -553,10 +549,10 @@ class CacheManager:
             root = root._replace(model_fingerprint=next(iter(fingerprints), ""))
         candidates = [
             session
-            for session in self._sessions.values()
+            for session in serving
             if session.registration.model_fingerprint == root.model_fingerprint
             and not session.draining
-            and session.recovery is None
+            and not session.recovering
         ]
         return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
 
@@ -585,7 +581,7 @@ class CacheManager:
 
 
 def _check_acknowledgement(session: Session, downlink_ack: int) -> None:
-    """Refuse to drop entries that were never sent: what comes under their numbers later would not be heard."""
+    """Refuse an acknowledgement of entries that were never sent: later entries with their numbers would be lost."""
     last = session.downlink.last_number
     if downlink_ack > last:
         raise bad_field("downlink_ack", f"at most {last}, the number of the last entry sent, got {downlink_ack}")

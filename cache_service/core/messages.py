@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out: plain immutable data, in the words of docs/ARCHITECTURE.md.
+"""Input and output of the core: plain immutable data, in the words of docs/ARCHITECTURE.md.
 
 Token ids are little-endian uint32 in `bytes`; times are seconds of a monotonic clock; counts are blocks or tokens as the
 name says. Named tuples, because a busy manager makes some ten thousand of them a second.
@@ -29,30 +29,30 @@ class Limits(NamedTuple):
     max_process_key_bytes: int = 64
     max_known_incarnations: int = 4096
     max_downlink_entries: int = 8192
-    """Beside these a session may have one Drain."""
+    """Not counting the session's one Drain."""
     max_total_blocks: int = 1 << 26
     """Blocks that the pools of all live sessions may grow to, together."""
     max_total_tokens: int = 1 << 30
     """Token slots of these blocks, and again tokens of all live sequences."""
     max_blocks_per_sequence: int = 1 << 16
-    """In one table: what a grant, a Free, or the answer to a lost Allocate may take and be."""
+    """In one table: bounds a grant, a Free, and the answer to a repeated Allocate."""
     max_reserve_blocks: int = 1 << 18
     """In the reserve of one session; a larger wish counts as this."""
     max_blocks_per_grant: int = 1 << 12
-    """To the reserve, in one call or heartbeat; what is missing follows with the next."""
+    """To the reserve, in one call or heartbeat; the rest follows with the next."""
     max_blocks_per_reply: int = 1 << 16
-    """Of the downlink, and again of tables: when so many are reached, the rest waits for a later reply."""
+    """In grants of the downlink, and again in tables: the rest follows in a later reply."""
     max_grace_seconds: float = 3600.0
     max_numbers_skipped: int = 1 << 20
-    """How far above the last one known a number may be that a worker counts up: one message must not use up all that are left."""
+    """How far a number that a worker counts may be above the last one known: one message must not use up all numbers."""
     max_contents_per_report_part: int = 4096
-    """Of contents, and of sequences' tables: what takes a part as long as others may be kept waiting."""
+    """Bounds the time for which a part delays other calls."""
     max_blocks_per_report_part: int = 1 << 18
     """Of tables and of the reserve, and idle ones."""
     max_growth_per_report_part: int = 1 << 19
-    """Blocks that the pool grows by, before the part has to be sent again."""
+    """Blocks by which the pool grows before the part must be sent again."""
     max_reports_at_once: int = 4
-    """Workers whose reports are taken in at the same time; the others are asked to wait."""
+    """Workers whose reports are applied at the same time; the others are asked to wait."""
 
 
 class Root(NamedTuple):
@@ -96,7 +96,7 @@ class PoolConfig(NamedTuple):
 
 
 class WorkerLoad(NamedTuple):
-    """What a worker says it is busy with."""
+    """A worker's load, as it reports it."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -110,6 +110,7 @@ class Registration(NamedTuple):
     incarnation: int
     register_no: int
     address: str
+    """host:port where it serves text; empty: it serves none."""
     model_name: str
     model_fingerprint: str
     pool: PoolConfig
@@ -130,7 +131,7 @@ class Registered(NamedTuple):
 
 
 class Uplink(NamedTuple):
-    """Leads every mutating call: who calls, the how-manieth time, what it has applied, and its wishes for the reserve."""
+    """Begins every mutating call: session, number of the call, downlink entries applied, wishes for the reserve."""
 
     session: int
     call_no: int
@@ -148,13 +149,13 @@ class Grant(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Downlink entry: the sequence lives elsewhere under a larger attempt."""
+    """Downlink entry: a larger attempt of the sequence lives on another session."""
 
     key: SequenceKey
 
 
 class Drain(NamedTuple):
-    """Downlink entry: take no further requests, end the running ones within the grace, and deregister."""
+    """Downlink entry: take no new requests, end the running ones within the grace, and deregister."""
 
     grace_seconds: float | None
     """None: as long as the worker's own settings say."""
@@ -192,7 +193,7 @@ class ReportedSequence(NamedTuple):
 
 
 class ReportPart(NamedTuple):
-    """One part of the snapshot of what a worker holds. Contents are numbered from 1 over all parts, parents before children."""
+    """One part of a worker's report. Contents are numbered from 1 over all parts, parents before children."""
 
     part: int
     last: bool

@@ -1,9 +1,9 @@
-"""The prefix tree: one node per distinct block of tokens behind a distinct prefix, over all workers.
+"""The prefix tree: one node per distinct block of tokens after a distinct prefix, over all workers.
 
 Nodes are interned: under one root, equal prefixes are the same node, so "is this the same prefix" is `is`. A node is found by
 its parent and the exact bytes of its tokens; the dict's own hash is only a place to look. It lives while it has a copy in some
-pool, a child, or a live sequence standing on it. Parent and child refer to each other; pruning breaks both ends, so that a
-dropped node is freed by reference counting alone (the process runs without the cyclic collector).
+pool, a child, or a live sequence whose path ends at it. Parent and child refer to each other; pruning breaks both references, so
+that reference counting alone frees a dropped node (the process runs without the cyclic collector).
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from collections.abc import Collection, Iterator
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .hashing import HashFunction, block_hash, root_bytes
-from .messages import TOKEN_BYTES, Root
-
-if TYPE_CHECKING:
-    from .block_pool import BlockPool
-    from .sequence import Sequence
-
+from .messages import TOKEN_BYTES, Root, SequenceKey
 
 FAN_CHILDREN = 1024
 """A node with more children than this keeps them in a Fan."""
@@ -29,9 +24,33 @@ FAN_CHILDREN = 1024
 FAN_PARTS = 256
 
 
-class Copies(dict["BlockPool", int]):
-    """Blocks by pool, and the exclusive or of the pools' signatures: that of two different sets is different, but for a chance of
-    2^-60. (A. L. Zobrist, "A New Hashing Method with Application for Game Playing", 1970.)"""
+class Holder(Protocol):
+    """What holds copies of nodes: a block pool."""
+
+    signature: int
+    """See Copies."""
+    num_blocks: int
+    retired: bool
+
+    def node(self, block: int) -> Node | None:
+        """What a sealed block holds."""
+
+
+class Leader(Protocol):
+    """What computes nodes that others can wait for: a live sequence."""
+
+    key: SequenceKey
+    nodes: list[Node]
+    fenced: bool
+
+    @property
+    def pool(self) -> Holder:
+        """The pool whose blocks it fills."""
+
+
+class Copies(dict[Holder, int]):
+    """Blocks by pool, and the exclusive or of the pools' signatures, which differs for different sets but for a chance of 2^-60.
+    (A. L. Zobrist, "A New Hashing Method with Application for Game Playing", 1970.)"""
 
     __slots__ = ("signature",)
 
@@ -39,35 +58,35 @@ class Copies(dict["BlockPool", int]):
         super().__init__()
         self.signature = 0
 
-    def add(self, pool: BlockPool, block: int) -> None:
-        """Of a pool that has none yet."""
+    def add(self, pool: Holder, block: int) -> None:
+        """Add the block of a pool that has none here."""
         self[pool] = block
         self.signature ^= pool.signature
 
-    def drop(self, pool: BlockPool) -> None:
-        """If there is one."""
+    def drop(self, pool: Holder) -> None:
+        """Drop the block of a pool, if there is one."""
         if self.pop(pool, 0):
             self.signature ^= pool.signature
 
     def is_signed(self) -> bool:
-        """Whether the signature is the pools', as it always should be."""
+        """Whether the signature is that of the pools. A law."""
         return self.signature == reduce(xor, (pool.signature for pool in self))
 
 
-class Leaders(dict["Sequence", None]):
-    """Sequences, oldest first; how many of them are of each pool; and a signature of the set of these pools, as in Copies."""
+class Leaders(dict[Leader, None]):
+    """Leaders, oldest first, how many of them each pool has, and the signature of the set of these pools, as in Copies."""
 
     __slots__ = ("num_by_pool", "signature")
 
-    def __init__(self, *sequences: Sequence) -> None:
+    def __init__(self, *sequences: Leader) -> None:
         super().__init__()
-        self.num_by_pool: dict[BlockPool, int] = {}
+        self.num_by_pool: dict[Holder, int] = {}
         self.signature = 0
         for sequence in sequences:
             self.add(sequence)
 
-    def add(self, sequence: Sequence) -> None:
-        """One that is not here yet."""
+    def add(self, sequence: Leader) -> None:
+        """Add a sequence that is not here."""
         self[sequence] = None
         pool = sequence.pool
         count = self.num_by_pool.get(pool, 0)
@@ -75,8 +94,8 @@ class Leaders(dict["Sequence", None]):
             self.signature ^= pool.signature
         self.num_by_pool[pool] = count + 1
 
-    def drop(self, sequence: Sequence) -> None:
-        """If it is here."""
+    def drop(self, sequence: Leader) -> None:
+        """Drop a sequence, if it is here."""
         if sequence not in self:
             return
         del self[sequence]
@@ -89,14 +108,14 @@ class Leaders(dict["Sequence", None]):
             self.signature ^= pool.signature
 
     def is_counted(self) -> bool:
-        """Whether counts and signature are the sequences', as they always should be."""
+        """Whether counts and signature are those of the sequences. A law."""
         counted = Counter(sequence.pool for sequence in self)
         return self.num_by_pool == counted and self.signature == reduce(xor, (pool.signature for pool in counted), 0)
 
 
 class Node:
-    """One block's worth of tokens behind one prefix. The first child, copy and leader are stored inline, because nearly all
-    nodes have at most one of each. A node is 128 bytes; one slot more would make it 144."""
+    """The tokens of one block after one prefix. The first child, copy and leader are stored inline, because nearly all nodes have
+    at most one of each. A node is 128 bytes; one slot more would make it 144."""
 
     __slots__ = (
         "block_hash",
@@ -122,17 +141,17 @@ class Node:
         """Name of the block; None until some worker has sealed a copy."""
         self.child: Node | None = None
         self.children: dict[bytes, Node] | Fan | None = None
-        """Further children."""
-        self.copy_pool: BlockPool | None = None
+        """All children but the first."""
+        self.copy_pool: Holder | None = None
         self.copy_block = 0
         self.copies: Copies | None = None
-        """Further copies."""
+        """All copies but the first."""
         self.num_sequences = 0
         """Live sequences whose deepest node this is."""
-        self.leaders: Sequence | Leaders | None = None
+        self.leaders: Leader | Leaders | None = None
         """Live sequences that are computing this block, oldest first."""
         self.seen = 0
-        """Number of the last walk that has given the node out, or during which it was made."""
+        """Number of the last walk that returned the node, or during which it was inserted."""
 
     def __repr__(self) -> str:
         name = "unsealed" if self.block_hash is None else f"{self.block_hash:016x}"
@@ -178,13 +197,13 @@ class Node:
 
     # -- copies
 
-    def copy_in(self, pool: BlockPool) -> int:
+    def copy_in(self, pool: Holder) -> int:
         """The block of `pool` that serves hits on this node; 0 if there is none."""
         if self.copy_pool is pool:
             return self.copy_block
         return 0 if self.copies is None else self.copies.get(pool, 0)
 
-    def add_copy(self, pool: BlockPool, block: int) -> None:
+    def add_copy(self, pool: Holder, block: int) -> None:
         """Make `block` the copy that serves hits in `pool`, which has none yet."""
         if self.copy_pool is None:
             self.copy_pool, self.copy_block = pool, block
@@ -193,7 +212,7 @@ class Node:
                 self.copies = Copies()
             self.copies.add(pool, block)
 
-    def drop_copy(self, pool: BlockPool) -> None:
+    def drop_copy(self, pool: Holder) -> None:
         """Forget the copy in `pool`, if there is one. Does not prune."""
         if self.copy_pool is pool:
             self.copy_pool, self.copy_block = None, 0
@@ -202,7 +221,7 @@ class Node:
             if not self.copies:
                 self.copies = None
 
-    def pools(self) -> Iterator[BlockPool]:
+    def pools(self) -> Iterator[Holder]:
         """Pools that hold a copy, retired ones included."""
         if self.copy_pool is not None:
             yield self.copy_pool
@@ -216,14 +235,14 @@ class Node:
 
     # -- leaders
 
-    def iter_leaders(self) -> Iterator[Sequence]:
+    def iter_leaders(self) -> Iterator[Leader]:
         """Sequences that are computing this block, oldest first."""
         if isinstance(self.leaders, Leaders):
             yield from self.leaders
         elif self.leaders is not None:
             yield self.leaders
 
-    def add_leader(self, sequence: Sequence) -> None:
+    def add_leader(self, sequence: Leader) -> None:
         """`sequence` has been granted a block to compute this node in."""
         if self.leaders is None:
             self.leaders = sequence
@@ -232,11 +251,11 @@ class Node:
         else:
             self.leaders = Leaders(self.leaders, sequence)
 
-    def is_led_by(self, sequence: Sequence) -> bool:
+    def is_led_by(self, sequence: Leader) -> bool:
         """Whether `sequence` is one of those that are computing this block."""
         return self.leaders is sequence or (isinstance(self.leaders, Leaders) and sequence in self.leaders)
 
-    def drop_leader(self, sequence: Sequence) -> None:
+    def drop_leader(self, sequence: Leader) -> None:
         """`sequence` has sealed its block, or has ended."""
         if self.leaders is sequence:
             self.leaders = None
@@ -245,7 +264,7 @@ class Node:
             if not self.leaders:
                 self.leaders = None
 
-    def leading_pools(self) -> Collection[BlockPool]:
+    def leading_pools(self) -> Collection[Holder]:
         """Pools whose sequences are computing this block."""
         if self.leaders is None:
             return ()
@@ -271,8 +290,8 @@ class Node:
 
 
 class Fan:
-    """The further children of a node that has thousands: what a dict would be, as many small ones, which grow and are looked
-    through without a pause that others would notice."""
+    """The children of a node that has thousands, in many small dicts: one large dict would delay other calls when it grows or is
+    walked."""
 
     __slots__ = ("num_children", "parts")
 
@@ -315,28 +334,28 @@ class RootNode(Node):
 
 
 class PrefixTree:
-    """All roots and the nodes behind them."""
+    """All roots and their descendants."""
 
     def __init__(self, hash_function: HashFunction) -> None:
         self._hash_function = hash_function
         self._roots: dict[tuple[Root, int], RootNode] = {}
         self.num_nodes = 0
-        """Nodes behind the roots, the roots themselves not counted."""
+        """Nodes, the roots not counted."""
         self.walk: Walk | None = None
-        """The walk that is under way in portions, if one is; told of every node that comes or goes."""
+        """The walk in portions that is under way; the tree notifies it of insertions and removals."""
         self._num_walks = 0
         self._condemned: deque[Node] = deque()
-        """Unused nodes at which a bounded `prune` has stopped: kept until `prune_condemned`, unless they come into use again."""
+        """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
         self._num_signatures = 0
 
     def new_signature(self) -> int:
-        """For one more pool whose blocks the nodes will have: 60 bits like drawn, and the same in each run."""
+        """A signature for a new pool: 60 pseudo-random bits, the same in each run."""
         self._num_signatures += 1
         number = self._num_signatures.to_bytes(8, "little")
         return int.from_bytes(blake2b(number, digest_size=8).digest(), "little") >> 4
 
     def find_root(self, root: Root, block_size: int) -> Node | None:
-        """The node of a root; None if nothing is known behind it."""
+        """The node of a root; None if it has no descendants."""
         return self._roots.get((root, block_size))
 
     def intern_root(self, root: Root, block_size: int) -> Node:
@@ -410,7 +429,7 @@ class PrefixTree:
         return num_dropped
 
     def prune_condemned(self, most: int) -> int:
-        """Go on where bounded prunes have stopped, for at most `most` nodes; returns how many were dropped."""
+        """Continue bounded prunes, for at most `most` nodes; returns how many were dropped."""
         num_dropped = 0
         while self._condemned and num_dropped < most:
             num_dropped += self.prune(self._condemned.popleft(), most - num_dropped)
@@ -435,7 +454,7 @@ class PrefixTree:
         return self.walk
 
     def end_walk(self, walk: Walk) -> None:
-        """Tell this walk nothing any more. Idempotent."""
+        """Notify this walk no longer. Idempotent."""
         if self.walk is walk:
             self.walk = None
 
@@ -451,10 +470,10 @@ class PrefixTree:
 
 
 class Walk:
-    """The way through all nodes in portions, while nodes may come and go between these.
+    """Visits all nodes, in portions between which nodes may be inserted and removed.
 
-    Each node that is there from the beginning to the end is given out. With a `number` other than 0 the nodes given out are
-    marked with it, because nodes come and go; a node that comes is marked at once.
+    Every node that exists from the beginning to the end is returned. A `number` other than 0 marks the nodes returned, and those
+    inserted during the walk.
     """
 
     def __init__(self, tree: PrefixTree, number: int) -> None:
@@ -463,16 +482,16 @@ class Walk:
         self._nodes = tree.roots()
         self._parts: list[tuple[Node, dict[bytes, Node]]] = []
         self.num_seen = 0
-        """Nodes given out, the roots not counted."""
+        """Nodes returned, the roots not counted."""
         self.num_unseen = tree.num_nodes
-        """Nodes counted that are still to be given out: 0 at the end, if the tree counts right and loses none."""
+        """Nodes that are counted and not returned yet: 0 at the end, if the tree counts right and loses none."""
 
     def step(self) -> tuple[Node, list[Node]] | None:
-        """The next node, with its children; None at the end. A node with a Fan is given out again with each part of it."""
+        """The next node, with its children; None at the end. A node with a Fan is returned again with each part of it."""
         while self._nodes:
             node = self._nodes.pop()
             if not self._tree.holds(node):
-                continue  # pruned since its parent was given out
+                continue  # pruned since its parent was returned
             if node.depth >= 0 and not (self._number and node.seen == self._number):
                 self.num_seen += 1
                 self.num_unseen -= 1
@@ -493,10 +512,10 @@ class Walk:
         return None
 
     def on_made(self, node: Node) -> None:
-        """A node has come: it need not be given out."""
+        """A node was inserted: it need not be returned."""
         node.seen = self._number
 
     def on_dropped(self, node: Node) -> None:
-        """A node goes."""
+        """A node is removed."""
         if node.seen != self._number:
             self.num_unseen -= 1

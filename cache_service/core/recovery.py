@@ -1,24 +1,13 @@
-"""Taking in what a worker holds from earlier sessions: cached blocks, tables of live sequences, reserve.
+"""Reports: what a worker holds from earlier sessions, restored: cached blocks, tables of live sequences, reserve.
 
-The worker is the holder of this truth: nothing that the manager believed about the session before survives, that session is
-fenced. A report comes in parts, so that none of them keeps others waiting, and is built up in the pool of the new session, which
-every look-up ignores until the last part is in; then one flag makes all of it visible.
+The worker holds this truth: its earlier session is fenced, and nothing that the manager knew of it is used. A report comes in
+parts, so that no part delays other calls for long, and is restored into the pool of the new session. Look-ups ignore that session
+until the last part is applied; then one flag makes all of it visible.
 
-How each thing is taken that a report can say (`Case`; docs/ARCHITECTURE.md has the same table):
+What becomes of each thing that a report can state (`Case`): the table in docs/ARCHITECTURE.md, "Recovery".
 
-    a complete block                         cached, a hit                                  CACHED
-    the same content in a second block       free; held unsealed-for-hits if a table has it DUPLICATE
-    content without a block                  a node, as long as a child needs it            BLOCKLESS
-    a table's complete block                 held, sealed; several tables: shared           HELD_SEALED, SHARED
-    a table's block that is being filled     held                                           HELD_FILLING
-    a block of the reserve                   reserved                                       RESERVED
-    a block that is not mentioned            free                                           –
-    a sequence that lives nowhere else       live                                           LIVE
-    a smaller attempt of it lives elsewhere  live; the other one is fenced and stopped      FENCES
-    a larger or equal attempt lives elsewhere  fenced, its worker is told to stop           FENCED
-
-A report that says two things of one block, or something that no worker can know, is refused as a whole and ends the session; the
-worker then forgets everything and registers holding nothing. So is one of more than the budget of all workers leaves room for.
+A report that states two things of one block, or something that no worker can know, is refused and ends the session; the worker then
+forgets all blocks and registers without state. A report of more than the budget leaves room for ends the same way.
 """
 
 from __future__ import annotations
@@ -31,12 +20,11 @@ from .fencing import Fencing
 from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 class Case(Enum):
-    """What a report said of one block or sequence."""
+    """What a report states of one block or sequence."""
 
     CACHED = "cached"
     DUPLICATE = "duplicate"
@@ -51,7 +39,7 @@ class Case(Enum):
 
 
 class _Content:
-    """A block's worth of tokens behind others."""
+    """The tokens of one block, and the content before it."""
 
     __slots__ = ("node", "parent", "root", "tokens")
 
@@ -64,7 +52,7 @@ class _Content:
 
 
 class Recovery:
-    """One report on its way in. It belongs to its session and ends with it."""
+    """A report that is not complete yet. It ends with its session."""
 
     def __init__(self, session: Session, last_stamp: int) -> None:
         self.num_parts = 0
@@ -81,8 +69,8 @@ class Recovery:
         """Node and generation of the complete blocks reported so far."""
 
     def apply(self, tree: PrefixTree, attempts: Fencing, part: ReportPart, limits: Limits) -> None:
-        """Take in the next part. Raises Refusal: RECOVERING (nothing has changed that anyone sees: the same part is to be sent
-        again), BAD_REPORT, TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session must be ended)."""
+        """Apply the next part. Raises Refusal: RECOVERING (send the same part again; no visible state has changed), BAD_REPORT,
+        TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session must be ended)."""
         num_contents = sum(len(run.blocks) for run in part.contents)
         if num_contents > limits.max_contents_per_report_part:
             _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
@@ -105,8 +93,7 @@ class Recovery:
         self.num_parts += 1
 
     def discard(self, budget: int) -> bool:
-        """After the last part: let go of so many contents, a slice of what would stop the process for long if it went at once.
-        Returns whether any are left."""
+        """After the last part: drop at most `budget` contents, because all at once take long. Returns whether any are left."""
         # The last first, so that no chain falls link by link.
         del self._contents[max(0, len(self._contents) - budget) :]
         for _ in range(min(budget, len(self._blocks))):
@@ -114,8 +101,8 @@ class Recovery:
         return bool(self._contents or self._blocks)
 
     def _make_room(self, part: ReportPart, limits: Limits) -> None:
-        """Grow the pool up to the highest block of the part, by so much at a time as others may be kept waiting for. Refuses what
-        the budget has no room for."""
+        """Grow the pool up to the highest block of the part, in steps that do not delay other calls for long. Refuses what the
+        budget has no room for."""
         highest = max(
             max((max(run.blocks, default=0) for run in part.contents), default=0),
             max((entry.block for sequence in part.sequences for entry in sequence.table), default=0),
@@ -123,7 +110,7 @@ class Recovery:
         )
         if highest >= self._pool.num_blocks:
             return  # which is refused where it is named
-        # A content without a block counts as one, so that whatever a report makes the manager keep is counted.
+        # A content without a block counts as one, so that all that a report makes the manager keep is counted.
         num_without = sum(run.blocks.count(0) for run in part.contents)
         num_new = max(0, highest - self._pool.last_granted) + num_without
         account = self._session.account
@@ -175,7 +162,7 @@ class Recovery:
         self.cases[Case.DUPLICATE] += count - num_cached - num_blockless
 
     def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> bool:
-        """Returns whether the block serves hits; else another one does."""
+        """Returns whether the block serves hits; otherwise another one does."""
         self._require_free(block, generation)
         parent = content.parent
         if parent is None or parent.node is None:
@@ -190,7 +177,7 @@ class Recovery:
         return True
 
     def _node(self, tree: PrefixTree, content: _Content) -> Node:
-        """The node of a content, made with all that it hangs from."""
+        """The node of a content, made together with its ancestors."""
         missing: list[_Content] = []
         at: _Content | None = content
         while at is not None and at.node is None:
@@ -255,8 +242,7 @@ class Recovery:
             _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
         if len(reported.table) > limits.max_blocks_per_sequence:
             _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {len(reported.table)}")
-        if num_tokens > session.account.budget.tokens_left:
-            raise session.account.too_many_tokens(num_tokens)
+        session.account.require_tokens(num_tokens)
         if reported.root.model_fingerprint != self._fingerprint:
             _refuse("sequences", f"{name} has another model fingerprint than the worker")
         if (
@@ -273,12 +259,12 @@ class Recovery:
             _refuse("sequences", f"{name}: its table must come whole, from index 0 on")
 
     def _check_table(self, reported: ReportedSequence, path: list[Node], num_sealed: int) -> None:
-        """Refuse a table that contradicts what is known of its blocks. Changes nothing."""
+        """Refuse a table that contradicts what the report states of its blocks. Changes nothing."""
         seen: set[int] = set()
         for index, block, generation in reported.table:
             complete = self._blocks.get(block)
             if block in seen:
-                _refuse("sequences", f"block {block} stands twice in the table of {reported.key.sequence_id!r}")
+                _refuse("sequences", f"block {block} is twice in the table of {reported.key.sequence_id!r}")
             seen.add(block)
             if complete is None:
                 self._require_free(block, generation)
@@ -302,14 +288,14 @@ class Recovery:
         if node is None:
             self.cases[Case.HELD_FILLING] += 1
             return
-        # Another block serves the hits of this content, or the worker left it to the table to say what the block holds.
+        # Another block serves the hits of this content, or only the table states what the block holds.
         tree.name(node)
         pool.seal(block, node)
         self._blocks[block] = node, generation
         self.cases[Case.HELD_SEALED] += 1
 
     def _enter(self, attempts: Fencing, sequence: Sequence) -> Case:
-        """Into the book of attempts: against those that live on other workers, the larger one stays."""
+        """Enter the sequence among the attempts: of those on several workers the largest stays live."""
         others = attempts.living(sequence.key.sequence_id)
         attempts.add(sequence)
         if any(other.key.attempt >= sequence.key.attempt for other in others):
@@ -330,4 +316,4 @@ class Recovery:
 
 
 def _refuse(field: str, message: str) -> NoReturn:
-    raise Refusal(Reason.BAD_REPORT, f"the report cannot be taken in: {message}", field=field)
+    raise Refusal(Reason.BAD_REPORT, f"the report is refused: {message}", field=field)

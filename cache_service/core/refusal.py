@@ -1,4 +1,4 @@
-"""Why the core says no. One exception, one closed list of reasons; the edge maps each reason to a status."""
+"""Refusals of the core: one exception and a closed list of reasons, each of which the edge maps to a status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Reason(Enum):
-    """The `ErrorInfo.reason` of a refusal. Whoever raises one has changed nothing."""
+    """The `ErrorInfo.reason` of a refusal. Nothing has changed when it is raised."""
 
     BAD_FIELD = "BAD_FIELD"
     NEVER_FITS = "NEVER_FITS"
@@ -39,7 +39,7 @@ class Reason(Enum):
 
 
 class Refusal(Exception):
-    """A request that the core turned down, having changed nothing.
+    """A request that the core has refused. Nothing has changed.
 
     `message` says what was needed, what there is and what to change. `field` names the offending field of a bad request;
     `position` is the token position needed after GAP and TOKENS_DIFFER. `retry_seconds` is how long to wait before asking again,

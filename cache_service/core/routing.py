@@ -1,20 +1,19 @@
-"""Route: which workers would have the least to compute for a prompt. Looks, and changes nothing."""
+"""Route: which workers have the least to compute for a prompt. Changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from .block_pool import BlockPool
 from .hashing import HashFunction
 from .messages import TOKEN_BYTES, Root, WorkerLoad
-from .prefix_tree import Node, PrefixTree
+from .prefix_tree import Holder, Node, PrefixTree
 from .session import Session
 
 SEQUENCE_COST_TOKENS = 16
-"""What one more sequence on a worker costs a newcomer, in tokens of prefill. It only has to spread equal prompts over idle
-workers before a short prefix pulls them all to one."""
+"""Cost of a sequence on a worker for a new one, in tokens of prefill: large enough to spread equal prompts over idle workers before
+a short prefix draws them all to one."""
 
 
 class RoutedWorker(NamedTuple):
@@ -27,54 +26,38 @@ class RoutedWorker(NamedTuple):
     load: WorkerLoad
 
 
-def _cached(path: list[Node]) -> dict[BlockPool, int]:
-    """Per pool that holds the first node, how many leading nodes of the path it holds.
+def _reach(
+    path: list[Node], pools_of: Callable[[Node], Iterable[Holder]], signature_of: Callable[[Node], object]
+) -> dict[Holder, int]:
+    """How many leading nodes of the path each pool has, for the pools of the first node.
 
-    A common prefix is held by all workers, node after node. So what is asked of a node is whether any pool ends here, which takes
-    one comparison of signatures where the same pools hold it as the node before.
+    All workers have a common prefix, node after node. So a node costs one comparison of signatures where it has the same pools as
+    the node before.
     """
-    cached: dict[BlockPool, int] = {}
+    reached: dict[Holder, int] = {}
     if not path:
-        return cached
-    going_on, signature = set(path[0].pools()), path[0].holders_signature()
+        return reached
+    remaining, signature = set(pools_of(path[0])), signature_of(path[0])
     for index, node in enumerate(path):
-        here = node.holders_signature()
+        here = signature_of(node)
         if here == signature:
             continue
         signature = here
-        holding = {pool for pool in going_on if node.copy_in(pool)}
-        cached.update(dict.fromkeys(going_on - holding, index))
-        going_on = holding
-        if not going_on:
-            return cached
-    cached.update(dict.fromkeys(going_on, len(path)))
-    return cached
-
-
-def _in_flight(path: list[Node]) -> dict[BlockPool, int]:
-    """Per pool that holds the first node or is computing it, how many leading nodes of the path it holds or is computing.
-
-    As in `_cached`, with the sequences of a pool that are computing a node taken together: many that share one prompt cost no more
-    than one.
-    """
-    reached: dict[BlockPool, int] = {}
-    if not path:
-        return reached
-    going_on = {*path[0].pools(), *path[0].leading_pools()}
-    holders, leaders = path[0].holders_signature(), path[0].leaders_signature()
-    for index, node in enumerate(path):
-        holders_here, leaders_here = node.holders_signature(), node.leaders_signature()
-        if holders_here == holders and leaders_here == leaders:
-            continue
-        holders, leaders = holders_here, leaders_here
-        leading = node.leading_pools()
-        here = {pool for pool in going_on if node.copy_in(pool) or pool in leading}
-        reached.update(dict.fromkeys(going_on - here, index))
-        going_on = here
-        if not going_on:
+        left = remaining.intersection(pools_of(node))
+        reached.update(dict.fromkeys(remaining - left, index))
+        remaining = left
+        if not remaining:
             return reached
-    reached.update(dict.fromkeys(going_on, len(path)))
+    reached.update(dict.fromkeys(remaining, len(path)))
     return reached
+
+
+def _holders_or_leaders(node: Node) -> set[Holder]:
+    return {*node.pools(), *node.leading_pools()}
+
+
+def _signature(node: Node) -> tuple[int, int]:
+    return node.holders_signature(), node.leaders_signature()
 
 
 _ORDER = itemgetter(0, 1)
@@ -84,8 +67,8 @@ _ORDER = itemgetter(0, 1)
 class _Prompt(NamedTuple):
     """What a prompt means to pools of one block size."""
 
-    cached: dict[BlockPool, int]
-    in_flight: dict[BlockPool, int]
+    cached: dict[Holder, int]
+    in_flight: dict[Holder, int]
     first_block: bytes
 
 
@@ -93,7 +76,9 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _P
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    return _Prompt(_cached(path), _in_flight(path), b"\0" + tokens[: block_size * TOKEN_BYTES])
+    cached = _reach(path, Node.pools, Node.holders_signature)
+    in_flight = _reach(path, _holders_or_leaders, _signature)
+    return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
 
 
 def route(

@@ -1,4 +1,4 @@
-"""Append and Free: taking in what a worker knows of a sequence, sealing what is computed, and letting go.
+"""Append and Free: merging what a worker states of a sequence, sealing what is computed, releasing blocks.
 
 An update is a statement of state that is merged, so that stating it again, or stating an older one later, is harmless. Every
 check comes before the first change.
@@ -12,8 +12,7 @@ from .fencing import Fencing, fenced
 from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .sequence import Sequence
-from .session import Session
+from .session import Sequence, Session
 
 
 class _Merge(NamedTuple):
@@ -46,7 +45,7 @@ def _find(session: Session, update: SequenceUpdate) -> Sequence:
 
 
 def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> bytes:
-    """What the update adds to the tokens known; the overlap must be equal."""
+    """The tokens that the update adds; those that overlap must be equal."""
     stated, start = update.tokens, update.start
     num_stated, rest = divmod(len(stated), TOKEN_BYTES)
     if rest:
@@ -85,7 +84,7 @@ def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> b
 
 
 def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
-    """The entries that the update adds to the table; each named block must be the entry already, or be reserved here."""
+    """The blocks that the update adds to the table; each block named must be that entry already, or be reserved here."""
     if not bound:
         return []
     pool = sequence.pool
@@ -112,13 +111,11 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
 
 
 def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
-    """Everything that can be wrong with an update. Changes nothing."""
+    """Refuse a wrong update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
     new_blocks = _new_blocks(sequence, update.bound)
     num_new_tokens = len(new_tokens) // TOKEN_BYTES
-    account = sequence.session.account
-    if num_new_tokens > account.budget.tokens_left:
-        raise account.too_many_tokens(num_new_tokens)
+    sequence.session.account.require_tokens(num_new_tokens)
     num_blocks = len(sequence.table) + len(new_blocks)
     if num_blocks > limits.max_blocks_per_sequence:
         raise bad_field(
@@ -143,7 +140,7 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
 
 
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
-    """Make the checked update true, and seal the blocks that are full and computed now."""
+    """Apply a checked update, and seal the blocks that are full and computed now."""
     pool = sequence.pool
     new_tokens, new_blocks, sequence.num_named, sequence.num_computed_tokens = merge
     if new_tokens:
@@ -160,14 +157,14 @@ def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
 
 
 def _seal(tree: PrefixTree, sequence: Sequence) -> None:
-    """Give every full computed block its node; from here on it is a hit for others and never changes."""
+    """Give every full computed block its node. From now on it is a hit for others and never changes."""
     pool = sequence.pool
     nodes = sequence.nodes
     num_full = sequence.num_computed_tokens // pool.block_size
     if num_full > len(nodes):
         before = nodes[-1] if nodes else sequence.root
         tree.extend(nodes, sequence.root, sequence.tokens, pool.block_size, num_full)
-        # Generated blocks have no leader: nobody can know beforehand what they will hold.
+        # Generated blocks have no leader: their content is not known before.
         before.num_sequences -= 1
         nodes[-1].num_sequences += 1
     for index in range(sequence.num_sealed, num_full):
@@ -176,32 +173,6 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
         pool.seal(sequence.table[index], node)
         node.drop_leader(sequence)
     sequence.num_sealed = max(sequence.num_sealed, num_full)
-
-
-def _never_fits(session: Session, num_blocks: int, limits: Limits) -> Refusal:
-    """The refusal of a table that no wait would help, with the limit that is the smallest."""
-    there, cure = session.limit_exceeded(num_blocks, limits)
-    return Refusal(
-        Reason.NEVER_FITS,
-        f"a table of {num_blocks} blocks was wanted; {there}: end the sequence, or {cure}",
-        field="want_blocks",
-    )
-
-
-def _require_available(session: Session, num_blocks: int) -> None:
-    """Refuse unless so many blocks can be granted now."""
-    pool = session.pool
-    num_available = pool.num_available
-    if num_blocks <= num_available:
-        return
-    counts = pool.counts()
-    if num_blocks <= num_available + counts.withheld:
-        raise session.account.too_many_blocks(num_blocks - num_available + session.account.blocks_left)
-    raise Refusal(
-        Reason.NO_BLOCKS,
-        f"needed {num_blocks} more blocks; worker {session.worker_id!r} has {counts.free} free and {counts.cached} evictable "
-        f"of {counts.capacity}: Free a sequence, or wait until one ends",
-    )
 
 
 def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int, limits: Limits) -> Appended:
@@ -214,10 +185,11 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     merge = _check(sequence, item.update, limits)
     pool = session.pool
     if item.want_blocks > session.most_blocks_per_sequence:
-        raise _never_fits(session, item.want_blocks, limits)
+        needed = f"a table of {item.want_blocks} blocks was wanted"
+        raise session.never_fits(item.want_blocks, limits, needed=needed, cure="end the sequence", field="want_blocks")
     num_missing = item.want_blocks - len(sequence.table) - len(merge.new_blocks)
     if num_missing > 0:
-        _require_available(session, num_missing)
+        session.require_available(num_missing)
     _apply(tree, sequence, merge)
     if num_missing > 0:
         sequence.table += pool.take_held(num_missing, generation)
@@ -231,9 +203,9 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
 
 
 def free(tree: PrefixTree, attempts: Fencing, session: Session, update: SequenceUpdate, limits: Limits) -> None:
-    """Merge what joins on, then end the sequence unless a newer round of it lives. Idempotent; never refuses.
+    """Merge the update if it is consistent, then end the sequence unless a newer round of it lives. Idempotent; never refuses.
 
-    Named blocks that are still in the reserve with that generation go back to the free list; everything else named is ignored.
+    Named blocks that are still in the reserve with that generation go back to the free list; other blocks named are ignored.
     """
     key = update.key
     sequence = session.sequences.get((key.sequence_id, key.attempt))
@@ -242,7 +214,7 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
             try:
                 merge = _check(sequence, update, limits)
             except Refusal:
-                pass  # Free never fails: what does not join on is not sealed.
+                pass  # Free never fails: what is not consistent is not sealed.
             else:
                 _apply(tree, sequence, merge)
         end(tree, attempts, sequence)
@@ -252,7 +224,7 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
-    """Release every table entry, the last block first, so that a prefix outlives its continuations."""
+    """Release every table entry, the last block first: a prefix is evicted after its continuations."""
     pool = sequence.pool
     for block in reversed(sequence.table):
         pool.release(block)
@@ -260,7 +232,7 @@ def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
 
 
 def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
-    """Take a sequence out of the tree and the indexes, without touching its blocks."""
+    """Remove a sequence from the tree and the indexes. Its blocks stay as they are."""
     nodes = sequence.nodes
     for node in nodes[sequence.num_sealed :]:
         node.drop_leader(sequence)

@@ -11,6 +11,8 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
+import kvpool.process.quiet_start  # noqa: F401
+
 from . import allocation, chain, eviction, prefix
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
@@ -51,7 +53,7 @@ def _run(name: str | None, *, plain: bool) -> int:
     if name is None:
         print("kvpool walkthrough CASE shows the manager's real core, one operation at a time. The cases:\n")
         print("\n".join(_case_lines()))
-        print("\nOn a terminal, → goes on, ← goes back and q ends it; piped, or with --plain, all steps come at once.")
+        print("\nOn a terminal, → is next, ← is back and q quits; piped, or with --plain, all steps come at once.")
         sys.stdout.flush()
         return 0
     if name not in CASES:

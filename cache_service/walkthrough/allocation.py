@@ -26,7 +26,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         f"""
         {num_tokens} tokens need {len(a.blocks)} blocks of {BLOCK_SIZE}, taken from the head of the free list; the
         {len(a.blocks) * BLOCK_SIZE - num_tokens} empty slots in the last one are all that is wasted. Block 0 is the
-        null block: it is never granted, so the worker can read it as padding and meets nobody's KV there.
+        null block: it is never granted, so the worker can use it as padding, and no KV is ever there.
         """,
     )
 
@@ -47,7 +47,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "A grows: its next block comes out of the reserve",
         f"""
         A generated {len(_A_GENERATED.split())} words: they filled its last block and began block {from_reserve},
-        out of the reserve. Append tells the manager so while the next step runs; that step will compute the KV of
+        out of the reserve. Append states this to the manager while the next step runs; that step computes the KV of
         the newest word. The call also seals {appended.num_sealed_tokens // BLOCK_SIZE} full and computed blocks,
         which never change again and are hits for others from now on, and it refills the reserve.
         """,
@@ -69,9 +69,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "B goes: what is sealed stays cached, what is not is emptied",
         f"""
-        Block {cached} was full and computed: it is sealed, goes to the tail of the free list and stays cached, in
-        case somebody asks for these words again. Block {emptied} was not full, so nobody can ever hit it: it goes
-        to the head and is granted next.
+        Block {cached} was full and computed: it is sealed, goes to the tail of the free list and stays cached for
+        the next request with these words. Block {emptied} was not full, so it can never be a hit: it goes to the
+        head and is granted next.
         """,
     )
 
@@ -82,8 +82,8 @@ def _play(worker: Worker) -> Iterator[Scene]:
         f"""
         D takes block {d.blocks[0]}, which B has just emptied, and then blocks that were never used; B's cached
         block {cached} still waits at the tail. g is the generation, the stamp of the call that granted a block:
-        that of block {d.blocks[0]} is {generation} now, so a late message about its earlier life is told from a new
-        one.
+        that of block {d.blocks[0]} is {generation} now, so a late message about its earlier use is not taken for a
+        new one.
         """,
     )
 

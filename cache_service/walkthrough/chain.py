@@ -1,4 +1,4 @@
-"""chain: the same block behind two parents is two blocks."""
+"""chain: the same words after two parents are two blocks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _E = f"{_SAME} now"
 def _play(worker: Worker) -> Iterator[Scene]:
     a = worker.allocate("A", _A)
     yield Scene(
-        "A comes: a chain of blocks behind the root",
+        "A comes: a chain of blocks from the root",
         f"""
-        The prefix tree has a node for each block of words behind a prefix. A's {len(a.blocks) - 1} full blocks are
+        The prefix tree has a node for each block of words after a prefix. A's {len(a.blocks) - 1} full blocks are
         known and A is computing them; none has a name yet. The root says what else KV depends on: the model, the
         adapter, the tenant, the block size.
         """,
@@ -35,13 +35,13 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "A's blocks are sealed and get their names",
         f"""
         block_hash = xxh64(parent's block_hash ‖ tokens). So {_name(second)} names not only “{_SAME}”, but that
-        behind {_name(first)}, which is “{_RIVER}” behind the root: a name covers everything before it.
+        after {_name(first)}, which is “{_RIVER}” after the root: a name covers everything before it.
         """,
     )
 
     b = worker.allocate("B", _B)
     yield Scene(
-        f"B has the same four words behind another parent: {b.num_cached_tokens} tokens cached",
+        f"B has the same four words after another parent: {b.num_cached_tokens} tokens cached",
         f"""
         Block {a.blocks[1]} holds the very words “{_SAME}”. But its KV was computed while attention looked back at
         “{_RIVER}”: it is about the bank of a river. A cache that compared only the block's own tokens would splice
@@ -54,9 +54,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "The same words, two nodes, two names",
         f"""
-        “{_SAME}” is {_name(second)} behind “{_RIVER}” and {_name(other)} behind “{_MONEY}”. The name is for people
-        and events. What decides a hit is the tree itself: a node is found by its parent and its exact tokens, so no
-        hash has to be trusted.
+        “{_SAME}” is {_name(second)} after “{_RIVER}” and {_name(other)} after “{_MONEY}”. The name is for people
+        and events. The tree itself decides a hit: a node is found by its parent and its exact tokens, so no hash
+        has to be trusted.
         """,
     )
 
@@ -71,7 +71,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     c = worker.allocate("C", _C)
     yield Scene(
-        f"C stands behind A's parent: {c.num_cached_tokens} tokens cached",
+        f"C has A's parent: {c.num_cached_tokens} tokens cached",
         f"""
         “{_RIVER}” and then “{_SAME}” is the path that A computed, so C gets A's blocks {listed(c.blocks[:2])}. The
         other “{_SAME}”, block {b.blocks[1]}, stays where it is.
@@ -80,9 +80,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     d = worker.allocate("D", _D)
     yield Scene(
-        f"D stands behind B's parent: {d.num_cached_tokens} tokens cached",
+        f"D has B's parent: {d.num_cached_tokens} tokens cached",
         f"""
-        The same words behind the same parent are a hit again: D gets B's blocks {listed(d.blocks[:2])}. C and D
+        The same words after the same parent are a hit again: D gets B's blocks {listed(d.blocks[:2])}. C and D
         hold the same four words in two blocks, and each continues its own sentence.
         """,
     )
@@ -91,9 +91,8 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         f"E begins with the four words: {e.num_cached_tokens} tokens cached",
         f"""
-        Here “{_SAME}” stands behind the root itself: a third parent, so a third node. Nothing is cached behind that
-        path; E computes block {e.blocks[0]} itself. The same words in three places are three different pieces of
-        KV.
+        Here “{_SAME}” follows the root itself: a third parent, so a third node. Nothing is cached on that path; E
+        computes block {e.blocks[0]} itself. The same words in three places are three different pieces of KV.
         """,
     )
 
@@ -107,4 +106,4 @@ def _name(node: Node) -> str:
     return "no name" if node.block_hash is None else f"{node.block_hash:016x}"
 
 
-CASE = Case("chain", "the same words behind two parents are two different blocks", _play, shows_tree=True)
+CASE = Case("chain", "the same words after two parents are two different blocks", _play, shows_tree=True)

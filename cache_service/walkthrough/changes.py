@@ -21,15 +21,15 @@ def _aspects(block: BlockView) -> tuple[State, int, int, bool, tuple[str, ...]]:
 
 def _difference(old: BlockView, new: BlockView) -> str:
     parts = []
-    granted_anew = old.generation != new.generation
-    if old.sealed and granted_anew:
+    granted_again = old.generation != new.generation
+    if old.sealed and granted_again:
         parts.append("evicted")
     if not old.sealed and new.sealed:
         parts.append("sealed")
     if old.state is not new.state:
         name = f"{old.state.name.lower()} → {new.state.name.lower()}"
-        is_hit = old.state is State.CACHED and new.state is State.HELD and not granted_anew
+        is_hit = old.state is State.CACHED and new.state is State.HELD and not granted_again
         parts.append(f"hit, {name}" if is_hit else name)
     elif old.ref_count != new.ref_count:
         parts.append(f"ref_count {old.ref_count} → {new.ref_count}")
-    return ", ".join(parts) or ("granted anew" if granted_anew else "more words")
+    return ", ".join(parts) or ("granted again" if granted_again else "more words")

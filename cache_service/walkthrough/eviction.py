@@ -31,9 +31,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "A ends: its blocks go to the tail, the last one first",
         f"""
-        All {len(a.blocks)} blocks of A are sealed and stay cached, behind the blocks that hold nothing. A's last
-        block, {a.blocks[-1]}, stands before its first, {a.blocks[0]}: it will be evicted earlier, because without a
-        beginning no end can be a hit, but a beginning is good without its end.
+        All {len(a.blocks)} blocks of A are sealed and stay cached, after the blocks that hold nothing. A's last
+        block, {a.blocks[-1]}, is before its first, {a.blocks[0]}: it is evicted earlier, because an end is no hit
+        without its beginning, but a beginning is a hit without its end.
         """,
     )
 
@@ -41,7 +41,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "B ends: used later, evicted later",
         f"""
-        B's blocks go behind A's. The free list is now the cache in the order of its last use:
+        B's blocks go after A's. The free list is now the cache in the order of its last use:
         {pool.counts().cached} cached blocks, the least recently used nearest to the head.
         """,
     )
@@ -85,7 +85,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "C ends: there is room again",
         f"""
-        C's {len(c.blocks)} blocks become cached, behind B's. {pool.num_available} blocks can be granted now, though
+        C's {len(c.blocks)} blocks become cached, after B's. {pool.num_available} blocks can be granted now, though
         not one of them is empty: a full pool is not an exhausted one.
         """,
     )

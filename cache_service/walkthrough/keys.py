@@ -56,7 +56,7 @@ _SEQUENCES: Final = {
 def parse_keys(data: bytes) -> tuple[list[Key], bytes]:
     """The keys in `data`, and what is left at its end: an escape that may be a key or may begin one.
 
-    Whatever means nothing here is skipped.
+    All other bytes are skipped.
     """
     keys: list[Key | None] = []
     while data:
@@ -64,7 +64,7 @@ def parse_keys(data: bytes) -> tuple[list[Key], bytes]:
             keys.append(_PLAIN.get(data[:1].lower()))
             data = data[1:]
         elif data[1:2] not in (b"", b"[", b"O"):
-            # Alt and a key, or Escape and then a key: nothing to tell them apart, and Escape is the one that we know.
+            # Alt and a key, or Escape and then a key: they look the same, and only Escape has a meaning here.
             keys.append(Key.QUIT)
             data = data[1:]
         else:

@@ -33,7 +33,7 @@ _TILE_STYLES: Final = {
     State.RESERVED: "black on yellow",
 }
 _UNSEALED_STYLE: Final = "bold cyan"
-"""Held, but nobody else may use it yet: no background, as the block is not filled and computed."""
+"""Held by one sequence only: no background, because the block is not filled and computed."""
 _SHARED_STYLE: Final = "bold black on magenta"
 _CHANGED_STYLE: Final = "bold yellow"
 _EMPTY_SLOT: Final = "·"
@@ -278,7 +278,7 @@ def _violations(step: Step, width: int) -> list[Text]:
 
 
 def _flow(label: str, items: Sequence[Text], width: int, *, label_style: str = "bold", gap: int = 1) -> list[Text]:
-    """The items behind a label, in lines of at most `width` columns that begin below the first item."""
+    """The items after a label, in lines of at most `width` columns that begin below the first item."""
     indent = _LABEL if label else 0
     lines = [Text.assemble((f"{label:<{indent}}", label_style))]
     column = indent

@@ -21,8 +21,8 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "Chat A comes: nothing is cached yet",
         f"""
         A's prompt is a system prompt of {len(_SYSTEM.split())} words and a question of
-        {len(_A.split()) - len(_SYSTEM.split())}: {len(a.blocks)} blocks. Their KV is not computed yet, so nobody
-        may use them: round brackets.
+        {len(_A.split()) - len(_SYSTEM.split())}: {len(a.blocks)} blocks. Their KV is not computed yet, so no
+        other sequence may use them: round brackets.
         """,
     )
 
@@ -74,7 +74,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "Chat A's next turn: hits leave the free list",
         f"""
         A2 is A's prompt, the answer and a new question. All {num_hits} blocks of A are still cached: they leave the
-        free list, wherever they are on it, and nobody can evict them now. A hit keeps its generation; only the
+        free list from any place on it, and cannot be evicted now. A hit keeps its generation; only the
         {len(turn.blocks) - num_hits} new blocks were granted.
         """,
     )

@@ -43,7 +43,7 @@ class TableView(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """A node of the prefix tree with the nodes behind it; `block_hash` is None until some block of it was sealed."""
+    """A node of the prefix tree with its descendants; `block_hash` is None until some block of it was sealed."""
 
     words: tuple[str, ...]
     block_hash: int | None

@@ -1,4 +1,4 @@
-"""A terminal in the hands of a full-screen program: keys without echo, another screen, and everything back in the end."""
+"""A terminal in full-screen mode: keys without echo, the alternate screen, and all settings restored at the end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Terminal:
 
     def show(self, lines: list[str]) -> None:
         """Replace what is on the screen."""
-        # Each line is erased before it is written: erasing behind one that fills the width would take its last sign.
+        # Each line is erased before it is written: erasing after one that fills the width would erase its last sign.
         picture = "\n".join(f"\x1b[K{line}" for line in lines)
         self._write(f"{_BEGIN_FRAME}{picture}{_END_FRAME}".encode())
 

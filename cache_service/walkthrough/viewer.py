@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 from rich.console import Console
 from rich.text import Text
+
+from kvpool.process.signals import INTERRUPTED, exit_status
 
 from .keys import Key
 from .picture import draw_legend, draw_step
 from .recording import Case, Step
 from .terminal import Ended, Terminal
 
-EXIT_INTERRUPTED: Final = 130
-
 
 def view(case: Case, steps: Sequence[Step], console: Console) -> int:
-    """Show the steps until a key or a signal ends it; returns the exit status: 0, or 128 + the signal (Ctrl-C: 130)."""
+    """Show the steps until a key or a signal ends it; returns the exit status: 130 after Ctrl-C, else 0."""
     index = scroll = 0
     try:
         with Terminal(sys.stdin.fileno(), sys.stdout.fileno()) as terminal:
@@ -31,7 +30,7 @@ def view(case: Case, steps: Sequence[Step], console: Console) -> int:
                     if key is Key.QUIT:
                         return 0
                     if key is Key.INTERRUPT:
-                        return EXIT_INTERRUPTED
+                        return INTERRUPTED
                     if key is Key.SUSPEND:
                         terminal.suspend()
                     elif key in (Key.UP, Key.DOWN):
@@ -40,7 +39,7 @@ def view(case: Case, steps: Sequence[Step], console: Console) -> int:
                         index = _turn(key, index, len(steps))
                         scroll = 0
     except Ended as ended:
-        return 128 + ended.signal_number if ended.signal_number else 0
+        return exit_status(ended.signal_number)
 
 
 def _turn(key: Key, index: int, num_steps: int) -> int:

@@ -48,7 +48,7 @@ def listed(blocks: Iterable[int]) -> str:
 
 
 class Words:
-    """One token per word, numbered in the order in which they are first seen: a tokenizer that anybody can read."""
+    """One token per word, numbered in the order in which they are first seen: a tokenizer for people."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Words:
         return b"".join(self._id(word).to_bytes(TOKEN_BYTES, "little") for word in text.split())
 
     def decode(self, tokens: bytes | bytearray) -> tuple[str, ...]:
-        """The words behind token ids."""
+        """The words of token ids."""
         return tuple(
             self._words[int.from_bytes(tokens[begin : begin + TOKEN_BYTES], "little")]
             for begin in range(0, len(tokens), TOKEN_BYTES)
@@ -165,7 +165,7 @@ class Worker:
         update = SequenceUpdate(_key(name), start, new_tokens, known.num_computed_tokens, tuple(bound))
         (outcome,), reply = self.manager.append(self._uplink(), [AppendItem(update)])
         if not isinstance(outcome, Appended):
-            raise UnexpectedAnswer(f"append({name!r}) was to be taken in; the core answered {outcome!r}")
+            raise UnexpectedAnswer(f"append({name!r}) was to be accepted; the core answered {outcome!r}")
         stated = [f"num_computed_tokens={known.num_computed_tokens}"]
         if generated:
             stated.insert(0, f"{known.num_tokens - start} new tokens")

@@ -1,5 +1,8 @@
 """`python -m kvpool.client.cli`, the same as `kvpool`."""
 
+from kvpool.process.signals import exit_in_order
+
 from . import main
 
+exit_in_order()
 main()

@@ -25,7 +25,7 @@ from .commands.status import status
 from .commands.up import up
 from .commands.walkthrough import walkthrough
 from .launch.services import manager, worker
-from .terminal import error_line
+from .terminal import error_line, replace_what_cannot_be_encoded
 from .top.top import top
 
 app = typer.Typer(
@@ -48,11 +48,11 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A paged KV cache for LLM inference, cut into services. Start with `kvpool up`."""
+    """A paged KV cache for LLM inference, divided into services. Start with `kvpool up`."""
 
 
 class _PassThrough(TyperCommand):
-    """A command that parses its arguments itself, --help among them, and needs to know where `--` stood."""
+    """A command that parses its arguments itself, also --help and `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = args
@@ -75,8 +75,9 @@ app.command("walkthrough", cls=_PassThrough, add_help_option=False)(walkthrough)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. Errors of kvpool are one line on stderr and exit status 1, settings that cannot be
-    used a line each and 2; Ctrl-C is 130."""
+    """Run one command and exit. An error of kvpool is one line on stderr and exit status 1; settings that cannot be used are a line
+    each and 2. Ctrl-C is 130."""
+    replace_what_cannot_be_encoded()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="kvpool")
     except KvpoolError as error:
@@ -87,6 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"kvpool: {line}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
+        # The reader of our output has left (| head): say nothing, and keep Python from writing an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

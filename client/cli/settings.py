@@ -1,4 +1,4 @@
-"""What the commands that call a cluster can be told, beside their own flags."""
+"""Settings of the commands that call a cluster, in addition to their flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ClientSettings(ProcessSettings):
         default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
     )
     continuation: bool = Field(
-        default=_DEFAULTS.continuation, description="Whether an answer goes on elsewhere when its worker is gone."
+        default=_DEFAULTS.continuation,
+        description="Whether an answer continues on another worker when its worker is gone.",
     )
     max_model_bytes: int = Field(
         default=_DEFAULTS.max_model_bytes,

@@ -1,9 +1,15 @@
-"""What all commands share of the terminal: consoles, the options they have in common, and how errors and texts of others look."""
+"""The terminal side of all commands: consoles, common options, JSON, errors, and texts that come from others."""
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
+import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -20,6 +26,11 @@ from .settings import ClientSettings
 
 _PIPED_WIDTH: Final = 120
 _FIRST_CONTACT_SECONDS: Final = 1.0
+_IN_ASCII: Final = {
+    "∅": "0", "·": ".", "▒": "%", "█": "=", "…": ".", "–": "-", "−": "-", "×": "x", "⌈": "[", "⌉": "]", "→": ">", "←": "<",
+    "↑": "^", "↓": "v",
+}  # fmt: skip
+"""Signs of the tables and pictures where the encoding has only ASCII: each one column wide, those of the block map distinct."""
 
 ManagerOption = Annotated[
     str | None,
@@ -31,9 +42,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def client_config(manager: str | None) -> ClientConfig:
-    """The client's settings for one command: whoever types it does not want to wait long for a manager that is not there.
+    """The client's settings for one command, with a short time for the first contact with the manager.
 
-    Says so on stderr if the manager is on another machine; call it once per command.
+    Warns on stderr if the manager is on another machine; call it once per command.
     """
     settings = load_settings(ClientSettings, [])
     config = ClientConfig(
@@ -52,13 +63,43 @@ def client_config(manager: str | None) -> ClientConfig:
     return config
 
 
+def print_json(found: object) -> None:
+    """Print one JSON object on one line, in ASCII."""
+    print(json.dumps(found))
+
+
+def replace_what_cannot_be_encoded() -> None:
+    """Let stdout and stderr write a sign that their encoding lacks (PYTHONIOENCODING=ascii, LC_ALL=C) as one that it has."""
+    codecs.register_error("kvpool", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="kvpool")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_IN_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+def typed_command() -> str:
+    """`kvpool` as it can be typed in this folder to run this installation."""
+    program = Path(sys.executable).with_name("kvpool")
+    if not program.is_file():
+        return f"{shlex.quote(sys.executable)} -m kvpool.client.cli"
+    found = shutil.which("kvpool")
+    if found is not None and program.samefile(found):
+        return "kvpool"
+    with_folder = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
+    return shlex.quote(str(with_folder))
+
+
 def stdout_console() -> Console:
     """For results. Piped, it keeps a fixed width, so that tables are not cut to 80 columns."""
     return _console(stderr=False)
 
 
 def stderr_console() -> Console:
-    """For progress and remarks that are no part of the result."""
+    """For progress and remarks that are not part of the result."""
     return _console(stderr=True)
 
 
@@ -69,7 +110,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 class _PipeConsole(Console):
-    """Tells a reader that has left (| head) as BrokenPipeError: rich's SystemExit would tear down the event loop."""
+    """Raises BrokenPipeError when the reader of the output has left (| head): rich's SystemExit would break the event loop."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -78,23 +119,23 @@ class _PipeConsole(Console):
 
 
 def printed(text: str) -> Text:
-    """A text in which others have a say, for tables and progress lines: in a plain string rich would look for markup."""
+    """A text that contains names from others, for tables and progress lines: in a plain string rich would look for markup."""
     return Text(printable(text))
 
 
 def print_answer(text: str) -> None:
-    """Print a piece of a model's answer as it comes. Piped, it is the text to the letter; a terminal is given no control
-    characters, which a model may be made to write."""
+    """Print a piece of a model's answer as it comes. Piped, the text is unchanged; on a terminal control characters are escaped,
+    because a prompt may make a model write them."""
     print(printable_lines(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def error_line(error: KvpoolError) -> str:
     """One line: what was needed, what there is, what to change."""
     line = f"kvpool: {error}"
-    # A message that speaks of one field says the same again in the field's own violation.
-    further = [violation for violation in error.violations if violation.partition(": ")[2] not in line]
-    if further:
-        line += f" ({'; '.join(further)})"
+    # A message about one field is often equal to the violation of that field.
+    others = [violation for violation in error.violations if violation.partition(": ")[2] not in line]
+    if others:
+        line += f" ({'; '.join(others)})"
     if error.retry_after is not None:
         line += f" [try again in {error.retry_after:g} s]"
     return " ".join(line.split())

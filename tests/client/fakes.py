@@ -224,6 +224,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.seconds_to_answer = 0.0
         """Of Route and Describe."""
         self.address = ""
+        self.former_lease_ms = 0
 
     async def Route(
         self,
@@ -253,7 +254,9 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
         await asyncio.sleep(self.seconds_to_answer)
-        response = cache_pb2.DescribeResponse(epoch=7, num_prefix_nodes=3)
+        response = cache_pb2.DescribeResponse(
+            epoch=7, num_prefix_nodes=3, former_lease_remaining_ms=self.former_lease_ms
+        )
         if self.drains:
             if self.num_describes_until_left == 0:
                 return response

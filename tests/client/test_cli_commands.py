@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 from google.rpc import code_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 from kvpool.client.cli import main
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
@@ -19,6 +25,7 @@ from kvpool.v1 import cache_pb2, worker_pb2
 from tests.client.fakes import (
     HANG,
     SAT,
+    SESSION,
     THE,
     FakeWorker,
     answer,
@@ -69,6 +76,8 @@ async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str
         "num_prompt_tokens": 4,
         "num_cached_tokens": 4,
         "worker_id": "w",
+        "num_attempts": 1,
+        "num_preemptions": 0,
     }
 
 
@@ -188,28 +197,120 @@ async def test_chat_goes_on_after_a_question_that_failed() -> None:
     assert list(worker.requests[-1].token_ids.ids) == [1, 3, 10, 4]
 
 
-async def test_status_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+WORKER_OBJECT = {
+    "worker_id": "w", "session": SESSION, "lease_remaining_ms": 0, "recovering": False, "draining": False, "model": "tiny",
+    "block_size": 4, "num_blocks": 12, "free": 6, "cached": 2, "held": 2, "shared": 1, "reserved": 1, "running": 0, "waiting": 0,
+    "hit_rate": None,
+}  # fmt: skip
+
+
+async def test_every_command_that_shows_something_has_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One object each, alone on stdout; the exit status is that of the text."""
     async with fake_cluster(FakeWorker("w")) as manager:
-        status = await kvpool("status", "--json", "--manager", manager.address)
-        expected = {
-            "worker_id": "w",
-            "address": manager.workers[0].address,
-            "draining": False,
-            "model": "tiny",
-            "block_size": 4,
-            "num_blocks": 12,
-            "free": 6,
-            "cached": 2,
-            "held": 2,
-            "reserved": 1,
-        }
-    assert (status, json.loads(capsys.readouterr().out)) == (0, {"workers": [expected]})
+        worker = {**WORKER_OBJECT, "address": manager.workers[0].address}
+        cluster = {"manager": manager.address, "epoch": 7, "num_prefix_nodes": 3}
+        manager.blocks = [cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_FREE) for i in range(3)]
+
+        async def found(*command: str, status: int = 0) -> dict[str, Any]:
+            assert await kvpool(*command, "--json", "--manager", manager.address) == status
+            captured = capsys.readouterr()
+            assert captured.err == ""
+            parsed: dict[str, Any] = json.loads(captured.out)
+            return parsed
+
+        assert await found("status") == {**cluster, "workers": [worker]}
+        picture = await found("top", "--interval", "0.1")
+        assert picture == {**cluster, "workers": [{**worker, "rates": picture["workers"][0]["rates"]}],
+                           "requests_of": "w", "requests": []}  # fmt: skip
+        assert picture["workers"][0]["rates"]["generated_tokens"] == 0
+        (blocks,) = (await found("blocks"))["workers"]
+        assert (blocks["worker_id"], [block["block_id"] for block in blocks["blocks"]]) == ("w", [1, 2])
+        assert (blocks["blocks"][0]["state"], blocks["blocks"][0]["block_hash"]) == ("free", None)
+        assert (await found("check"))["violations"] == []
+        manager.violations = [manager_violation()]
+        assert (await found("check", status=1))["violations"] == [
+            {
+                "law": "conservation",
+                "worker_id": "w9",
+                "block_id": 17,
+                "sequence": "seq/2/1",
+                "message": "one [too] many",
+            }
+        ]
+        # The fakes have no health service.
+        assert await kvpool("health", manager.address, "--json") == 1
+        health = json.loads(capsys.readouterr().out)
+        assert (health["address"], health["serving"]) == (manager.address, False)
+
+
+async def test_a_worker_s_port_as_manager_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its health service; an address with none is another service's, perhaps."""
+    servicer = health_aio.HealthServicer()
+    await servicer.set("kvpool.v1.WorkerService", health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        assert await kvpool("status", "--manager", f"127.0.0.1:{port}") == 1
+    finally:
+        await server.stop(None)
+    assert f"127.0.0.1:{port} is the port of a worker, not of the manager" in capsys.readouterr().err
+    async with fake_cluster(FakeWorker("w")) as manager:
+        assert await kvpool("status", "--manager", manager.workers[0].address) == 1
+        assert "the address of another service" in capsys.readouterr().err
+
+
+async def test_a_host_that_does_not_resolve_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await kvpool("check", "--manager", "no.such.host.invalid:50051") == 1
+    assert "the host name 'no.such.host.invalid' of the manager does not resolve" in capsys.readouterr().err
+
+
+async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        manager.blocks = [
+            cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_CACHED) for i in range(1, 12)
+        ]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kvpool.client.cli", "blocks", "--manager", manager.address],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+    assert "0%%%%%%%%%%%" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    "program", ["kvpool.command", "kvpool.cache_service.__main__", "kvpool.worker_service.__main__"]
+)
+def test_a_signal_while_a_program_is_imported_ends_it_quietly(
+    program: str, number: signal.Signals, status: int
+) -> None:
+    """The signal comes with the import of gRPC or pydantic, a part of a second after the start."""
+    script = f"""
+import importlib, os, sys
+
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("grpc", "pydantic"):
+            os.kill(os.getpid(), {int(number)})
+
+sys.meta_path.insert(0, Signal())
+importlib.import_module({program!r}).main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 async def test_status_without_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Start one; or wait, while those that a restarted manager has lost may still register."""
     async with fake_cluster() as manager:
-        assert await kvpool("status", "--manager", manager.address) == 0
-    assert "kvpool worker" in capsys.readouterr().out
+        for manager.former_lease_ms, words in (0, "start one with `kvpool worker`"), (900, "its workers report in"):
+            assert await kvpool("status", "--manager", manager.address) == 0
+            assert words in capsys.readouterr().out
 
 
 async def test_the_environment_names_the_manager(
@@ -311,7 +412,8 @@ async def test_killing_the_command_ends_its_call() -> None:
         await asyncio.wait_for(worker.cancelled.wait(), 30)
 
 
-async def test_ctrl_c_ends_the_command_quietly() -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+async def test_a_signal_ends_the_command_quietly(number: signal.Signals, status: int) -> None:
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager:
         process = await asyncio.create_subprocess_exec(
@@ -320,10 +422,10 @@ async def test_ctrl_c_ends_the_command_quietly() -> None:
         )  # fmt: skip
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
-        process.send_signal(2)
+        process.send_signal(number)
         _, err = await asyncio.wait_for(process.communicate(), 30)
         await asyncio.wait_for(worker.cancelled.wait(), 30)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert b"Traceback" not in err
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+
 import pytest
 
 from kvpool.client import Client, ClientConfig, InvalidRequest, NotFound, SyncClient
 from kvpool.client.cli.commands import drain as drain_module
-from tests.client.fakes import SESSION, FakeWorker, fake_cluster
+from tests.client.fakes import SESSION, FakeManager, FakeWorker, fake_cluster, serving
 from tests.client.test_cli_commands import kvpool
 
 
@@ -50,7 +53,25 @@ async def test_a_worker_that_stays_is_an_error(
     async with fake_cluster(FakeWorker("w")) as manager:
         manager.num_describes_until_left = 1_000_000
         assert await kvpool("drain", "w", "--grace", "0", "--manager", manager.address) == 1
-    assert "w is still there after 0.3 s" in capsys.readouterr().err
+    assert "w has not left after 0.3 s" in capsys.readouterr().err
+
+
+async def test_the_manager_may_end_with_its_last_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of `kvpool up` does: the worker's address refuses connections, so it has left."""
+    worker = FakeWorker("w")
+    manager = FakeManager([worker])
+    manager.num_describes_until_left = 1_000_000
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serving(worker))
+        await stack.enter_async_context(serving(manager))
+        draining = asyncio.create_task(kvpool("drain", "w", "--manager", manager.address))
+        async with asyncio.timeout(60):
+            while len(manager.describes) < 2:
+                await asyncio.sleep(0.01)
+        await stack.aclose()
+        assert await asyncio.wait_for(draining, 60) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("w has left\n", "")
 
 
 async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from kvpool.client.cli.app import app
-from kvpool.client.cli.commands.up import _print_ready
+from kvpool.client.cli.commands.up import say_ready
 from kvpool.client.cli.launch.cluster import ClusterSpec
 from kvpool.client.cli.launch.log import PrefixedLog
 from kvpool.client.cli.terminal import print_answer
@@ -123,10 +123,12 @@ ANSWERS = [
 ]
 COMMANDS: dict[str, list[list[str]]] = {
     "status": [["status"], ["status", "--json"]],
-    "top": [["top", "--once", "--interval", "0.1"], ["top", "--once", "--interval", "0.1", "--worker", f"listed {NASTY}"],
+    "top": [["top", "--json", "--interval", "0.1"],
+            ["top", "--once", "--interval", "0.1"],
+            ["top", "--once", "--interval", "0.1", "--worker", f"listed {NASTY}"],
             ["top", "--once", "--interval", "0.1", "--worker", f"other {NASTY}"]],
-    "blocks": [["blocks"], ["blocks", "--worker", "unknown"]],
-    "check": [["check"]],
+    "blocks": [["blocks"], ["blocks", "--json"], ["blocks", "--worker", "unknown"]],
+    "check": [["check"], ["check", "--json"]],
     "drain": [["drain", f"worker {NASTY}"], ["drain", f"worker {NASTY}", "--no-wait"], ["drain", f"unknown {NASTY}"]],
     "bench": [["bench", "serve", "--requests", "2", "--own-tokens", "4", "--prefix-tokens", "0", "--generated-tokens", "3",
                "--no-warm-up"], ["bench", "serve", "--model", "unknown", "--requests", "1"]],
@@ -223,7 +225,7 @@ def test_up_shows_the_names_of_its_workers() -> None:
     worker = NastyWorker("worker").description()
     worker.address = NASTY
     with console() as (printing, stream):
-        _print_ready([worker], ClusterSpec(), printing)
+        say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
     assert_harmless(stream.getvalue())
 
 

@@ -1,118 +1,100 @@
-"""What `kvpool up` hands on to its workers behind `--`, and what it does when they cannot use it."""
+"""Which flags `kvpool up` passes to its workers, and how it ends when they cannot use them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.commands.up import UpSettings
+from kvpool.client.cli.commands.up import UpSettings, split_arguments
+from kvpool.client.cli.launch.children import ChildSpec
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 
-
-def spec(own: Sequence[str], further: Sequence[str]) -> ClusterSpec:
-    return load_settings(UpSettings, ["--device", "cpu", *own]).spec(further)
+KVPOOL = [sys.executable, "-m", "kvpool.client.cli"]
 
 
-def test_each_worker_gets_it_beside_what_up_settles() -> None:
-    """As a worker understands its arguments. A value that is called like a setting of up is no setting."""
-    further = [
-        "--scheduling-policy",
-        "priority",
-        "--gpu-memory-utilization=0.5",
-        "--cache-dir",
-        "model",
-        "--no-prefix-caching",
-    ]
-    manager, *workers = spec(["--workers", "2", "--num-blocks", "33"], further).children({})
-    assert not set(further) & set(manager.command)
+def spec(*arguments: str) -> ClusterSpec:
+    own, of_workers = split_arguments(["--device", "cpu", *arguments])
+    return load_settings(UpSettings, own).spec(of_workers)
+
+
+def worker_settings(child: ChildSpec) -> WorkerSettings:
+    """As a worker understands its arguments."""
+    return load_settings(WorkerSettings, child.command[child.command.index("-m") + 2 :])
+
+
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+def test_each_worker_gets_the_flags_that_are_not_up_s_own(dashes: tuple[str, ...]) -> None:
+    """Before and after `--`. A value that is called like a setting of up is a value."""
+    of_workers = ["--scheduling-policy", "priority", "--gpu-memory-utilization=0.5", "--cache-dir", "workers",
+                  "--no-prefix-caching", "--num-blocks", "33"]  # fmt: skip
+    manager, *workers = spec(*dashes, *of_workers, "--workers", "2", "--host=127.0.0.2").children({})
+    assert not set(of_workers) & set(manager.command)
     for index, worker in enumerate(workers):
-        settings = load_settings(WorkerSettings, worker.command[worker.command.index("-m") + 2 :])
+        settings = worker_settings(worker)
         assert (settings.scheduling_policy, settings.gpu_memory_utilization) == ("priority", 0.5)
-        assert (settings.cache_dir, settings.prefix_caching) == (Path("model"), False)
+        assert (settings.cache_dir, settings.prefix_caching) == (Path("workers"), False)
         assert (settings.worker_id, settings.num_blocks, settings.device) == (f"worker-{index}", 33, "cpu")
+        assert settings.host == "127.0.0.2"
 
 
 @pytest.mark.parametrize(
     ("flag", "instead"),
-    [
-        ("--model", "give --model before"),
-        ("--host=::1", "give --host before"),
-        ("--metrics-port", "give --metrics-port before"),
-        ("--manager", "give --join before"),
-        ("--worker-id=w", "give --name before"),
-        ("--dry-run", "`kvpool worker --dry-run`"),
-    ],
+    [("--manager", "give --join"), ("--worker-id=w", "give --name"), ("--dry-run", "`kvpool worker --dry-run`")],
 )
-def test_what_up_settles_itself_is_refused_with_the_way_to_say_it(flag: str, instead: str) -> None:
+def test_what_up_sets_itself_is_refused_with_the_way_to_say_it(flag: str, instead: str) -> None:
     with pytest.raises(SettingsProblem, match=instead):
-        spec([], ["--max-num-waiting", "9", flag])
+        spec("--max-num-waiting", "9", flag)
 
 
 def test_a_single_worker_may_be_given_its_port() -> None:
-    (worker,) = spec(["--join", "10.0.0.1:50051"], ["--port", "7001"]).children({})
-    settings = load_settings(WorkerSettings, worker.command[worker.command.index("-m") + 2 :])
+    (worker,) = spec("--join", "10.0.0.1:50051", "--", "--port", "7001").children({})
+    settings = worker_settings(worker)
     assert (settings.port, settings.manager) == (7001, "10.0.0.1:50051")
 
 
-def run_up(state_dir: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Of a cluster that must not come to its start: the manager would keep its epoch in `state_dir`."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvpool.client.cli",
-        "up",
-        "--port",
-        str(free_port()),
-        "--state-dir",
-        str(state_dir),
-    ]
+def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A cluster none of whose workers may start: each would make its folder in `state_dir`."""
     done = subprocess.run(
-        ["env", *(f"{name}={value}" for name, value in variables.items()), *command, *arguments],
+        [*KVPOOL, "up", "--port", str(free_port()), "--state-dir", str(state_dir), *arguments],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert list(state_dir.iterdir()) == []
+    assert not (state_dir / "workers").exists()
     return done
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "says"),
+    ("arguments", "status", "says"),
     [
         (
-            ["--", "--schedulling-policy", "priority"],
-            {},
-            "error: unrecognized arguments: --schedulling-policy priority",
+            ["--wokrers", "2", "--lease-seconds", "3", "--", "--schedulling-policy", "fair"],
+            2,
+            [
+                "kvpool up: there is no flag --wokrers; did you mean --workers?",
+                "kvpool up: --lease-seconds is a flag of the manager: set KVPOOL_MANAGER_LEASE_SECONDS, or",
+                "kvpool up: there is no flag --schedulling-policy; did you mean --scheduling-policy?",
+            ],
         ),
-        (
-            ["--", "--scheduling-policy", "fair"],
-            {},
-            "--scheduling-policy: Input should be 'fcfs' or 'priority', got 'fair'",
-        ),
-        (["--block-size", "17"], {}, "--block-size must be a power of two, got 17"),
-        ([], {"KVPOOL_WORKER_MAX_NUM_SEQS": "0"}, "KVPOOL_WORKER_MAX_NUM_SEQS: Input should be greater"),
+        (["--block-size", "17", "--workers", "3"], 2, ["kvpool worker: --block-size must be a power of two, got 17"]),
+        (["--model", "/no/such"], 1, ["kvpool worker: There is no model folder '/no/such'"]),
     ],
 )
-def test_a_worker_s_own_error_and_status_come_before_anything_is_started(
-    arguments: list[str], variables: dict[str, str], says: str, tmp_path: Path
+def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
+    arguments: list[str], status: int, says: list[str], tmp_path: Path
 ) -> None:
-    done = run_up(tmp_path, *arguments, **variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("kvpool worker: ")
-    assert says in done.stderr.splitlines()[-1]
+    """With one line for each problem, however many workers there are, and the exit status of a worker."""
+    done = run_up(tmp_path, *arguments)
+    lines = done.stderr.splitlines()
+    assert done.returncode == status
+    assert len(lines) == len(says)
+    assert all(line.startswith(start) for line, start in zip(lines, says, strict=True)), lines
 
 
-def test_a_worker_s_setting_before_the_dashes_is_told_where_it_belongs(tmp_path: Path) -> None:
-    done = run_up(tmp_path, "--workers", "2", "--scheduling-policy", "priority")
-    assert done.returncode == 2
-    assert "give it behind --: kvpool up … -- --scheduling-policy …" in done.stderr.splitlines()[-1]
-
-
-def test_help_behind_the_dashes_is_the_worker_s(tmp_path: Path) -> None:
+def test_help_after_the_dashes_is_the_worker_s(tmp_path: Path) -> None:
     done = run_up(tmp_path, "--", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: kvpool worker " in done.stdout

@@ -282,7 +282,7 @@ def test_the_fifth_exercise() -> None:
     ("case", "told"),
     [
         ("eviction", r"eviction 4/.*→ table \[13, 14, 15, 16, 4, 3\].*eviction 5/.*→ table \[1, 2, 8, 7\], 8 tokens.*"),
-        ("eviction", r"eviction 6/.*NO_BLOCKS: needed 3 blocks .* 2\s+evictable.*Changed +nothing"),
+        ("eviction", r"eviction 6/.*NO_BLOCKS: needed 3 blocks;.* 2\s+evictable.*Changed +nothing"),
         ("prefix", r"A3.*, 16 tokens\) → table \[1, 2, 3, 9\], 12 tokens "),
     ],
 )

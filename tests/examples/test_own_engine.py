@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from examples import own_engine
+from kvpool.client.cli import main
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
+from tests.client.fakes import FakeWorker, serving
 from tests.cluster.cluster import Cluster
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
@@ -112,6 +114,29 @@ async def assert_nothing_is_left(cluster: Cluster) -> None:
     """The engine has left, and every law of the manager holds."""
     assert await cluster.describe() == []
     assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
+
+
+async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
+    cluster: Cluster, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine without an address is not asked, and its model cannot be."""
+
+    async def generate(*flags: str) -> object:
+        with pytest.raises(SystemExit) as caught:
+            await asyncio.to_thread(main, ["generate", "the", "--manager", cluster.address(), *flags])
+        return caught.value.code or 0
+
+    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+    await until_it_generates(cluster)
+    worker = FakeWorker("text")
+    async with serving(worker):
+        hello = registration("text", num_blocks=9)
+        hello.address, hello.model_fingerprint = worker.address, worker.model.fingerprint
+        await cluster.manager_stub.Register(hello)
+        assert (await generate(), capsys.readouterr().out) == (0, " the cat sat\n")
+        assert await generate("--model", own_engine.ROOT.model_fingerprint) == 1
+        assert "no live worker serves the model 'own-engine-1'" in capsys.readouterr().err
+        assert engine.status is None
 
 
 async def until_it_generates(cluster: Cluster) -> pb.WorkerDescription:

@@ -19,6 +19,7 @@ from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Grant, Stop
 from kvpool.cache_service.core.prefix_tree import Node
+from kvpool.cache_service.core.recovery import Recovery
 from kvpool.cache_service.core.session import Session
 from kvpool.worker_service.cache.events import Granted, Refused, Stopped
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
@@ -249,14 +250,14 @@ def _manager(manager: CacheManager) -> Form:
     numbers.registers += [(int(worker[1:]), newest.incarnation, newest.register_no) for worker, newest in known]
     return numbers.of(
         (
-            [_session(session, numbers) for session in manager.sessions],
-            [_session(session, numbers) for session in manager._retired],
+            [_session(session, manager._recoveries.get(session.number), numbers) for session in manager.sessions],
+            [_session(session, None, numbers) for session in manager._retired],
             [(worker, newest.process_key) for worker, newest in known],
         )
     )
 
 
-def _session(session: Session, numbers: _Numbers) -> Hashable:
+def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> Hashable:
     pool = session.pool
     blocks = range(1, pool.num_blocks)
     numbers.sessions.append(session.number)
@@ -272,19 +273,19 @@ def _session(session: Session, numbers: _Numbers) -> Hashable:
         else:
             assert isinstance(entry, Stop)
             pending.append(("stop", tuple(entry.key)))
-    recovery: Hashable = None
-    if session.recovery is not None:
-        numbers.stamps.append(session.recovery._last_stamp)
-        numbers.stamps += [generation for _, generation in session.recovery._blocks.values()]
-        recovery = (
-            session.recovery.num_parts,
-            [(one.tokens, _number(session.recovery._contents, one.parent)) for one in session.recovery._contents],
-            [(block, _path(node)) for block, (node, _) in session.recovery._blocks.items()],
+    reported: Hashable = None
+    if recovery is not None:
+        numbers.stamps.append(recovery._last_stamp)
+        numbers.stamps += [generation for _, generation in recovery._blocks.values()]
+        reported = (
+            recovery.num_parts,
+            [(one.tokens, _number(recovery._contents, one.parent)) for one in recovery._contents],
+            [(block, _path(node)) for block, (node, _) in recovery._blocks.items()],
         )
     return (
         session.worker_id,
         session.num_report_parts,
-        recovery,
+        reported,
         session.reserve_wish,
         pending,
         list(pool.free_list()),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, Call
 from kvpool.worker_service.cache.sequence import CacheSequence
@@ -493,7 +493,7 @@ class World:
     def _of_fate(self, what: str, index: int) -> None:
         if what == "sweep":
             manager = self._manager_to_change()
-            while manager._told:  # what reports were made of, which nothing else asks for
+            while manager._completed:  # what reports were made of, which nothing else asks for
                 manager.sweep()
             manager.sweep()
             return
@@ -578,7 +578,7 @@ class World:
         live: dict[str, Sequence] = {}
         for session in self.manager.sessions:
             for sequence in session.sequences.values():
-                if not sequence.fenced and sequence.session.recovery is None:
+                if not sequence.fenced and not sequence.session.recovering:
                     other = live.setdefault(sequence.key.sequence_id, sequence)
                     if other is not sequence:
                         raise BrokenLaw(f"one attempt lives: {other!r} and {sequence!r}")

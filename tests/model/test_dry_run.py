@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.worker_service.dry_run import dry_run
+from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
@@ -85,7 +88,8 @@ def test_sequences_are_counted_at_several_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v3"])
 def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_model(architecture, tmp_path).path
-    outline = outline_model(ModelSettings(str(folder), dtype="float32", device="cpu"), quiet)
+    model_settings = ModelSettings(str(folder), dtype="float32", device="cpu")
+    outline = outline_model(find_candidate(model_settings, quiet), model_settings)
     loaded = load(folder)
     for memory in (MemorySettings(16, kv_cache_memory=5_000_000), MemorySettings(8, num_blocks=50)):
         ours, real = outline.plan(memory), loaded.plan(memory)
@@ -102,6 +106,30 @@ def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
     assert found["bytes per token"] == f"{30 * 2 * 3 * 64 * 4:,}"
     assert found["longest sequence"] == "8,192 tokens"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"model": "/no/such"}, "There is no model folder '/no/such'"),
+        ({"cache_dir": Path("/proc/x")}, "The cache folder /proc/x cannot be made"),
+        ({"device": "cuda:99"}, "There is no device 'cuda:99'"),
+        (
+            {"max_model_len": MAX_MODEL_LEN + 1},
+            f"--max-model-len {MAX_MODEL_LEN + 1} is not within 2 … {MAX_MODEL_LEN}",
+        ),
+    ],
+)
+def test_what_kvpool_up_waits_for_is_refused_before_the_plan(
+    more: dict[str, object], says: str, config_only: Path
+) -> None:
+    """Nothing is printed before it is refused; what is usable is the first line."""
+    model_settings = replace(ModelSettings(str(config_only), device="cpu"), **more)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=re.escape(says)):
+        find_candidate(model_settings, quiet)
+    assert printed(settings(config_only, num_blocks=9)).startswith(
+        f"tiny-llama (llama) on cpu, sequences of up to {MAX_MODEL_LEN} tokens\n"
+    )
 
 
 def test_too_many_blocks_are_refused_as_at_a_start(config_only: Path) -> None:

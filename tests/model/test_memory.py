@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ByteSize, TypeAdapter
 
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
@@ -160,13 +161,14 @@ def test_the_largest_that_an_error_names_fits_and_one_more_does_not(
     if said is None:
         assert spent(facts, plan_memory(facts, asked(num_blocks)).kv_cache) <= facts.total_bytes
         return
-    named = re.search(r"--num-blocks (\d+), or --kv-cache-memory (\d+)", said)
+    named = re.search(r"--num-blocks (\d+), or --kv-cache-memory ([\d.]+\w*)", said)
     if named is None:
         assert "none fits" in said
         assert not fits(facts, asked(2))
         return
     largest = int(named[1])
-    assert int(named[2]) == largest * bytes_per_block
+    in_bytes_named = TypeAdapter(ByteSize).validate_python(named[2])
+    assert 0.99 * largest * bytes_per_block <= in_bytes_named <= largest * bytes_per_block, "three digits, rounded down"
     assert largest < num_blocks
     assert fits(facts, asked(largest))
     assert not fits(facts, asked(largest + 1))
@@ -211,7 +213,7 @@ def test_what_an_error_says() -> None:
     assert str(caught.value) == (
         "A KV cache of 50000 blocks needs 97.66 GiB, but cuda:0 has room for 59.00 GiB: of 80.00 GiB, 2.00 GiB are in use "
         "already, 16.00 GiB are needed for the weights and 3.00 GiB for a maximum batch. At most 30208 blocks fit "
-        "(--num-blocks 30208, or --kv-cache-memory 63350767616)."
+        "(--num-blocks 30208, or --kv-cache-memory 59GiB)."
     )
     with pytest.raises(KVCacheTooLarge) as caught:
         plan_memory(GPU, replace(SETTINGS, gpu_memory_utilization=0.2))

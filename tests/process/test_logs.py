@@ -41,6 +41,27 @@ def test_a_caller_that_leaves_as_it_is_answered_is_no_error() -> None:
     assert not any("exception" in line for line in left)
 
 
+def test_json_lines_name_their_process() -> None:
+    """Those of libraries too; what a line says itself counts more."""
+    script = """
+import logging, structlog
+from kvpool.process.logs import LogFormat, LogLevel, configure_logging, identify_log_lines
+configure_logging(LogFormat.json, LogLevel.info)
+identify_log_lines(service="worker")
+structlog.get_logger("kvpool").info("first")
+identify_log_lines(worker_id="w")
+logging.getLogger("grpc").warning("second")
+structlog.get_logger("kvpool").info("third", worker_id="other")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["event"], line["service"], line.get("worker_id")) for line in found] == [
+        ("first", "worker", None),
+        ("second", "worker", "w"),
+        ("third", "worker", "other"),
+    ]
+
+
 SECRETIVE = """
 import structlog
 from kvpool.process.logs import LogFormat, LogLevel, configure_logging

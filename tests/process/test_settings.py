@@ -119,6 +119,50 @@ def test_an_unknown_name_in_the_file_is_an_error_with_a_guess(file: Path) -> Non
     assert second == f"'x' in [oven] of {file} is no setting"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-degres", "3"], "there is no flag --max-degres; did you mean --max-degrees?"),
+        (["--zzz"], "there is no flag --zzz; --help lists them"),
+        (["--no-fan", "--max-degrees=3", "--no-fans"], "there is no flag --no-fans; did you mean --no-fan?"),
+    ],
+)
+def test_an_unknown_flag_is_an_error_with_a_guess(arguments: list[str], says: str) -> None:
+    assert problem(*arguments) == says
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVPOOL_WORKER_NUM_BLOKCS", "KVPOOL_WORKER_NUM_BLOCKS"),
+        ("KVPOOL_WROKER_NUM_BLOCKS", "KVPOOL_WORKER_NUM_BLOCKS"),
+        ("KVPOOL_MANGER", "KVPOOL_MANAGER"),
+    ],
+)
+def test_a_misspelt_variable_is_an_error_with_a_guess(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(SettingsProblem, match=f"^no setting is called {name}; did you mean {meant}\\?$"):
+        load_settings(WorkerSettings, [])
+
+
+def test_a_variable_that_is_like_no_setting_is_reported_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of other processes are theirs to check; those of docker-compose.yml are no settings of a process."""
+    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8")
+    for name in {*re.findall(r"KVPOOL_[A-Z0-9_]*[A-Z0-9]", compose), "KVPOOL_CLIENT_TIMOUT", "KVPOOL_MANAGER_X"}:
+        monkeypatch.setenv(name, "")
+        if name not in {f"KVPOOL_WORKER_{field.upper()}" for field in WorkerSettings.model_fields}:
+            monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("KVPOOL_MANAGER", "127.0.0.1:9")
+    monkeypatch.delenv("KVPOOL_CONFIG", raising=False)
+    monkeypatch.setenv("KVPOOL_WORKER_COLOUR", "red")
+    load_settings(WorkerSettings, [])
+    assert capsys.readouterr().err == (
+        "kvpool worker: no setting is called KVPOOL_WORKER_COLOUR: the variable is ignored\n"
+    )
+
+
 def test_an_unknown_table_is_an_error_with_a_guess(file: Path) -> None:
     file.write_text("[clinet]\ntimeout = 3\n")
     assert problem("--config", str(file)) == f"[clinet] in {file} is no table that kvpool reads; did you mean [client]?"

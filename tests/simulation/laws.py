@@ -204,7 +204,7 @@ class Laws:
         if session.pool.num_evicted:
             self.world.counts["evictions"] += session.pool.num_evicted
             session.pool.num_evicted = 0
-        if session.recovery is None:
+        if not session.recovering:
             for worker in self.world.live_workers():
                 if worker.cache.session == session.number and worker.cache.is_ready():
                     self._one_writer(worker, session)
@@ -293,7 +293,7 @@ class Laws:
             self.counts[law] += 1
         for worker in self.world.live_workers():
             session = manager.core._sessions.get(worker.cache.session)
-            if session is not None and session.recovery is None and worker.cache.is_ready():
+            if session is not None and not session.recovering and worker.cache.is_ready():
                 self._one_writer(worker, session)
                 self._agreement(manager, worker, session)
 

@@ -33,7 +33,7 @@ from .placement import choose_device, choose_dtype, choose_max_model_len, dtype_
 from .progress import Progress, quiet_transformers
 from .rope import Regime, describe_regime, fix_longrope
 from .settings import ModelSettings
-from .source.cache_dir import default_cache_dir
+from .source.cache_dir import open_cache_dir
 from .source.fingerprint import fingerprint
 from .source.resolve import ModelFolder, resolve_model
 
@@ -98,7 +98,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     progress = progress or structlog.get_logger("kvpool.model").info
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    cache_dir = settings.cache_dir or default_cache_dir()
+    cache_dir = open_cache_dir(settings.cache_dir)
     folder = resolve_model(settings.model, cache_dir, progress)
     config = read_config(folder.path)
     prepared = prepare(config, settings)

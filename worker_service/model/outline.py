@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .candidate import Candidate
 from .load import prepare
 from .memory.facts import facts_of_blueprint
 from .memory.meta_model import Blueprint, draw_blueprint
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
-from .placement import DTYPES, choose_dtype, read_config
-from .progress import Progress
+from .placement import DTYPES, choose_dtype
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
-from .source.resolve import find_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +37,12 @@ class Outline:
         return plan_memory(facts_of_blueprint(self.blueprint, self.dtype, self.device, settings), settings)
 
 
-def outline_model(settings: ModelSettings, progress: Progress) -> Outline:
-    """Find the model's config and check it as load_model does. Reads no weights, converts nothing; some seconds.
+def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
+    """Check the config as load_model does. Reads no weights, converts nothing; some seconds.
 
     Raises ModelError.
     """
-    source = find_config(settings.model, progress)
-    config = read_config(source.path, source.gguf)
+    source, config = candidate.source, candidate.config
     prepared = prepare(config, settings)
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from transformers.utils import logging as transformers_logging
-
 Progress = Callable[[str], None]
 """Takes one line of text. May be called from another thread."""
 
@@ -33,6 +31,10 @@ def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterato
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
+    """No progress bars from transformers inside."""
+    # Here and not above: a model that is not there is reported without waiting for this import.
+    from transformers.utils import logging as transformers_logging
+
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -16,7 +16,7 @@ Each violation names the law, the worker, and the block and sequence if there is
 * tree: child and parent point at each other; a node without copy, child and sequence is gone; counts and leaders are right
 * attempts: the index of attempts holds exactly the live sequences
 
-An audit runs in slices, between which the manager goes on (`OnlineAudit` says why it can), or at once (`audit`).
+An audit runs in slices, between which the manager answers calls (`OnlineAudit` explains why this is right), or at once (`audit`).
 """
 
 from .findings import Audit, Violation

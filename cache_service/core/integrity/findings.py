@@ -1,4 +1,4 @@
-"""What an audit finds, and how it says so."""
+"""What an audit finds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..messages import SequenceKey
-from ..sequence import Sequence
+from ..prefix_tree import Leader
 from ..session import Session
 
 Course = Iterator[int]
-"""Laws being checked. Yields wherever the manager may go on, each time the work done since the last time, in units of some
-0.3 µs on one core of 2026."""
+"""Laws being checked. Yields where the slice may end, each time the work done since the last yield, in units of some 0.3 µs on
+one core of 2026."""
 
 MAX_VIOLATIONS = 4096
-"""Kept of one audit: the first ones tell what happened, the rest is what followed."""
+"""Of one audit: the first ones show the cause, the rest its consequences."""
 
 
 class Violation(NamedTuple):
@@ -29,7 +29,7 @@ class Violation(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What was looked at, and what was wrong."""
+    """The result: violations, and what was checked."""
 
     violations: list[Violation]
     num_blocks: int
@@ -39,7 +39,7 @@ class Audit(NamedTuple):
 
 
 class Findings:
-    """The violations found so far. `portion` is how many blocks, table entries or nodes are looked at in one go."""
+    """The violations found so far. `portion`: blocks, table entries or nodes that are checked without a yield."""
 
     def __init__(self, portion: int) -> None:
         self.portion = portion
@@ -50,16 +50,16 @@ class Findings:
         self.num_sessions = 0
 
     def add(
-        self, law: str, message: str, session: Session | None = None, block: int = -1, sequence: Sequence | None = None
+        self, law: str, message: str, session: Session | None = None, block: int = -1, sequence: Leader | None = None
     ) -> None:
-        """A law that does not hold."""
+        """Record a violation."""
         if len(self.violations) < MAX_VIOLATIONS:
             key = None if sequence is None else sequence.key
             worker_id, number = ("", 0) if session is None else (session.worker_id, session.number)
             self.violations.append(Violation(law, message, worker_id, number, block, key))
 
     def name_owners(self, session: Session) -> Course:
-        """Name a sequence to each violation of a session that names a block of one, and no sequence."""
+        """Complete the violations of a session that name a block and no sequence by a sequence whose table has the block."""
         nameless = {v.block for v in self.violations if v.session == session.number and v.sequence is None}
         owners: dict[int, SequenceKey] = {}
         if nameless:

@@ -1,27 +1,25 @@
-"""The laws of the prefix tree. Copies in retired pools are waiting for the sweep and count as copies."""
+"""The laws of the prefix tree. Copies in retired pools that are not swept yet count as copies."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
-from ..block_pool import BlockPool
-from ..prefix_tree import Leaders, Node, PrefixTree, Walk
-from ..sequence import Sequence
+from ..prefix_tree import Holder, Leader, Leaders, Node, PrefixTree, Walk
 from .findings import Course, Findings
 from .world import World
 
 
 class NodeLaws:
-    """Checks each node, as it is. `standing` are the nodes that were found to count their sequences right or wrong already."""
+    """Checks each node, as it is. `counted`: nodes whose number of sequences was checked by `count_all`."""
 
-    def __init__(self, world: World, walk: Walk, standing: Container[Node], findings: Findings) -> None:
+    def __init__(self, world: World, walk: Walk, counted: Container[Node], findings: Findings) -> None:
         self._world = world
         self._tree: PrefixTree = world.tree
         self._walk = walk
-        self._standing = standing
+        self._counted = counted
         self._findings = findings
         self.suspects: list[Node] = []
-        """Nodes that count sequences and on which none was found standing: perhaps it came later."""
+        """Other nodes that count sequences, which may have come since."""
 
     def course(self) -> Course:
         """All of them."""
@@ -40,7 +38,7 @@ class NodeLaws:
             )
 
     def _add(self, law: str, message: str, node: Node) -> None:
-        """Names a block that holds the node; its owner follows from that."""
+        """Record a violation with a block that holds the node; `Findings.name_owners` adds the owner."""
         for pool in node.pools():
             session = self._world.session_of(pool)
             if session is not None:
@@ -51,7 +49,7 @@ class NodeLaws:
     def _node(self, node: Node) -> None:
         if node.is_unused() and self._tree.holds(node) and not self._tree.is_condemned(node):
             self._add("tree", f"{node!r} has no copy, child or sequence and is still there", node)
-        if node.num_sequences and node not in self._standing:
+        if node.num_sequences and node not in self._counted:
             self.suspects.append(node)
         for pool in node.pools():
             self._copy(node, pool)
@@ -62,9 +60,9 @@ class NodeLaws:
         for leader in node.iter_leaders():
             if not self._lives(leader):
                 message = f"{node!r} is led by a sequence that has ended"
-                self._findings.add("tree", message, leader.session, -1, leader)
+                self._findings.add("tree", message, self._world.session_of(leader.pool), -1, leader)
 
-    def _copy(self, node: Node, pool: BlockPool) -> None:
+    def _copy(self, node: Node, pool: Holder) -> None:
         block = node.copy_in(pool)
         if not 0 < block < pool.num_blocks or pool.node(block) is not node:
             message = f"{node!r} names block {block} as its copy, which holds something else"
@@ -72,8 +70,6 @@ class NodeLaws:
         if pool.retired and self._world.session_of(pool) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
 
-    def _lives(self, sequence: Sequence) -> bool:
-        key = sequence.key
-        return sequence.session.sequences.get((key.sequence_id, key.attempt)) is sequence and (
-            self._world.session_of(sequence.session.pool) is sequence.session
-        )
+    def _lives(self, leader: Leader) -> bool:
+        session = self._world.session_of(leader.pool)
+        return session is not None and session.sequences.get((leader.key.sequence_id, leader.key.attempt)) is leader

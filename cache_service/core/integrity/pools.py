@@ -34,20 +34,20 @@ class PoolLaws:
     def _add(self, law: str, message: str, block: int = -1) -> None:
         self._findings.add(law, message, self._session, block)
 
-    def _photograph_cost(self) -> int:
+    def _snapshot_cost(self) -> int:
         """Of a copy of some five bytes per block, and a note per sequence."""
         return self._pool.num_known // 128 + len(self._session.sequences) // 2
 
     def _counts_and_references(self) -> Course:
-        """On a photograph of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
+        """On a snapshot of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
         is left as it is when that ends, so the list and its length are all there is to remember. Blocks without a record were
         never granted: they are free, and in no table."""
         pool, portion = self._pool, self._findings.portion
         counts = pool.counts()
-        states, ref_counts = pool.photograph_states(), pool.photograph_ref_counts()
+        states, ref_counts = pool.snapshot_states(), pool.snapshot_ref_counts()
         num_known = len(states)
         tables = [(sequence.table, len(sequence.table)) for sequence in self._session.sequences.values()]
-        yield 2 * self._photograph_cost()
+        yield 2 * self._snapshot_cost()
 
         found = [0] * len(State)
         num_shared = 0
@@ -72,7 +72,7 @@ class PoolLaws:
             self._add("conservation", f"{num_shared} blocks are shared, the pool counts {counts.shared}")
 
         num_entries = array("I", [0]) * num_known
-        yield self._photograph_cost()
+        yield self._snapshot_cost()
         for table, length in tables:
             for begin in range(0, length, portion):
                 piece_end = min(begin + portion, length)
@@ -97,13 +97,13 @@ class PoolLaws:
             yield portion // 64
 
     def _free_list(self) -> Course:
-        """The list itself on a photograph of its links and the states; the way back block by block in `_blocks`."""
+        """The list itself on a snapshot of its links and the states; the way back block by block in `_blocks`."""
         pool, portion = self._pool, self._findings.portion
-        follows, states = pool.photograph_list(), pool.photograph_states()
+        follows, states = pool.snapshot_list(), pool.snapshot_states()
         num_known, last_granted = len(states), pool.last_granted
-        yield 2 * self._photograph_cost()
+        yield 2 * self._snapshot_cost()
         if num_known < pool.num_blocks and last_granted >= num_known - 1:
-            self._add("free list", f"no block of the list stands for those from {num_known} on", last_granted)
+            self._add("free list", f"no block of the list represents those from {num_known} on", last_granted)
         listed = bytearray(num_known)
         listed[0] = 1
         block, count = follows[0], 0
@@ -178,7 +178,7 @@ class PoolLaws:
 
     def _duplicates(self) -> Course:
         pool = self._pool
-        yield self._photograph_cost()
+        yield self._snapshot_cost()
         for node in pool.duplicated():
             blocks = pool.duplicates_of(node)
             for block in blocks:

@@ -1,4 +1,4 @@
-"""The laws of sequences: sealing, chain, null block; and those that need all of them together: attempts, and who stands where."""
+"""The laws of sequences: sealing, chain, null block; and of all sequences together: attempts, and how many end at each node."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterable
 
 from ..fencing import Fencing
 from ..prefix_tree import Node
-from ..sequence import Sequence
-from ..session import Session
+from ..session import Sequence, Session
 from .findings import Course, Findings
 
 
 class SequenceLaws:
-    """Checks the sequences of one session, on the sequences as they are; those that have ended meanwhile are left out."""
+    """Checks the sequences of one session, as they are; those that have ended since are skipped."""
 
     def __init__(self, session: Session, findings: Findings) -> None:
         self._session = session
@@ -86,17 +85,18 @@ class SequenceLaws:
 # The laws that need all live sequences at one moment: each of these takes place within one slice, some 0.5 ms per 1,000 of them.
 
 
-def roll_call(sessions: Iterable[Session], suspects: Iterable[Node], findings: Findings) -> Counter[Node]:
-    """Each node that sequences stand on counts them, and each of the suspects. Returns how many stand where."""
+def count_all(sessions: Iterable[Session], suspects: Iterable[Node], findings: Findings) -> Counter[Node]:
+    """Compare the sequences whose path ends at a node with the node's count; also those of the suspects. Returns how many end
+    where."""
     sequences = [sequence for session in sessions for sequence in session.sequences.values()]
-    standing = Counter([sequence.nodes[-1] if sequence.nodes else sequence.root for sequence in sequences])
-    wrong = [node for node, count in standing.items() if node.num_sequences != count]
-    wrong += [node for node in suspects if node not in standing and node.num_sequences]
+    ending = Counter([sequence.nodes[-1] if sequence.nodes else sequence.root for sequence in sequences])
+    wrong = [node for node, count in ending.items() if node.num_sequences != count]
+    wrong += [node for node in suspects if node not in ending and node.num_sequences]
     for node in wrong:
-        message = f"{node!r} counts {node.num_sequences} sequences, {standing[node]} stand on it"
+        message = f"{node!r} counts {node.num_sequences} sequences, {ending[node]} end at it"
         sequence = next((s for s in sequences if (s.nodes[-1] if s.nodes else s.root) is node), None)
         findings.add("tree", message, None if sequence is None else sequence.session, -1, sequence)
-    return standing
+    return ending
 
 
 def compare_attempts(sessions: Iterable[Session], attempts: Fencing, findings: Findings) -> None:

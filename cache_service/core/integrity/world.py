@@ -1,4 +1,4 @@
-"""All that an audit looks at, as it is at any moment."""
+"""The objects that an audit checks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from ..block_pool import BlockPool
 from ..budget import Budget
 from ..fencing import Fencing
-from ..prefix_tree import PrefixTree
+from ..prefix_tree import Holder, PrefixTree
 from ..session import Session
 
 
@@ -22,14 +21,14 @@ class World(NamedTuple):
     sessions: Mapping[int, Session]
     """Live ones, by number."""
     retired: List[Session]
-    """Those whose sweep has not ended."""
+    """Those that are not swept yet."""
     last_generation: Callable[[], int]
 
     def all_sessions(self) -> list[Session]:
         """Live ones and retired ones, as of now."""
         return [*self.sessions.values(), *self.retired]
 
-    def session_of(self, pool: BlockPool) -> Session | None:
+    def session_of(self, pool: Holder) -> Session | None:
         """The session that a pool belongs to, if there is one."""
         among = self.retired if pool.retired else self.sessions.values()
         return next((session for session in among if session.pool is pool), None)

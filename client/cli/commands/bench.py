@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import sys
 from dataclasses import replace
@@ -11,6 +10,8 @@ from typing import Annotated, Final
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvpool.process.signals import INTERRUPTED
 
 from ...bench import report
 from ...bench.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
@@ -21,7 +22,16 @@ from ...bench.sample import RequestSample
 from ...bench.workload import DEFAULT_CONVERSATIONS, Workload
 from ...errors import InvalidRequest, KvpoolError
 from ..answer_flags import ModelName, Priority, Tenant
-from ..terminal import JsonOption, ManagerOption, client_config, error_line, printed, stderr_console, stdout_console
+from ..terminal import (
+    JsonOption,
+    ManagerOption,
+    client_config,
+    error_line,
+    print_json,
+    printed,
+    stderr_console,
+    stdout_console,
+)
 
 _MAX_DEFAULT_USERS: Final = 16
 
@@ -53,14 +63,14 @@ def serve(
             "--users",
             min=1,
             max=MAX_IN_FLIGHT,
-            help="Closed loop: so many users, each asking again when the answer is there. Default: one per request, at most 16.",
+            help="Closed loop: users, each asking again when its answer is complete. Default: one per request, at most 16.",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             "--rate",
-            help="Open loop in place of users: so many requests (chats: conversations) a second, whatever comes back.",
+            help="Open loop in place of users: requests (chats: conversations) a second, also while answers are late.",
         ),
     ] = None,
     arrivals: Annotated[
@@ -121,7 +131,9 @@ def serve(
     ] = 1,
     warm: Annotated[
         bool,
-        typer.Option("--warm", help="Send each repetition a second time too, when the cache holds it, and tell both."),
+        typer.Option(
+            "--warm", help="Send each repetition a second time too, when the cache holds it, and report both."
+        ),
     ] = False,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Begin with a run of the same size that is not counted.")
@@ -131,7 +143,7 @@ def serve(
         typer.Option(
             "--waste/--no-waste",
             show_default="only in mixed",
-            help="Look at the block map four times a second, and tell how many held slots no token has.",
+            help="Look at the block map four times a second, and report how many held slots have no token.",
         ),
     ] = None,
     seed: Annotated[
@@ -154,7 +166,7 @@ def serve(
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:
-    """Send a workload to a running cluster; tell latencies, tokens per second and the hit rate.
+    """Send a workload to a running cluster; report latencies, tokens per second and the hit rate.
 
     Prompts are random tokens of the served model, answers greedy and of fixed length. Exit status 1 if a request failed or
     was refused; the figures are of those that were complete.
@@ -189,7 +201,7 @@ def serve(
     except KeyboardInterrupt:
         print("kvpool: interrupted; the figures are of the runs that were complete", file=sys.stderr)
         _show(measured, as_json=as_json)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     _show(measured, as_json=as_json)
     if measured.error is not None:
         print(_failure(measured.error), file=sys.stderr)
@@ -248,7 +260,7 @@ async def _measure(engine: KvpoolEngine, measured: Measured, *, looks: bool, sta
 
 def _show(measured: Measured, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.as_json(measured)))
+        print_json(report.as_json(measured))
     elif measured.runs:
         console = stdout_console()
         if measured.served is not None:

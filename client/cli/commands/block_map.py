@@ -17,7 +17,7 @@ from kvpool.v1 import cache_pb2
 from ...block_map import BlockMap, fetch_block_map
 from ...client import Client
 from ...errors import NotFound
-from ..terminal import ManagerOption, client_config, stdout_console
+from ..terminal import JsonOption, ManagerOption, client_config, print_json, stdout_console
 
 _COLOURS: Final = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _LABEL_CELLS: Final = 8
@@ -46,7 +46,7 @@ _STATE_NAMES: Final = {
 
 def render_block_map(block_map: BlockMap, width: int, height: int | None = None) -> Text:
     """The picture, `width` columns wide at most, with its counts and legend. Every state has a sign of its own, so that
-    it can be read without colours. With `height`, what does not fit into so many lines is left out, and said so."""
+    it can be read without colours. With `height`, rows that do not fit are left out, and counted in the last line."""
     owners = _name_owners(block_map.blocks)
     cells = {block.block_id: _cell(block, owners) for block in block_map.blocks}
     cells[0] = (_NULL, "dim")
@@ -56,7 +56,7 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
     legend = _legend(block_map.blocks, owners, width, max_owners)
-    # Two lines stand above the rows; the last row is for saying what was left out.
+    # Two lines are above the rows; the last row is for the number of rows left out.
     max_lines = None if height is None else max(1, height - 3 - (legend.plain.count("\n") + 1))
     rows = [
         range(start, min(start + per_row, block_map.num_blocks)) for start in range(0, block_map.num_blocks, per_row)
@@ -65,7 +65,7 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
     while index < len(rows):
         row = rows[index]
         if num_lines == max_lines:
-            text.append(f"{_INDENT}… {len(rows) - index} further rows, from block {row[0]} on\n", style="dim")
+            text.append(f"{_INDENT}… {len(rows) - index} more rows, from block {row[0]}\n", style="dim")
             break
         num_lines += 1
         num_same = _num_uniform_rows(rows[index:], cells)
@@ -154,7 +154,7 @@ def _counts(block_map: BlockMap) -> str:
 def _legend(
     blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int, max_owners: int
 ) -> Text:
-    """What the signs that occur mean, then the owners; one line each where they do not fit beside each other."""
+    """What the signs that occur mean, then the owners; one line each where they do not fit on one."""
     present = {block.state for block in blocks}
     items = [
         Text.assemble((sign, style), (f" {_STATE_NAMES[state]}", "dim"))
@@ -163,7 +163,7 @@ def _legend(
     ]
     items.append(Text.assemble((_NULL, "dim"), (" null block", "dim")))
     if any(block.state == cache_pb2.BLOCK_STATE_HELD and block.ref_count > 1 for block in blocks):
-        items.append(Text.assemble(("2 … 9", "bold"), (" held by so many sequences", "dim")))
+        items.append(Text.assemble(("2 … 9", "bold"), (" held by that many sequences", "dim")))
         items.append(Text.assemble(("#", "bold"), (" by more", "dim")))
     if owners:
         items.append(Text.assemble(("A", "bold"), (" held by one", "dim")))
@@ -175,7 +175,7 @@ def _legend(
         text.append(owner.letter, style=owner.style)
         text.append(f" {printable(owner.sequence_id)}: {num}", style="dim")
     if len(owners) > max_owners:
-        text.append(f"\n{_INDENT}… and {len(owners) - max_owners} further sequences", style="dim")
+        text.append(f"\n{_INDENT}… and {len(owners) - max_owners} more sequences", style="dim")
     return text
 
 
@@ -195,8 +195,33 @@ def _flow(items: Sequence[Text], width: int) -> Text:
     return text
 
 
+def block_map_object(block_map: BlockMap) -> dict[str, object]:
+    """The blocks of one worker for `--json`, without the null block; the names are part of the interface."""
+    return {
+        "worker_id": block_map.worker_id,
+        "block_size": block_map.block_size,
+        "num_blocks": block_map.num_blocks,
+        "blocks": [
+            {
+                "block_id": block.block_id,
+                "state": _STATE_NAMES.get(block.state, "unknown"),
+                "ref_count": block.ref_count,
+                "generation": block.generation,
+                "token_count": block.token_count,
+                "sealed": block.sealed,
+                "block_hash": f"{block.block_hash:016x}" if block.sealed else None,
+                "table_index": block.table_index,
+                "owners": [f"{key.sequence_id}/{key.attempt}/{key.round}" for key in block.owners],
+            }
+            for block in block_map.blocks
+            if block.block_id
+        ],
+    }
+
+
 def blocks(
     worker: Annotated[str | None, typer.Option("--worker", help="Only this worker.")] = None,
+    as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:
     """The block map as a picture: state, sharing and owner of every block."""
@@ -210,8 +235,11 @@ def blocks(
                 raise NotFound(f"no live worker {worker!r}; there are: {names}", reason="UNKNOWN_WORKER")
             return [await fetch_block_map(client, worker_id) for worker_id in ([worker] if worker else live)]
 
-    console = stdout_console()
     block_maps = asyncio.run(fetch())
+    if as_json:
+        print_json({"workers": [block_map_object(block_map) for block_map in block_maps]})
+        return
+    console = stdout_console()
     if not block_maps:
         console.print(f"manager {config.manager}: no live worker; start one with `kvpool worker`", markup=False)
     for index, block_map in enumerate(block_maps):

@@ -45,7 +45,7 @@ def chat(
         if message is not None:
             _answer(client, [*start, {"role": "user", "content": message}], options)
         else:
-            # Before the first question, so that a missing manager is told at once.
+            # Before the first question, so that a missing manager is reported at once.
             served = client.model(options["model"])
             _converse(client, served.name, start, options)
 

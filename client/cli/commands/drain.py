@@ -12,15 +12,17 @@ from kvpool.v1 import cache_pb2
 
 from ...client import Client
 from ...config import ClientConfig
-from ...errors import KvpoolError
+from ...errors import DeadlineExceeded, KvpoolError, Unavailable
 from ...manager import MAX_GRACE_SECONDS
 from ..terminal import ManagerOption, client_config, printed, stderr_console, stdout_console
 
 _POLL_SECONDS: Final = 0.2
 _BEYOND_GRACE_SECONDS: Final = 15.0
-"""A worker needs some seconds beside its grace: to hear of the order, to free, to say good-bye."""
+"""A worker needs some seconds in addition to its grace: to get the order, to free its blocks, to deregister."""
 _UNKNOWN_GRACE_SECONDS: Final = 60.0
-"""Of a worker that goes by its own setting, which we do not know."""
+"""For a worker's own setting, which is not known here."""
+_LOOK_SECONDS: Final = 2.0
+"""For one answer of the manager. `kvpool up` ends its manager when its last worker has left."""
 
 
 def drain(
@@ -52,27 +54,48 @@ async def _drain(config: ClientConfig, worker_id: str, grace: float | None, wait
 
 
 async def _until_left(client: Client, worker_id: str, grace: float | None, console: Console) -> None:
-    """Until this process of the worker is gone. A manager that has restarted meanwhile is told again: it may not know of it."""
+    """Wait until this process of the worker has ended. A manager that has restarted gets the order again: it may not know it."""
     patience = _BEYOND_GRACE_SECONDS + (_UNKNOWN_GRACE_SECONDS if grace is None else grace)
     try:
         with console.status(printed(f"{worker_id} is leaving")) as progress:
             async with asyncio.timeout(patience):
-                incarnation: int | None = None
-                while (worker := _find(await client.describe(), worker_id)) is not None:
-                    incarnation = incarnation or worker.incarnation
-                    if worker.incarnation != incarnation:
-                        return  # its successor
+                known: cache_pb2.WorkerDescription | None = None
+                while True:
+                    try:
+                        worker = _find(await client.describe(timeout=_LOOK_SECONDS), worker_id)
+                    except (Unavailable, DeadlineExceeded):
+                        if known is None:
+                            raise
+                        if await _has_ended(known.address):
+                            return
+                        await asyncio.sleep(_POLL_SECONDS)
+                        continue
+                    known = known or worker
+                    if worker is None or known is None or worker.incarnation != known.incarnation:
+                        return  # another incarnation is its successor
                     if not worker.draining:
                         await client.drain(worker_id, grace=grace)
-                    load = worker.load
-                    progress.update(printed(f"{worker_id} is leaving: {load.num_running} requests running"))
+                    progress.update(printed(f"{worker_id} is leaving: {worker.load.num_running} requests running"))
                     await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         raise KvpoolError(
-            f"{worker_id} is still there after {patience:g} s, although no new requests go to it: its log says why; "
-            "to end it at once, end its process",
+            f"{worker_id} has not left after {patience:g} s, although it gets no new requests: its log says why; to end it at "
+            "once, end its process",
             reason="STILL_THERE",
         ) from None
+
+
+async def _has_ended(address: str) -> bool:
+    """Whether this machine refuses connections at the worker's address: its process has ended."""
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    writer.close()
+    return False
 
 
 def _find(response: cache_pb2.DescribeResponse, worker_id: str) -> cache_pb2.WorkerDescription | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from ...completion import Completion
 from ...options import GenerateOptions
 from ...sync_client import SyncClient
 from ..answer_flags import takes_answer_flags
-from ..terminal import JsonOption, ManagerOption, client_config, print_answer
+from ..terminal import JsonOption, ManagerOption, client_config, print_answer, print_json
 
 
 @takes_answer_flags()
@@ -30,7 +29,7 @@ def generate(
     prompt = sys.stdin.read() if text == "-" else text
     with SyncClient(config=client_config(manager)) as client, client.generate(prompt, **options) as stream:
         if as_json:
-            print(json.dumps(completion_object(stream.collect())))
+            print_json(completion_object(stream.collect()))
             return
         for chunk in stream:
             print_answer(chunk.text)
@@ -46,6 +45,8 @@ def completion_object(completion: Completion) -> dict[str, object]:
         "num_prompt_tokens": completion.num_prompt_tokens,
         "num_cached_tokens": completion.num_cached_tokens,
         "worker_id": completion.worker_id,
+        "num_attempts": completion.num_attempts,
+        "num_preemptions": completion.num_preemptions,
         "time_to_first_token_ms": round(completion.time_to_first_token_ms, 3),
     }
     if completion.logprobs is not None:

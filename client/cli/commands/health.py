@@ -1,4 +1,4 @@
-"""`kvpool health`: does a service serve?"""
+"""`kvpool health`: whether a service serves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvpool.process.address import DEFAULT_MANAGER
 from ...config import MANAGER_VARIABLE
 from ...errors import Unavailable
 from ...health import DEFAULT_TIMEOUT_SECONDS, ask_health
+from ..terminal import JsonOption, print_json
 
 
 def health(
@@ -23,9 +24,13 @@ def health(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.001, help="Seconds to wait for the answer.")
     ] = DEFAULT_TIMEOUT_SECONDS,
+    as_json: JsonOption = False,
 ) -> None:
     """Ask a service by grpc.health.v1 whether it serves. Exit status 1 if it does not."""
     found = ask_health(address, service, timeout)
+    if as_json:
+        print_json({"address": address, "service": service, "serving": found.serving, "message": found.line})
+        raise typer.Exit(not found.serving)
     if not found.serving:
         raise Unavailable(found.line, reason="NOT_SERVING")
     print(found.line)

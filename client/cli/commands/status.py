@@ -1,9 +1,8 @@
-"""`kvpool status`: who is there, and how full."""
+"""`kvpool status`: live workers and their blocks."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -12,7 +11,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from ...block_map import num_device_blocks
 from ...client import Client
-from ..terminal import JsonOption, ManagerOption, client_config, printed, stdout_console
+from ..terminal import JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
@@ -26,11 +25,17 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     response = asyncio.run(describe())
     workers = sorted(response.workers, key=lambda worker: worker.worker_id)
     if as_json:
-        print(json.dumps({"workers": [worker_object(worker) for worker in workers]}))
+        print_json(cluster_object(config.manager, response))
         return
     console = stdout_console()
     if not workers:
-        console.print(f"manager {config.manager}: no live worker; start one with `kvpool worker`", markup=False)
+        is_new = response.former_lease_remaining_ms > 0
+        what = (
+            "has just started; its workers report in"
+            if is_new
+            else "has no live worker; start one with `kvpool worker`"
+        )
+        console.print(f"manager {config.manager} {what}", markup=False)
         return
     console.print(_table(workers))
     console.print(
@@ -38,12 +43,26 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     )
 
 
+def cluster_object(manager: str, response: cache_pb2.DescribeResponse) -> dict[str, object]:
+    """What `status --json` prints; the names are part of the interface."""
+    return {
+        "manager": manager,
+        "epoch": response.epoch,
+        "num_prefix_nodes": response.num_prefix_nodes,
+        "workers": [worker_object(worker) for worker in sorted(response.workers, key=lambda worker: worker.worker_id)],
+    }
+
+
 def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
-    """One entry of `status --json`; the names are part of the interface. Counts are of the device tier."""
+    """One worker of `--json`. Counts are blocks of the device tier; `hit_rate` is that of the session, null before its first
+    prompt."""
     counts = device_counts(worker)
     return {
         "worker_id": worker.worker_id,
         "address": worker.address,
+        "session": worker.session,
+        "lease_remaining_ms": worker.lease_remaining_ms,
+        "recovering": worker.recovering,
         "draining": worker.draining,
         "model": worker.model_name,
         "block_size": worker.kv_cache_config.block_size,
@@ -51,8 +70,17 @@ def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
         "free": counts.free,
         "cached": counts.cached,
         "held": counts.held,
+        "shared": counts.shared,
         "reserved": counts.reserved,
+        "running": worker.load.num_running,
+        "waiting": worker.load.num_waiting,
+        "hit_rate": _hit_rate(worker),
     }
+
+
+def _hit_rate(worker: cache_pb2.WorkerDescription) -> float | None:
+    totals = worker.totals
+    return totals.num_cached_tokens / totals.num_prompt_tokens if totals.num_prompt_tokens else None
 
 
 def device_counts(worker: cache_pb2.WorkerDescription) -> common_pb2.BlockCounts:
@@ -73,8 +101,6 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
         table.add_column(column, justify="right")
     for worker in workers:
         counts = device_counts(worker)
-        totals = worker.totals
-        hit_rate = totals.num_cached_tokens / totals.num_prompt_tokens if totals.num_prompt_tokens else 0.0
         table.add_row(
             printed(f"{worker.worker_id} (leaving)" if worker.draining else worker.worker_id),
             printed(worker.address),
@@ -83,6 +109,6 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
             *(f"{n:,}" for n in (counts.free, counts.cached, counts.held, counts.shared, counts.reserved)),
             str(worker.load.num_running),
             str(worker.load.num_waiting),
-            f"{hit_rate:.0%}",
+            f"{_hit_rate(worker) or 0:.0%}",
         )
     return table

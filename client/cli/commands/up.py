@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
@@ -17,52 +18,64 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
-from kvpool.process.address import DEFAULT_MANAGER, DEFAULT_PORT, EVERY_ADDRESS
-from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, SettingsProblem, load_settings, read_tables
+from kvpool.process.address import DEFAULT_MANAGER, DEFAULT_PORT
+from kvpool.process.logs import LogFormat
+from kvpool.process.settings import (
+    CONFIG_VARIABLE,
+    ProcessSettings,
+    SettingsProblem,
+    flags_in,
+    flags_of,
+    load_settings,
+    read_tables,
+    split_flags,
+    unknown_flag,
+)
+from kvpool.process.signals import INTERRUPTED
 from kvpool.v1 import cache_pb2
 
 from ...block_map import num_device_blocks
 from ...config import MANAGER_VARIABLE, ClientConfig
 from ...errors import InvalidRequest, KvpoolError
-from ..launch.children import Supervisor
+from ..launch.children import Children
 from ..launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
 from ..launch.gpus import visible_gpus
-from ..launch.log import PrefixedLog
-from ..terminal import error_line, printed, stdout_console
+from ..launch.log import JsonLog, Level, Log, PrefixedLog
+from ..launch.services import MANAGER_MODULE, WORKER_MODULE, become, service_command
+from ..launch.trial import WorkerRefused
+from ..terminal import error_line, printed, stdout_console, typed_command
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS: Final = 3660.0
-"""More than the longest grace that a worker can be given; whoever does not want to wait presses Ctrl-C once more."""
+"""More than the longest grace of a worker; a second Ctrl-C ends it."""
 _DEVICE_VARIABLE: Final = "KVPOOL_WORKER_DEVICE"
-_END_OF_OWN: Final = "--"
-_SETTLED_ELSEWHERE: Final = {"manager": "join", "worker_id": "name", "port": None}
-"""Settings of a worker that have another name here; `port` is the manager's here, the worker's may be given."""
+_REFUSED: Final = {
+    "--manager": "give --join",
+    "--worker-id": "give --name",
+    "--dry-run": "`kvpool worker --dry-run` prints the plan",
+}
+"""Flags of a worker that `kvpool up` sets itself, and what to do instead."""
 
 
 class UpSettings(ProcessSettings):
     """A manager and its workers on this machine; Ctrl-C stops them all, one that dies is started again.
 
-    Each setting is also a variable, e.g. KVPOOL_UP_WORKERS=2, and a line below [up] of the file that --config names, e.g.
-    workers = 2. What stands behind -- goes to each worker as it is, e.g. kvpool up --workers 2 -- --scheduling-policy priority;
-    kvpool worker --help lists what there is. Further settings of the processes are also taken from their own variables
-    (KVPOOL_MANAGER_LOG_FORMAT=json, KVPOOL_WORKER_MAX_NUM_BATCHED_TOKENS=1024) and from [manager] and [worker] of the same file.
+    Flags that are not listed here go to each worker, e.g. --model, --num-blocks or --scheduling-policy: `kvpool worker --help`
+    lists them. --port after -- is the workers' too.
+
+    Each setting listed here is also a variable, e.g. KVPOOL_UP_WORKERS=2, and a line below [up] of the file that --config names,
+    e.g. workers = 2. The manager and the workers read their own variables (KVPOOL_MANAGER_LEASE_SECONDS=6,
+    KVPOOL_WORKER_NUM_BLOCKS=64) and tables, [manager] and [worker], of the same file.
     """
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_UP_", cli_prog_name="kvpool up")
     table: ClassVar[str] = "up"
 
     workers: int = Field(default=1, ge=1, le=64, description="Workers to start.")
-    model: str | None = Field(
-        default=None,
-        description="A model folder, smollm2, or a model's name on the hub. Default: the worker's, smollm2.",
-    )
     device: str | None = Field(
         default=None,
-        description="cpu; cuda: each worker has a GPU of its own; cuda:N: all share one. Default: cuda if this machine shows "
-        "GPUs, else cpu.",
-    )
-    dtype: str | None = Field(
-        default=None, description="auto, float32, bfloat16 or float16. Default: the worker's, auto."
+        description="cpu; cuda: each worker has a GPU of its own; cuda:N: all share one. Default: cuda if this machine has GPUs, "
+        "else cpu.",
     )
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default=HOST,
@@ -70,10 +83,6 @@ class UpSettings(ProcessSettings):
         "loopback needs a network you trust.",
     )
     port: int = Field(default=DEFAULT_PORT, ge=1, le=65535, description="TCP port of the manager.")
-    advertise: str | None = Field(
-        default=None,
-        description="Host under which clients reach the workers. Default: the address they listen on.",
-    )
     join: str | None = Field(
         default=None,
         description="host:port of a manager on another machine: start workers only, for it. Default: start a manager.",
@@ -82,17 +91,6 @@ class UpSettings(ProcessSettings):
         default=None,
         description="The workers are called NAME-0, NAME-1, …; names are unique in a cluster. Default: worker, with --join the "
         "host name.",
-    )
-    num_blocks: int | None = Field(default=None, description="KV blocks of each worker. Default: the worker's.")
-    kv_cache_memory: str | None = Field(
-        default=None, description="Size of each worker's KV cache, e.g. 2GiB. Default: the worker's."
-    )
-    block_size: int | None = Field(default=None, description="Token slots of a block. Default: the worker's, 16.")
-    max_model_len: int | None = Field(
-        default=None, description="Prompt and answer together, in tokens. Default: the model's own."
-    )
-    max_num_seqs: int | None = Field(
-        default=None, description="Sequences in one batch of a worker. Default: the worker's, 64."
     )
     metrics_port: int | None = Field(
         default=None,
@@ -106,8 +104,13 @@ class UpSettings(ProcessSettings):
     )
     state_dir: Path | None = Field(
         default=None,
-        description="Folder where the manager keeps its epoch and, in workers/NAME, each worker its incarnation. Default: of each "
-        "its own.",
+        description="Folder where the manager keeps its epoch and, in workers/NAME, each worker its incarnation. Default: the "
+        "default folder of each process.",
+    )
+    log_format: LogFormat | None = Field(
+        default=None,
+        description="Format of the log lines of all processes. json: each line of the output is a JSON object, those of kvpool up "
+        "itself too. Default: console, and for the manager and the workers their own setting.",
     )
 
     @field_validator("join")
@@ -121,11 +124,7 @@ class UpSettings(ProcessSettings):
         return join
 
     @model_validator(mode="after")
-    def _workers_can_be_reached(self) -> UpSettings:
-        if self.host in EVERY_ADDRESS and self.advertise is None:
-            raise ValueError(
-                f"listening on {self.host} needs --advertise: the host under which clients reach the workers"
-            )
+    def _state_is_of_a_manager(self) -> UpSettings:
         if self.join is not None and self.state_dir is not None:
             raise ValueError("--state-dir is of the manager that --join leaves out: give one of them")
         return self
@@ -146,25 +145,10 @@ class UpSettings(ProcessSettings):
                 )
         return self
 
-    def spec(self, further_worker_arguments: Sequence[str] = ()) -> ClusterSpec:
-        """What is to be started. Raises SettingsProblem if the settings file of the workers cannot be read, or if their further
-        arguments name what is settled here."""
-        _require_further(further_worker_arguments)
+    def spec(self, worker_arguments: Sequence[str] = ()) -> ClusterSpec:
+        """The processes to start, each worker with these arguments. Raises SettingsProblem if the settings file cannot be read."""
         gpu_each = self.device == "cuda" or (self.device is None and self._finds_gpus())
-        arguments: list[str] = []
-        for flag, value in (
-            ("--model", self.model),
-            ("--device", "cuda:0" if gpu_each else self.device),
-            ("--dtype", self.dtype),
-            ("--advertise", self.advertise),
-            ("--num-blocks", self.num_blocks),
-            ("--kv-cache-memory", self.kv_cache_memory),
-            ("--block-size", self.block_size),
-            ("--max-model-len", self.max_model_len),
-            ("--max-num-seqs", self.max_num_seqs),
-        ):
-            if value is not None:
-                arguments += [flag, str(value)]
+        device = "cuda:0" if gpu_each else self.device
         return ClusterSpec(
             num_workers=self.workers,
             name=self.name or (socket.gethostname() if self.join else "worker"),
@@ -172,15 +156,16 @@ class UpSettings(ProcessSettings):
             port=self.port,
             join=self.join,
             state_dir=self.state_dir,
-            worker_arguments=(*arguments, *further_worker_arguments),
+            worker_arguments=(*(() if device is None else ("--device", device)), *worker_arguments),
+            log_format=self.log_format,
             metrics_host=self.metrics_host,
             metrics_port=self.metrics_port,
             gpu_each=gpu_each,
-            share_cores=not gpu_each and not (self.device or "").startswith("cuda"),
+            share_cores=not (device or "").startswith("cuda"),
         )
 
     def _finds_gpus(self) -> bool:
-        """Whether the workers, left to themselves, would take GPUs: all of them the same one."""
+        """Whether the workers would all take the first of this machine's GPUs by themselves."""
         if os.environ.get(_DEVICE_VARIABLE) not in (None, "", "auto"):
             return False
         path = os.environ.get(CONFIG_VARIABLE)
@@ -191,122 +176,135 @@ class UpSettings(ProcessSettings):
 
 def up(context: typer.Context) -> None:
     """Start a manager and its workers; Ctrl-C stops them all. `kvpool up --help` lists the settings."""
-    end = context.args.index(_END_OF_OWN) if _END_OF_OWN in context.args else len(context.args)
-    settings = _own_settings(context.args[:end])
+    own, worker_arguments = split_arguments(context.args)
+    if {"--help", "-h"} & set(worker_arguments):
+        become(service_command(WORKER_MODULE, ["--help"]))
+    settings = load_settings(UpSettings, own)
     if settings.config is not None:
         os.environ[CONFIG_VARIABLE] = str(settings.config.expanduser().resolve())  # the children read it too
-    spec = settings.spec(context.args[end + 1 :])
-    _have_workers_look(spec)
-    sys.exit(asyncio.run(run_cluster(spec, stdout_console())))
+    spec = settings.spec(worker_arguments)
+    if settings.log_format is LogFormat.json:
+        log: Log = JsonLog(sys.stdout, MANAGER_NAME)
+        status = asyncio.run(run_cluster(spec, log, Console(quiet=True)))
+    else:
+        console = stdout_console()
+        status = asyncio.run(run_cluster(spec, PrefixedLog(console), console))
+    sys.exit(status)
 
 
-def _own_settings(arguments: Sequence[str]) -> UpSettings:
-    try:
-        return load_settings(UpSettings, arguments)
-    except SystemExit as exit_:
-        strange = [flag for flag in _flags(arguments) if _field(flag) not in UpSettings.model_fields]
-        if exit_.code and strange:
-            print(
-                f"kvpool up: if {strange[0]} is a setting of the workers, give it behind --: kvpool up … -- {strange[0]} …",
-                file=sys.stderr,
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of `kvpool up`, and those of its workers. Raises SettingsProblem for a worker's flag that is set here."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    before = split_flags(UpSettings, arguments[:end])
+    after = split_flags(UpSettings, arguments[end + 1 :], without=("--port", "--help", "-h"))
+    of_workers = [*before.others, *after.others]
+    for flag in flags_in(of_workers):
+        if flag in _REFUSED:
+            raise SettingsProblem(f"kvpool up sets {flag} of its workers: {_REFUSED[flag]}")
+    return [*before.own, *after.own], of_workers
+
+
+def explain_flags(arguments: Sequence[str]) -> list[str]:
+    """A line for each flag that neither `kvpool up` nor a worker has. Asks both services for their help, which takes a second."""
+    of_worker, of_manager = _flags_of(WORKER_MODULE), _flags_of(MANAGER_MODULE)
+    lines = []
+    for flag in flags_in(arguments):
+        if flag in of_worker:
+            continue
+        if flag in of_manager:
+            field = flag.removeprefix("--").replace("-", "_")
+            lines.append(
+                f"{flag} is a flag of the manager: set KVPOOL_MANAGER_{field.upper()}, or {field} in [manager] of the file that "
+                "--config names"
             )
-        raise
+        else:
+            lines.append(unknown_flag(flag, of_worker - _REFUSED.keys() | flags_of(UpSettings)))
+    return lines
 
 
-def _require_further(arguments: Sequence[str]) -> None:
-    """SettingsProblem if a worker is to be told what `kvpool up` tells it: the two would not agree about the cluster."""
-    for flag in _flags(arguments):
-        field = _field(flag)
-        if field == "dry_run":
-            raise SettingsProblem("--dry-run starts no worker: `kvpool worker --dry-run` prints the plan")
-        if instead := _SETTLED_ELSEWHERE.get(field, field if field in UpSettings.model_fields else None):
-            own = "--" + instead.replace("_", "-")
-            raise SettingsProblem(f"{flag} behind --: `kvpool up` settles it for its workers; give {own} before the --")
+def _flags_of(module: str) -> set[str]:
+    listed = subprocess.run(service_command(module, ["--help"]), capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", listed))
 
 
-def _flags(arguments: Sequence[str]) -> list[str]:
-    return [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-
-
-def _field(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _have_workers_look(spec: ClusterSpec) -> None:
-    """Before anything is started, a worker says what is wrong with its arguments, variables and table of the file; the exit
-    status is then its own. An exit also where it was asked for its --help."""
-    looked = subprocess.run(spec.worker_settings_command(), stdout=subprocess.PIPE, text=True, check=False)
-    if looked.returncode or looked.stdout:
-        print(looked.stdout, end="")
-        sys.exit(looked.returncode)
-
-
-async def run_cluster(spec: ClusterSpec, console: Console) -> int:
-    """Run a cluster until a signal, or until it ends by itself; returns the exit status: 1 after a failure, else 0."""
-    log = PrefixedLog(console)
+async def run_cluster(spec: ClusterSpec, log: Log, console: Console) -> int:
+    """Run a cluster until a signal, or until it ends by itself. Returns the exit status: 130 after SIGINT, 0 after another signal
+    or when every worker has left, that of a worker that refuses its settings, else 1. `console` shows progress."""
     loop = asyncio.get_running_loop()
-    stop_asked = asyncio.Event()
-    async with Supervisor(log, grace_seconds=_STOP_SECONDS, last=MANAGER_NAME) as supervisor:
-        cluster = Cluster(spec, supervisor)
-        running = asyncio.create_task(_serve(cluster, spec, console))
+    stop_asked: asyncio.Future[int] = loop.create_future()
+    async with Children(log, grace_seconds=_STOP_SECONDS, last=MANAGER_NAME) as children:
+        running = asyncio.create_task(_serve(spec, children, log, console))
 
-        def on_signal() -> None:
-            if stop_asked.is_set():
-                supervisor.kill_now()
-            stop_asked.set()
+        def on_signal(number: int) -> None:
+            if stop_asked.done():
+                children.kill_now()
+            else:
+                stop_asked.set_result(number)
 
         for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, on_signal)
-        asked = asyncio.create_task(stop_asked.wait())
-        await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        exit_status = 0
+            loop.add_signal_handler(number, on_signal, number)
+        await asyncio.wait({running, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
-            if (error := running.result()) is not None:
-                print(error_line(error), file=sys.stderr)
-                exit_status = 1
+            status = running.result()
         else:
+            status = INTERRUPTED if stop_asked.result() == signal.SIGINT else 0
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        with console.status("stopping; once more Ctrl-C ends everything at once"):
-            await supervisor.stop()
-        return exit_status
+        with console.status("stopping; Ctrl-C again ends everything at once"):
+            await children.stop()
+        return status
 
 
-async def _serve(cluster: Cluster, spec: ClusterSpec, console: Console) -> KvpoolError | None:
-    """Start, say how to use it, and keep it going; the result is what went wrong, None when the last worker has left."""
+async def _serve(spec: ClusterSpec, children: Children, log: Log, console: Console) -> int:
+    """Start everything, say how to use it, and restart what dies; returns the exit status when the last worker has left, or after a
+    failure."""
 
-    def tell(line: str) -> None:
-        console.print(printed(line), style="bold", soft_wrap=True)
+    def on_event(line: str) -> None:
+        log.say(line, Level.event)
 
+    cluster = Cluster(spec, children)
     try:
         with console.status("starting") as progress:
-            workers = await cluster.start(lambda line: progress.update(printed(line)), tell)
-        _print_ready(workers, spec, console)
-        await cluster.keep_alive(tell)
+            workers = await cluster.start(lambda line: progress.update(printed(line)), on_event)
+        say_ready(workers, spec, children.pids(), log)
+        await cluster.keep_alive(on_event)
+    except WorkerRefused as refused:
+        lines = await asyncio.to_thread(explain_flags, spec.worker_arguments) if refused.exit_status == 2 else []
+        for line in [f"kvpool up: {line}" for line in lines] or refused.lines:
+            log.say(line, Level.error)
+        return refused.exit_status
     except KvpoolError as error:
-        return error
-    console.print("every worker has left", style="bold")
-    return None
+        log.say(error_line(error), Level.error)
+        return 1
+    log.say("every worker has left", Level.event)
+    return 0
 
 
-def _print_ready(workers: list[cache_pb2.WorkerDescription], spec: ClusterSpec, console: Console) -> None:
+def say_ready(
+    workers: Sequence[cache_pb2.WorkerDescription], spec: ClusterSpec, pids: Mapping[str, int], log: Log
+) -> None:
+    """Where each process is found, and what to type next."""
+    if MANAGER_NAME in pids:
+        log.say(
+            f"{MANAGER_NAME} (pid {pids[MANAGER_NAME]}) serves on {spec.address}", fields={"pid": pids[MANAGER_NAME]}
+        )
     for worker in workers:
         block_size = worker.kv_cache_config.block_size
         capacity = num_device_blocks(worker) - 1
-        console.print(
-            printed(
-                f"{worker.worker_id} serves {worker.model_name} on {worker.address}: "
-                f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all"
-            )
+        pid = pids.get(worker.worker_id)
+        log.say(
+            f"{worker.worker_id} (pid {pid}) serves {worker.model_name} on {worker.address}: "
+            f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all",
+            fields={"worker_id": worker.worker_id, "pid": pid},
         )
     for name, url in spec.metrics_urls.items():
-        console.print(f"metrics of {name}: {url}", markup=False)
-    prefix = "" if spec.address == DEFAULT_MANAGER else f"{MANAGER_VARIABLE}={spec.address} "
-    console.print(
-        f'ready: in another terminal, `{prefix}kvpool chat`, `{prefix}kvpool generate "Once upon a time"` '
-        f"or `{prefix}kvpool top`; Ctrl-C here stops everything",
-        style="bold",
-        markup=False,
-        soft_wrap=True,
+        log.say(f"metrics of {name}: {url}")
+    command = typed_command()
+    if spec.address != DEFAULT_MANAGER:
+        command = f"{MANAGER_VARIABLE}={spec.address} {command}"
+    log.say(
+        f'ready: in another terminal, `{command} chat`, `{command} generate "Once upon a time"` or `{command} top`; '
+        "Ctrl-C here stops everything",
+        Level.event,
+        {"manager": spec.address},
     )

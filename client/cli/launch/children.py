@@ -1,4 +1,4 @@
-"""Child processes that live and die together."""
+"""Child processes that are stopped together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_LINE_BYTES: Final = 8192
 _READ_BYTES: Final = 65536
 _KILL_WAIT_SECONDS: Final = 5.0
 
-# Runs in the child before the service: asks the kernel for SIGTERM when the supervisor dies, even by SIGKILL, and
+# Runs in the child before the service: asks the kernel for SIGTERM when its parent dies, even by SIGKILL, and
 # becomes the service. (A preexec_fn would run Python between fork and exec, under gRPC's threads.)
 _LAUNCHER: Final = """
 import ctypes, os, signal, sys
@@ -36,7 +36,22 @@ class ChildSpec:
     command: Sequence[str]
     """Program, by its full path, and arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the supervisor's own."""
+    """Variables in addition to this process's own."""
+
+    async def start(self, *, stderr: int) -> asyncio.subprocess.Process:
+        """Start it in a session of its own, with a pipe as stdout; `stderr` as in create_subprocess_exec. On Linux it gets SIGTERM
+        when this process dies."""
+        command = list(self.command)
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, **self.environment},
+            start_new_session=True,
+        )
 
 
 class ChildExit(NamedTuple):
@@ -52,34 +67,34 @@ class ChildExit(NamedTuple):
         return f"{self.name} ended with exit status {self.status}"
 
 
-class Supervisor:
-    """Starts children, hands on their log lines, and stops them all: SIGTERM, a grace, SIGKILL.
+class Children:
+    """Starts child processes, passes their log lines on, and stops them all: SIGTERM, a grace, SIGKILL.
 
-    Children have sessions of their own, so that Ctrl-C reaches only the supervisor, which stops them in order. Use it as
-    `async with Supervisor(…)`: whatever happens, no child outlives the block.
+    Children have sessions of their own, so that Ctrl-C reaches only this process, which stops them in order. Use it as
+    `async with Children(…)`: no child outlives the block.
     """
 
     def __init__(
         self, on_line: Callable[[str, str], None], *, grace_seconds: float = 10.0, last: str | None = None
     ) -> None:
-        """`last`: the child that is stopped when all others are gone."""
+        """`on_line` gets each line of a child with the child's name. `last`: the child that is stopped after all others."""
         self._on_line = on_line
         self._grace_seconds = grace_seconds
         self._last = last
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        """The latest of each name, in the order in which the names came."""
+        """The latest process of each name, in the order of the first starts."""
         self._reported: set[str] = set()
-        """Names of those whose end `wait_for_exit` has told."""
+        """Names of the children whose end `wait_for_exit` has returned."""
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._kill_now = asyncio.Event()
 
-    async def __aenter__(self) -> Supervisor:
+    async def __aenter__(self) -> Children:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Shielded: a second Ctrl-C must not leave children behind, it only makes the end a hard one.
+        # Shielded: a second Ctrl-C kills the children, and does not leave any running.
         stopping = asyncio.ensure_future(self.stop())
         while not stopping.done():
             try:
@@ -87,34 +102,22 @@ class Supervisor:
             except asyncio.CancelledError:
                 self.kill_now()
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all children started, in order."""
-        return list(self._processes)
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children that have been started, by name, in order."""
+        return {name: process.pid for name, process in self._processes.items()}
 
     async def start(self, spec: ChildSpec) -> None:
-        """Start a child, or start one again whose end was reported; its stdout and stderr become lines for
-        on_line(name, line)."""
+        """Start a child, or start one again whose end was reported. Lines of its stdout and stderr go to `on_line`."""
         assert spec.name not in self._processes or spec.name in self._reported, spec.name
-        command = list(spec.command)
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **spec.environment},
-            start_new_session=True,
-        )
+        process = await spec.start(stderr=asyncio.subprocess.STDOUT)
         self._processes[spec.name] = process
         self._reported.discard(spec.name)
         assert process.stdout is not None
         self._pumps[spec.name] = asyncio.create_task(self._pump(spec.name, process.stdout))
 
     async def wait_for_exit(self) -> ChildExit:
-        """Wait until any child ends, and until its last lines are out; each end is told once. May be cancelled. An error of
-        on_line, such as a terminal that is gone, comes out here."""
+        """Wait until any child has ended and its last lines are passed on; each end is returned once. May be cancelled. Raises what
+        `on_line` raises, e.g. for a terminal that is gone."""
         waits = {
             asyncio.create_task(process.wait()): name
             for name, process in self._processes.items()
@@ -127,7 +130,7 @@ class Supervisor:
                 for task in done - waits.keys():
                     task.result()
                 for wait in done & waits.keys():
-                    # Its last words say why; a grandchild that keeps the pipe open must not keep us.
+                    # Its last lines say why. A grandchild may hold the pipe open, so the wait is bounded.
                     await asyncio.wait({self._pumps[waits[wait]]}, timeout=1.0)
                     self._reported.add(waits[wait])
                     return ChildExit(waits[wait], wait.result())
@@ -136,13 +139,13 @@ class Supervisor:
                 wait.cancel()
 
     def kill_now(self) -> None:
-        """Cut the grace of a stop short."""
+        """End the grace of `stop` now."""
         self._kill_now.set()
 
     async def stop(self) -> list[ChildExit]:
         """Stop all children and wait for them. May be repeated.
 
-        They are asked together, except for `last` (the manager), so that the others can still take leave of it.
+        All get SIGTERM at once, except for `last` (the manager): the others deregister there first.
         """
         names = list(self._processes)
         for group in ([name for name in names if name != self._last], [name for name in names if name == self._last]):
@@ -150,7 +153,7 @@ class Supervisor:
         if self._pumps:
             done, _ = await asyncio.wait(self._pumps.values(), timeout=1.0)
             for pump in done:
-                # A log that cannot be written came out of wait_for_exit; here it must not keep us from stopping.
+                # wait_for_exit has raised the error of a log that cannot be written; here it is only retrieved.
                 pump.exception()
         return [ChildExit(name, self._processes[name].returncode or 0) for name in names]
 
@@ -169,7 +172,7 @@ class Supervisor:
             await asyncio.wait({ended}, timeout=_KILL_WAIT_SECONDS)
 
     async def _pump(self, name: str, stream: asyncio.StreamReader) -> None:
-        """Hand on lines until the child closes its output. A line longer than the limit is handed on in pieces."""
+        """Pass lines on until the child closes its output. A line longer than MAX_LINE_BYTES is passed on in pieces."""
         rest = b""
         while data := await stream.read(_READ_BYTES):
             *lines, rest = (rest + data).split(b"\n")

@@ -1,4 +1,4 @@
-"""A cluster on this machine: a manager and its workers as child processes, or workers for a manager elsewhere."""
+"""A cluster on this machine: a manager and its workers as child processes, or workers for a manager on another machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from kvpool.process.address import DEFAULT_PORT, EVERY_ADDRESS, join_host_port
 from kvpool.v1 import cache_pb2
@@ -17,40 +17,47 @@ from kvpool.v1 import cache_pb2
 from ...client import Client
 from ...config import ClientConfig
 from ...errors import KvpoolError, Unavailable
-from .children import ChildSpec, Supervisor
+from .children import ChildExit, Children, ChildSpec
 from .gpus import VISIBLE_VARIABLE, one_gpu_each
-from .restarts import GaveUp, Keeper
-from .services import MANAGER_MODULE, WORKER_MODULE, WORKER_SETTINGS_MODULE, service_command
+from .restarts import GaveUp, Restarts
+from .services import MANAGER_MODULE, WORKER_MODULE, service_command
+from .trial import try_settings
 
 HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"
 _POLL_SECONDS: Final = 0.2
+_VERDICT_SECONDS: Final = 30.0
+"""For the dry run to find out why a worker has ended; it does less than the worker."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What to start."""
+    """The processes to start."""
 
     num_workers: int = 1
     name: str = "worker"
-    """Of the workers: they are called worker-0, worker-1, …"""
+    """The workers are called NAME-0, NAME-1, …"""
     host: str = HOST
-    """Address that all of them listen on."""
+    """Address that all processes listen on."""
     port: int = DEFAULT_PORT
     """Port of the manager."""
     join: str | None = None
-    """host:port of a manager that runs elsewhere; none is started then."""
+    """host:port of a running manager; None: one is started."""
     worker_arguments: tuple[str, ...] = field(default=("--model", "smollm2"))
     """Arguments of every worker."""
     state_dir: Path | None = None
-    """Folder of the manager's state, with those of the workers in it; None: their own."""
+    """State folder of the manager, with those of the workers in it; None: the defaults of each process."""
+    log_format: str | None = None
+    """Of all processes; None: their own setting."""
     metrics_host: str = HOST
     metrics_port: int | None = None
-    """Of the first process, the others take the next ones; None: no /metrics."""
+    """/metrics of the first process; the others take the next ports. None: no /metrics."""
     gpu_each: bool = False
-    """Each worker sees one GPU, which no other one sees."""
+    """Each worker sees one GPU, which no other worker sees."""
     share_cores: bool = True
-    """Give each worker its part of the CPU's cores, unless OMP_NUM_THREADS is set: two that both take all are slower."""
+    """Each worker gets an equal part of the CPU's cores, unless OMP_NUM_THREADS is set: two that both take all are slower."""
 
     @property
     def address(self) -> str:
@@ -64,7 +71,7 @@ class ClusterSpec:
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """Where each process tells its metrics, the manager's first; empty if none does."""
+        """/metrics of each process, the manager's first; empty without a metrics port."""
         return {
             name: f"http://{join_host_port(self.metrics_host, port)}/metrics" for name, port in self._metrics_ports()
         }
@@ -76,21 +83,21 @@ class ClusterSpec:
         return [(name, self.metrics_port + index) for index, name in enumerate(names)]
 
     def require_free_ports(self) -> None:
-        """Unavailable if somebody listens on one that is ours: in the logs of children it would be harder to find."""
+        """Raises Unavailable if one of the ports is taken: in the logs of the processes that would be harder to find."""
         if self.join is None:
             require_free_port(self.host, self.port)
         for _, port in self._metrics_ports():
             require_free_port(self.metrics_host, port, "--metrics-port", "--metrics-host")
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
-        """The processes, the manager first if one is to be started. Raises InvalidRequest if there are too few GPUs."""
+        """The processes, the manager first unless there is one to join. Raises InvalidRequest if there are too few GPUs."""
         unbuffered = {"PYTHONUNBUFFERED": "1"}
         children = []
         if self.join is None:
             listen = ["--host", self.host, "--port", str(self.port)]
             command = service_command(
                 MANAGER_MODULE,
-                [*listen, *self._metrics_arguments(MANAGER_NAME), *self._state_arguments(MANAGER_NAME)],
+                [*listen, *self._shared_arguments(MANAGER_NAME)],
             )
             children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
         gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
@@ -104,27 +111,24 @@ class ClusterSpec:
             children.append(ChildSpec(name, command, variables))
         return children
 
-    def worker_settings_command(self) -> list[str]:
-        """A command that ends at once: with status 0 if workers can use their arguments, else with that of a worker, which says
-        why on stderr. Asked for --help among them it prints that."""
-        return service_command(WORKER_SETTINGS_MODULE, self._arguments_of_worker(self.worker_names[0]))
-
     def _arguments_of_worker(self, name: str) -> list[str]:
         return [
             *("--manager", self.address, "--host", self.host, "--worker-id", name),
-            *self._metrics_arguments(name),
-            *self._state_arguments(name),
+            *self._shared_arguments(name),
             *self.worker_arguments,
         ]
 
-    def _state_arguments(self, name: str) -> list[str]:
-        if self.state_dir is None:
-            return []
-        return ["--state-dir", str(self.state_dir if name == MANAGER_NAME else self.state_dir / "workers" / name)]
-
-    def _metrics_arguments(self, name: str) -> list[str]:
-        port = dict(self._metrics_ports()).get(name)
-        return [] if port is None else ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
+    def _shared_arguments(self, name: str) -> list[str]:
+        """Flags that manager and workers have in common."""
+        arguments = []
+        if (port := dict(self._metrics_ports()).get(name)) is not None:
+            arguments += ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
+        if self.state_dir is not None:
+            folder = self.state_dir if name == MANAGER_NAME else self.state_dir / "workers" / name
+            arguments += ["--state-dir", str(folder)]
+        if self.log_format is not None:
+            arguments += ["--log-format", self.log_format]
+        return arguments
 
 
 class ClusterFailed(KvpoolError):
@@ -132,67 +136,101 @@ class ClusterFailed(KvpoolError):
 
 
 class Cluster:
-    """Starts the children of a spec under a supervisor, says when all of them serve, and keeps them at it."""
+    """Starts the processes of a spec, reports when all of them serve, and restarts them."""
 
-    def __init__(self, spec: ClusterSpec, supervisor: Supervisor) -> None:
+    def __init__(self, spec: ClusterSpec, children: Children) -> None:
         self._spec = spec
-        self._supervisor = supervisor
-        self._children: dict[str, ChildSpec] = {}
+        self._children = children
+        self._specs: dict[str, ChildSpec] = {}
+        """Of the processes that have been started and are expected to run."""
 
     async def start(
         self, on_progress: Callable[[str], None], on_event: Callable[[str], None] | None = None
     ) -> list[cache_pb2.WorkerDescription]:
-        """Start everything and wait until the manager knows all workers; returns them.
+        """Start the manager, then the workers, and wait until the manager lists all workers; returns them.
 
-        on_progress gets a line on what is being waited for. A worker that ends meanwhile is left out, and on_event gets a line for
-        it. ClusterFailed if the manager ends, or the last worker, or without on_event any child; the caller's supervisor then stops
-        the others.
+        While the manager starts, a dry run finds out what the workers cannot use: WorkerRefused. on_progress gets a line on what is
+        being waited for. A worker that ends meanwhile is left out, and on_event gets a line for it. ClusterFailed if the manager
+        ends, or the last worker, or without on_event any process. After an error the caller stops what runs.
         """
         self._spec.require_free_ports()
-        self._children = {child.name: child for child in self._spec.children()}
-        for child in self._children.values():
-            await self._supervisor.start(child)
-        ready = asyncio.create_task(self._wait_until_ready(on_progress))
-        exits = {asyncio.create_task(self._supervisor.wait_for_exit())}
+        specs = {spec.name: spec for spec in self._spec.children()}
+        workers = [specs[name] for name in self._spec.worker_names]
+        trial = asyncio.create_task(try_settings(workers[0]))
         try:
-            while True:
-                await asyncio.wait({ready, *exits}, return_when=asyncio.FIRST_COMPLETED)
-                exit_ = exits.pop()
-                if not exit_.done():
-                    exits.add(exit_)
-                    return ready.result()
-                ended = exit_.result()
-                del self._children[ended.name]
-                if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
-                    raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
-                on_event(f"{ended}; its log above says why. The cluster goes on without it")
-                exits.add(asyncio.create_task(self._supervisor.wait_for_exit()))
+            if MANAGER_NAME in specs:
+                await self._start([specs[MANAGER_NAME]])
+                await self._watch(self._wait_until_ready(on_progress), trial, on_event)
+            await self._start(workers)
+            return await self._watch(self._wait_until_ready(on_progress), trial, on_event)
         finally:
-            for task in (ready, *exits):
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
+
+    async def _start(self, specs: Sequence[ChildSpec]) -> None:
+        for spec in specs:
+            await self._children.start(spec)
+            self._specs[spec.name] = spec
+
+    async def _watch(
+        self, work: Coroutine[Any, Any, T], trial: asyncio.Task[None], on_event: Callable[[str], None] | None
+    ) -> T:
+        """The result of `work`, unless the trial finds something or a process ends that is needed."""
+        tasks: set[asyncio.Task[Any]] = {working := asyncio.create_task(work)}
+        exits: set[asyncio.Task[ChildExit]] = set()
+        try:
+            while not working.done():
+                exits = exits or {asyncio.create_task(self._children.wait_for_exit())}
+                tasks |= exits
+                running = set() if trial.done() else {trial}
+                await asyncio.wait({*tasks, *running}, return_when=asyncio.FIRST_COMPLETED)
+                if trial.done():
+                    trial.result()
+                for exit_ in [task for task in exits if task.done()]:
+                    await self._on_exit(exit_.result(), trial, on_event)
+                    tasks.remove(exit_)
+                    exits.clear()
+            return working.result()
+        finally:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(ready, *exits, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _on_exit(
+        self, ended: ChildExit, trial: asyncio.Task[None], on_event: Callable[[str], None] | None
+    ) -> None:
+        """Raises ClusterFailed if the process is needed, and WorkerRefused if the trial finds why it ended."""
+        if ended.name != MANAGER_NAME:
+            await asyncio.wait({trial}, timeout=_VERDICT_SECONDS)
+            if trial.done():
+                trial.result()
+        del self._specs[ended.name]
+        if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
+            raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
+        on_event(f"{ended}; its log above says why. The cluster continues without it")
 
     def _workers_left(self) -> set[str]:
         """Names of the workers that have not ended."""
-        return set(self._children) - {MANAGER_NAME}
+        return set(self._specs) - {MANAGER_NAME}
 
     async def wait_for_failure(self) -> ClusterFailed:
-        """Wait until a child ends by itself, which none should."""
-        ended = await self._supervisor.wait_for_exit()
+        """Wait until a process ends by itself."""
+        ended = await self._children.wait_for_exit()
         return ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
 
     async def keep_alive(self, on_event: Callable[[str], None]) -> None:
-        """After `start`: start again what dies, until the last worker has taken its leave (SIGTERM, `kvpool drain`).
+        """After `start`: restart what dies, until the last worker has left (SIGTERM, `kvpool drain`).
 
-        on_event gets a line for everything of that kind. Raises ClusterFailed if the manager dies again and again, or every worker
-        that is left.
+        on_event gets a line for each of these events. Raises ClusterFailed if the manager dies repeatedly, or every worker that is
+        left.
         """
         try:
-            await Keeper(self._supervisor, self._children, MANAGER_NAME, on_event).keep()
+            await Restarts(self._children, self._specs, MANAGER_NAME, on_event).keep()
         except GaveUp as error:
             raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
 
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
+        """Until the manager answers, and lists all workers that have been started."""
         async with Client(config=ClientConfig(manager=self._spec.address)) as client:
             while True:
                 try:
@@ -216,7 +254,7 @@ def num_cores() -> int:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on at this moment."""
+    """A port of the loopback that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
@@ -224,7 +262,8 @@ def free_port() -> int:
 
 
 def require_free_port(host: str, port: int, port_flag: str = "--port", host_flag: str = "--host") -> None:
-    """Unavailable if somebody listens there: their manager would be taken for ours. The flags are those to be changed."""
+    """Raises Unavailable if the port is taken; the message names the flags to change. A manager that listens there would be
+    taken for our own."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

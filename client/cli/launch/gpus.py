@@ -1,4 +1,4 @@
-"""Which GPUs this machine shows, without asking a library that the client does not have."""
+"""The GPUs of this machine, found without a library that the client does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
-    """Names of the GPUs that a process would see, as CUDA_VISIBLE_DEVICES takes them; None: this cannot be told here."""
+    """Names of the GPUs that a process would see, as CUDA_VISIBLE_DEVICES takes them; None: unknown."""
     named = environment.get(VISIBLE_VARIABLE)
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]

@@ -1,17 +1,43 @@
-"""One log out of many: every line with the name of the process that wrote it."""
+"""The log of `kvpool up`: the lines of all its processes, and its own."""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Final
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from kvpool.process.printable import printable_lines
 
+from ..terminal import printed
+
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "red")
+
+
+class Level(StrEnum):
+    """Kinds of lines of `kvpool up` itself."""
+
+    info = "info"
+    event = "event"
+    """Something has happened to a process."""
+    error = "error"
+
+
+class Log(Protocol):
+    """Where the lines go."""
+
+    def __call__(self, name: str, line: str) -> None:
+        """A line of the process `name`."""
+
+    def say(self, line: str, level: Level = Level.info, fields: Mapping[str, object] | None = None) -> None:
+        """A line of `kvpool up` itself; `fields` are for programs."""
 
 
 class PrefixedLog:
@@ -22,10 +48,52 @@ class PrefixedLog:
         self._styles: dict[str, str] = {}
 
     def __call__(self, name: str, line: str) -> None:
-        """Print one line. Colours in it are kept where the console has any; every other control character is shown."""
+        """Print one line. Its colours are kept where the console has any; every other control character is escaped."""
         style = self._styles.setdefault(name, _STYLES[len(self._styles) % len(_STYLES)])
         parts = _COLOUR.split(line)
-        # Between the parts are the colours themselves. Only they are left for rich to read: it takes links too.
+        # Every second part is a colour. Only these are left for rich to read: it takes links too.
         parts[::2] = [printable_lines(part) for part in parts[::2]]
         text = Text.from_ansi("".join(parts))
         self._console.print(Text.assemble((f"{name:<9}| ", style), text), soft_wrap=True)
+
+    def say(self, line: str, level: Level = Level.info, fields: Mapping[str, object] | None = None) -> None:
+        """Print a line without a prefix; an error goes to stderr."""
+        if level is Level.error:
+            print(line, file=sys.stderr)
+        else:
+            self._console.print(printed(line), style="bold" if level is Level.event else "", soft_wrap=True)
+
+
+class JsonLog:
+    """Prints each line as one JSON object. Those of the processes are objects already, with `service` and `worker_id`; a line that
+    is none, as of a library that writes to stderr by itself, becomes one."""
+
+    def __init__(self, stream: TextIO, manager: str) -> None:
+        self._stream = stream
+        self._manager = manager
+
+    def __call__(self, name: str, line: str) -> None:
+        """Print one line."""
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            self._print(line)
+        elif line.strip():
+            service = {"service": "manager"} if name == self._manager else {"service": "worker", "worker_id": name}
+            self._print(json.dumps({**service, "event": line, "level": "info", "timestamp": _now()}))
+
+    def say(self, line: str, level: Level = Level.info, fields: Mapping[str, object] | None = None) -> None:
+        """Print a line of `kvpool up`."""
+        severity = "error" if level is Level.error else "info"
+        self._print(
+            json.dumps({"service": "up", **(fields or {}), "event": line, "level": severity, "timestamp": _now()})
+        )
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

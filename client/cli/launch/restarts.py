@@ -1,6 +1,6 @@
-"""Which ends of a child are final: one that dies is started again, one that takes its leave may go.
+"""Restarts of children: one that dies is started again, one that ends with status 0 has left.
 
-A worker that dies again and again does not end the others: it is tried less and less often, as long as another one does better.
+A worker that dies repeatedly does not end the others: the pauses before its restarts grow, as long as another one runs well.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from .children import ChildExit, ChildSpec, Supervisor
+from .children import ChildExit, Children, ChildSpec
 
 MAX_DEATHS: Final = 5
 DEATHS_WINDOW_SECONDS: Final = 60.0
-"""A child that dies so often within so long fails. One that has lived for so long has recovered."""
+"""A child with MAX_DEATHS deaths in this time fails. One that has run for this time has recovered."""
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
 class GaveUp(Exception):
-    """Nothing useful is left: the vital child fails, or all others do."""
+    """The vital child fails, or all others do."""
 
 
 class _Child:
-    """What is known of one child."""
+    """Starts and deaths of one child."""
 
     def __init__(self, spec: ChildSpec, now: float) -> None:
         self.spec = spec
@@ -33,11 +33,11 @@ class _Child:
         """None while it is dead."""
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._num_tries = 0
-        """Since it was last well."""
+        """Starts since it last ran well."""
         self._has_failed = False
 
     def is_failing(self, now: float) -> bool:
-        """Whether it has died too often, and has not lived long since."""
+        """Whether it has died too often and has not recovered."""
         return self._has_failed and not self._is_well(now)
 
     def _is_well(self, now: float) -> bool:
@@ -63,28 +63,28 @@ class _Child:
         return min(_FIRST_PAUSE_SECONDS * float(2**doublings), _LONGEST_PAUSE_SECONDS)
 
 
-class Keeper:
-    """Keeps children alive. `vital` is the one that may not go either: without it the others are nothing."""
+class Restarts:
+    """Starts children again when they die. `vital` is needed by the others: it is started again also after status 0."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
-        children: Mapping[str, ChildSpec],
+        children: Children,
+        specs: Mapping[str, ChildSpec],
         vital: str,
         on_event: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._supervisor = supervisor
+        self._processes = children
         now = clock()
-        self._children = {name: _Child(spec, now) for name, spec in children.items()}
+        self._children = {name: _Child(spec, now) for name, spec in specs.items()}
         self._vital = vital
         self._on_event = on_event
         self._clock = clock
         self._restarts: dict[asyncio.Task[None], str] = {}
-        """Children that have died and are to be started again."""
+        """Pending restarts, with the child's name."""
 
     async def keep(self) -> None:
-        """Until all but the vital one have taken their leave. Raises GaveUp. May be cancelled."""
+        """Run until all but the vital child have left. Raises GaveUp. May be cancelled."""
         try:
             while set(self._children) - {self._vital}:
                 ended = await self._next_exit()
@@ -102,10 +102,10 @@ class Keeper:
             await asyncio.gather(*self._restarts, return_exceptions=True)
 
     async def _next_exit(self) -> ChildExit | None:
-        """The next child that ends; None when one was started again, which is to be watched too."""
+        """The next child that ends; None after a restart, because the new process has to be watched too."""
         waits: set[asyncio.Task[ChildExit]] = set()
         if len(self._restarts) < len(self._children):
-            waits.add(asyncio.create_task(self._supervisor.wait_for_exit()))
+            waits.add(asyncio.create_task(self._processes.wait_for_exit()))
         try:
             await asyncio.wait({*waits, *self._restarts}, return_when=asyncio.FIRST_COMPLETED)
             for restart in [restart for restart in self._restarts if restart.done()]:
@@ -127,7 +127,7 @@ class Keeper:
             if ended.name == self._vital:
                 raise GaveUp(why)
             self._require_one_well(why)
-            self._on_event(f"{ended}; its log above says why. It dies again and again: next try in {pause:.0f} s")
+            self._on_event(f"{ended}; its log above says why. It dies repeatedly: next start in {pause:.0f} s")
         else:
             self._on_event(f"{ended}; starting it again")
         self._restarts[asyncio.create_task(self._start_again(child, pause))] = ended.name
@@ -141,5 +141,5 @@ class Keeper:
 
     async def _start_again(self, child: _Child, pause_seconds: float) -> None:
         await asyncio.sleep(pause_seconds)
-        await self._supervisor.start(child.spec)
+        await self._processes.start(child.spec)
         child.on_start(self._clock())

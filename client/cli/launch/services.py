@@ -1,4 +1,4 @@
-"""`kvpool manager …` and `kvpool worker …`: the services themselves, in place of this process."""
+"""`kvpool manager …` and `kvpool worker …`: this process becomes the service."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import typer
 
 MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
-WORKER_SETTINGS_MODULE: Final = "kvpool.worker_service.settings"
-"""Looks at a worker's arguments and starts nothing."""
 
 
 def service_command(module: str, arguments: Sequence[str]) -> list[str]:
@@ -22,14 +20,14 @@ def service_command(module: str, arguments: Sequence[str]) -> list[str]:
 
 def manager(context: typer.Context) -> None:
     """Run a cache manager. All arguments go to it; `kvpool manager --help` lists them."""
-    _become(service_command(MANAGER_MODULE, context.args))
+    become(service_command(MANAGER_MODULE, context.args))
 
 
 def worker(context: typer.Context) -> None:
     """Run a worker. All arguments go to it; `kvpool worker --help` lists them."""
-    _become(service_command(WORKER_MODULE, context.args))
+    become(service_command(WORKER_MODULE, context.args))
 
 
-def _become(command: list[str]) -> NoReturn:
-    # Not a child: signals, exit status and log are then the service's own.
+def become(command: list[str]) -> NoReturn:
+    """Run the command in place of this process: signals, exit status and log are then its own."""
     os.execv(command[0], command)

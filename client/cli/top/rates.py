@@ -13,7 +13,7 @@ WINDOW_SECONDS: Final = 5.0
 """A worker states its tokens block by block, so what a second brings is all or nothing."""
 
 SequenceName = tuple[int, str, int]
-"""Session, sequence_id and attempt. The round is left out: a sequence that is granted anew keeps its tokens."""
+"""Session, sequence_id and attempt. The round is left out: a sequence that is granted again keeps its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RateMeter:
 
     def add(self, response: cache_pb2.DescribeResponse, now: float) -> None:
         """A look at `now`, in seconds of a clock that only goes forward."""
-        # By session: counts begin anew with each.
+        # By session: each begins at zero.
         self._looks.add({worker.session: worker.totals for worker in response.workers}, now)
 
     def rates(self, session: int) -> Rates | None:
@@ -116,5 +116,5 @@ class SequenceMeter:
 
 
 def sequence_name(worker: cache_pb2.WorkerDescription, sequence: cache_pb2.SequenceDescription) -> SequenceName:
-    """What tells it apart from all others."""
+    """The sequence's unique name."""
     return worker.session, sequence.key.sequence_id, sequence.key.attempt

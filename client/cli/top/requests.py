@@ -20,14 +20,14 @@ _ID_CELLS_MAX: Final = 36
 _COLUMNS: Final = {
     "state": 10, "known tokens": 12, "computed": 8, "cached": 7, "gen/s": 5, "blocks": 6, "attempt": 7, "round": 5,
 }  # fmt: skip
-"""Behind the request's name, each with its usual width, so that it stays where it is. The last ones are left out where the
+"""The columns after the request's name, each with its usual width, so that none moves. The last ones are left out where the
 terminal is too narrow."""
 _GAP_CELLS: Final = 2
 _NONE: Final = "–"
 
 
 def num_lines_wanted(worker: cache_pb2.WorkerDescription) -> int:
-    """Of a list with all requests that the manager has told."""
+    """Lines of a list with all requests that the manager has reported."""
     num_rows = len(worker.sequences)
     return 2 + num_rows + (num_rows < worker.num_sequences) if num_rows else 1
 
@@ -35,7 +35,7 @@ def num_lines_wanted(worker: cache_pb2.WorkerDescription) -> int:
 def render_requests(
     worker: cache_pb2.WorkerDescription, rates: Mapping[SequenceName, float | None], width: int, max_lines: int
 ) -> RenderableType:
-    """As many requests as fit into so many lines, and how many stay out. `rates` are generated tokens per second."""
+    """The requests that fit into `max_lines`, and the number of the others. `rates` are generated tokens per second."""
     title = _title(worker)
     num_rows = len(worker.sequences) if num_lines_wanted(worker) <= max_lines else max_lines - 3
     if num_rows <= 0:
@@ -100,7 +100,7 @@ def _cells(sequence: cache_pb2.SequenceDescription, rate: float | None, block_si
 
 
 def _state(sequence: cache_pb2.SequenceDescription, block_size: int) -> Text:
-    """What it is doing as far as the manager can know. A sequence that decodes is told block by block, so that less than a block
+    """The state of a sequence as the manager sees it. A sequence that decodes is reported block by block, so that less than a block
     of its known tokens is not computed; the same is left of a prompt whose other blocks are all cached, for an instant."""
     if sequence.fenced:
         return Text("fenced", style="red")

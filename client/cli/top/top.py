@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
@@ -20,7 +20,8 @@ from ...block_map import fetch_block_map
 from ...client import Client
 from ...config import ClientConfig
 from ...errors import KvpoolError, NotFound
-from ..terminal import ManagerOption, client_config, stdout_console
+from ..commands.status import cluster_object, worker_object
+from ..terminal import ManagerOption, client_config, print_json, stdout_console
 from .keys import DOWN, UP, Keys
 from .rates import RateMeter, SequenceMeter, sequence_name
 from .view import Picture, render
@@ -30,11 +31,11 @@ _MAP_SHARE: Final = 20
 _MAP_PAGE_BLOCKS: Final = 512
 """While it describes a page the manager does nothing else: some ten milliseconds for a thousand blocks."""
 _MAX_REQUESTS: Final = 200
-"""More rows than a terminal has; the manager says how many there are besides."""
+"""More rows than a terminal has; the manager counts the others."""
 _LOOK_SECONDS_MIN: Final = 2.0
-"""How long a look may take at least before the manager counts as away: it is asked again at once."""
+"""Least time that a look may take before the manager counts as away; the next look begins at once."""
 _ONCE_SECONDS: Final = 10.0
-"""The same where it is not asked again."""
+"""The same for a look that is not repeated."""
 
 
 def top(
@@ -43,25 +44,33 @@ def top(
     ] = None,
     interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, an interval apart, print, and end; so it is without a terminal.")
+        bool, typer.Option("--once", help="Print once, with the rates of one interval; the default without a terminal.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Like --once, but print one JSON object and nothing else.")
     ] = False,
     manager: ManagerOption = None,
 ) -> None:
     """A live view of workers, requests and blocks.
 
-    Rates are of the last five seconds. The list of requests is what the manager knows of the sequences that hold blocks: workers
-    tell it block by block, so it is some tokens behind. Requests that wait hold no blocks and are only counted, in `wait`.
+    Rates are of the last five seconds. The list of requests shows the sequences that hold blocks, as the manager knows them:
+    workers report block by block, so it lags by some tokens. Requests that wait hold no blocks and are only counted, in `wait`.
     """
     config = client_config(manager)
     console = stdout_console()
-    if once or not console.is_terminal:
-        asyncio.run(_print_once(config, console, worker, interval))
+    if as_json:
+        print_json(picture_object(asyncio.run(_look_once(config, worker, interval))))
+    elif once or not console.is_terminal:
+        console.print(render(asyncio.run(_look_once(config, worker, interval)), console.width))
     else:
         asyncio.run(_watch(config, console, worker, interval))
 
 
-async def _print_once(config: ClientConfig, console: Console, worker: str | None, interval: float) -> None:
-    """Raises KvpoolError if the manager is away, or does not know the worker."""
+async def _look_once(config: ClientConfig, worker: str | None, interval: float) -> Picture:
+    """Look twice, an interval apart; the block map only of a worker that is named.
+
+    Raises KvpoolError if the manager is away, or does not know the worker.
+    """
     async with Client(config=config) as client:
         observer = Observer(client, config.manager, worker)
         await observer.look(_ONCE_SECONDS)
@@ -74,11 +83,39 @@ async def _print_once(config: ClientConfig, console: Console, worker: str | None
             raise observer.error
         if worker is not None:
             observer.picture.block_map = await fetch_block_map(client, worker)
-    console.print(render(observer.picture, console.width))
+    return observer.picture
+
+
+def picture_object(picture: Picture) -> dict[str, object]:
+    """What `--json` prints: `status --json`, with rates per second and the requests of the chosen worker. Null: no rate yet."""
+    assert picture.response is not None
+    found = cluster_object(picture.manager, picture.response)
+    found["workers"] = [
+        {**worker_object(worker), "rates": rates and asdict(rates)}
+        for worker in picture.workers
+        for rates in (picture.rates.get(worker.session),)
+    ]
+    requests = picture.requests or cache_pb2.WorkerDescription()
+    found["requests_of"] = picture.chosen
+    found["requests"] = [
+        {
+            "sequence_id": sequence.key.sequence_id,
+            "attempt": sequence.key.attempt,
+            "round": sequence.key.round,
+            "num_tokens": sequence.num_tokens,
+            "num_computed_tokens": sequence.num_computed_tokens,
+            "num_cached_tokens": sequence.num_cached_tokens,
+            "num_blocks": sequence.num_blocks,
+            "fenced": sequence.fenced,
+            "generated_tokens_per_second": picture.request_rates.get(sequence_name(requests, sequence)),
+        }
+        for sequence in requests.sequences
+    ]
+    return found
 
 
 async def _watch(config: ClientConfig, console: Console, worker: str | None, interval: float) -> None:
-    """Until q, or a signal: the terminal is then as it was."""
+    """Until q, or a signal. The terminal is restored."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -103,8 +140,6 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-    if stopped.is_set():
-        sys.exit(128 + signal.SIGTERM)
 
 
 async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
@@ -116,7 +151,7 @@ async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[],
 
 
 async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """The requests. Not with the looks at all workers: whoever chooses another one sees its requests at once."""
+    """The requests, apart from the looks at all workers: those of another chosen worker are shown at once."""
     while True:
         await observer.look_at_requests()
         draw()
@@ -124,7 +159,7 @@ async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[],
 
 
 async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """Beside the looks, which it must not hold up."""
+    """The block map, apart from the looks, which it must not delay."""
     while True:
         began_at = time.monotonic()
         await observer.look_at_blocks()
@@ -133,7 +168,7 @@ async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], 
 
 
 async def _pause(seconds: float, wanted: asyncio.Event) -> None:
-    """So long, or until something is wanted."""
+    """Sleep, or until something is wanted."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await wanted.wait()
@@ -155,7 +190,7 @@ async def _obey(keys: Keys, observer: Observer, draw: Callable[[], None]) -> Non
 
 
 class Observer:
-    """Asks the manager again and again, and keeps the picture up to date."""
+    """Polls the manager and keeps the picture up to date."""
 
     def __init__(self, client: Client, manager: str, worker: str | None) -> None:
         self.picture = Picture(manager, chosen=worker)
@@ -171,7 +206,7 @@ class Observer:
         self._answered_at: float | None = None
 
     async def look(self, seconds: float) -> None:
-        """At the workers. A manager that does not answer in that time is no error here: the picture says so."""
+        """Look at the workers. A manager that does not answer in that time is not an error: the picture says so."""
         picture = self.picture
         try:
             response = await self._client.describe(timeout=seconds)
@@ -187,7 +222,7 @@ class Observer:
             self._choose(picture.workers[0].worker_id)
 
     async def look_at_requests(self) -> None:
-        """At those of the chosen worker, if they are shown."""
+        """Look at the requests of the chosen worker, if they are shown."""
         picture, meter = self.picture, self._sequence_meter
         chosen = picture.chosen
         if chosen is None or not picture.shows_requests:
@@ -198,8 +233,8 @@ class Observer:
         except NotFound:
             pass  # which the picture says by itself
         except KvpoolError:
-            return  # the manager is away, which the other looks tell
-        # Somebody may have pressed a key meanwhile, and then they are no longer to be shown, or counted anew.
+            return  # the manager is away, which the other looks show
+        # A key pressed meanwhile may have hidden the requests, or begun a new meter.
         if self._sequence_meter is not meter:
             return
         picture.requests = None
@@ -210,7 +245,7 @@ class Observer:
             picture.request_rates = {name: meter.generated_tokens(name) for name in names}
 
     async def look_at_blocks(self) -> None:
-        """At those of the chosen worker, if they are shown."""
+        """Look at the blocks of the chosen worker, if they are shown."""
         picture = self.picture
         chosen = picture.chosen
         if chosen is None or not picture.shows_map:
@@ -221,18 +256,18 @@ class Observer:
         except NotFound:
             pass  # which the picture says by itself
         except KvpoolError:
-            return  # the manager is away, which the other looks tell
-        # Somebody may have pressed a key meanwhile.
+            return  # the manager is away, which the other looks show
+        # A key pressed meanwhile may have chosen another worker.
         if picture.chosen == chosen and picture.shows_map:
             picture.block_map = block_map
 
     def _say_away(self, error: KvpoolError) -> str:
         if self._answered_at is None:
             return f"no answer yet: {error}"
-        return f"no answer for {time.monotonic() - self._answered_at:.0f} s, this is what it was: {error}"
+        return f"no answer for {time.monotonic() - self._answered_at:.0f} s, this is the last answer: {error}"
 
     def choose(self, step: int) -> None:
-        """The worker that stands so many places further."""
+        """Choose the worker `step` places down the list, cyclically."""
         names = [worker.worker_id for worker in self.picture.workers]
         if names:
             chosen = self.picture.chosen

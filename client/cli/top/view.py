@@ -1,4 +1,4 @@
-"""What `kvpool top` shows, drawn from what is known. Pure: asks nobody, waits for nothing."""
+"""The picture of `kvpool top`, drawn from what is known. Pure: no calls, no waiting."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class _DrawnMap(NamedTuple):
     text: Text
 
     def serves(self, block_map: BlockMap, width: int, height: int | None) -> bool:
-        """Whether it can stand there still. Each request that comes or goes leaves another height: what fits is good enough unless
-        there is room for half as much again."""
+        """Whether the drawing can be used again. Each request that comes or goes leaves another height: what fits is good enough
+        unless there is room for half as much again."""
         if self.block_map is not block_map or self.width != width:
             return False
         if self.height is None or height is None:

@@ -61,6 +61,24 @@ def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
     stream.write(printable_lines(text.getvalue()))
 
 
+class _Identity:
+    """Names the process in each line, unless the line's own fields say otherwise."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+
+    def __call__(self, _logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**self.fields, **event}
+
+
+_identity = _Identity()
+
+
+def identify_log_lines(**fields: str) -> None:
+    """Fields for every JSON line that this process logs from now on, e.g. its service and its worker_id."""
+    _identity.fields.update(fields)
+
+
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     """Send structlog and the standard library's logging to stderr. Call it once, at the start of the process."""
     shared: list[structlog.typing.Processor] = [
@@ -70,7 +88,7 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     # Without the local variables, which structlog shows by default: among them are prompts and session keys.
     to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
-        [structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
+        [_identity, structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
         if log_format is LogFormat.json
         else [_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
     )

@@ -10,10 +10,10 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import (
@@ -25,6 +25,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
+
+from .variables import unknown_variables
 
 CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
 TABLES: Final = ("manager", "worker", "up", "client")
@@ -83,11 +85,21 @@ class ProcessSettings(BaseSettings):
 
 
 def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
-    """The settings of this process; `arguments` are sys.argv's without one.
+    """The settings of this process; `arguments` are sys.argv's without the first.
 
-    Raises SettingsProblem. `--help` and unknown flags end the process, as argparse does it.
+    Raises SettingsProblem, also for an unknown flag or a misspelt variable; a variable that is not close to any setting is
+    reported on stderr and ignored. `--help` ends the process, as argparse does it.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if strange := flags_in(split_flags(kind, arguments).others):
+        raise SettingsProblem("\n".join(unknown_flag(flag, flags_of(kind)) for flag in strange))
+    variables = unknown_variables(
+        (name for name, value in os.environ.items() if value), kind.table, kind.model_fields, TABLES
+    )
+    if variables.misspelt:
+        raise SettingsProblem("\n".join(variables.misspelt))
+    for line in variables.other:
+        print(f"{kind.model_config.get('cli_prog_name')}: {line}", file=sys.stderr)
     path = _config_path(arguments, f"{kind.model_config.get('env_prefix', '')}CONFIG")
     table = {} if path is None else _read_table(path, kind.table)
     if unknown := table.keys() - (kind.model_fields.keys() - {"config"}):
@@ -103,6 +115,48 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
         raise SettingsProblem(str(error)) from None
     finally:
         _file_table.reset(token)
+
+
+class SplitFlags(NamedTuple):
+    """Arguments of a command line, in their order."""
+
+    own: list[str]
+    """Flags of the settings, each with its value."""
+    others: list[str]
+    """All else."""
+
+
+def split_flags(kind: type[ProcessSettings], arguments: Sequence[str], without: Collection[str] = ()) -> SplitFlags:
+    """Take the flags of these settings out of a command line, except for the flags `without`."""
+    takes_value = dict.fromkeys({*flags_of(kind), "-h"} - set(without), False)
+    for name, field in kind.model_fields.items():
+        if field.annotation is not bool and _flag(name) in takes_value:
+            takes_value[_flag(name)] = True
+    found = SplitFlags([], [])
+    wants_value = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_own = wants_value or flag in takes_value
+        (found.own if is_own else found.others).append(argument)
+        wants_value = not wants_value and not equals and takes_value.get(flag, False)
+    return found
+
+
+def flags_of(kind: type[ProcessSettings]) -> set[str]:
+    """The long flags of these settings, `--help` among them."""
+    negative = {_flag(f"no_{name}") for name, field in kind.model_fields.items() if field.annotation is bool}
+    return {*map(_flag, kind.model_fields), *negative, "--help"}
+
+
+def flags_in(arguments: Sequence[str]) -> list[str]:
+    """The flags in a command line, without their values."""
+    return [argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--"]
+
+
+def unknown_flag(flag: str, known: Collection[str]) -> str:
+    """What to say of a flag that does not exist: the nearest of those that do."""
+    close = difflib.get_close_matches(flag, sorted(known), n=1)
+    return f"there is no flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them")
 
 
 def read_tables(path: Path) -> dict[str, dict[str, Any]]:
@@ -157,8 +211,7 @@ def _say(
     if not problem["loc"]:
         return message
     field = str(problem["loc"][0])
-    flag = "--" + field.replace("_", "-")
-    negative = "--no-" + field.replace("_", "-")
+    flag, negative = _flag(field), _flag(f"no_{field}")
     variable = f"{kind.model_config.get('env_prefix', '')}{field}".upper()
     shared = kind.shared_variables.get(field, "")
     if any(argument.split("=")[0] in (flag, negative) for argument in arguments):
@@ -172,6 +225,10 @@ def _say(
     else:
         place = flag
     return f"{place}: {message}, got {problem['input']!r}"
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

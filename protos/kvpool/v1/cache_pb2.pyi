@@ -13,8 +13,8 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
                                                                   (+ QuotaFailure, RetryInfo)
   the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
                                                                   (+ QuotaFailure, RetryInfo)
-  items behind one of these in a batch,      ABORTED              NOT_TRIED
-    or behind what fills the answer
+  items after one of these in a batch,       ABORTED              NOT_TRIED
+    or after the answer is full
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
@@ -33,12 +33,12 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   report not in yet, manager stopping        UNAVAILABLE          RECOVERING (+ RetryInfo)
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
-The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
+The transport answers first, without an ErrorInfo, if a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
 has passed: check the size before you send. A request is refused before it is read, INVALID_ARGUMENT, with the reason TOO_LARGE
 if it is over the size of its method (docs/PROTOCOL.md), and MALFORMED if its bytes are no such message.
 
 A message that was answered FAILED_PRECONDITION must never be sent again as it is: after STALE_CALL send the state
-anew under a larger call_no, after STALE_SESSION register again.
+again under a larger call_no, after STALE_SESSION register again.
 """
 
 from collections import abc as _abc
@@ -86,7 +86,7 @@ Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 class Uplink(_message.Message):
     """---- the link -------------------------------------------------------------------------------------------------------
 
-    Leads every mutating call of a worker. One such call is in flight per session.
+    Begins every mutating call of a worker. One such call is in flight per session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,7 +108,7 @@ class Uplink(_message.Message):
     """The key that Register answered for this session. Any other, or none: WRONG_KEY, and nothing is done."""
     @_builtins.property
     def reserve_wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReserveWish]:
-        """What the worker wants in its reserve, per group. A group that is not listed keeps its wish."""
+        """Size of the reserve wanted, per group. A group that is not listed keeps its wish."""
 
     @_builtins.property
     def returned(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
@@ -137,7 +137,7 @@ Global___Uplink: _TypeAlias = Uplink  # noqa: Y015
 @_typing.final
 class ReserveWish(_message.Message):
     """The size of the reserve that a worker wants, in total: spare blocks plus those bound to sequences but not yet named in
-    an Append. The manager tops up to it, counting entries on their way; it never takes blocks back by itself. It grants 4,096 at
+    an Append. The manager tops up to it, counting entries not acknowledged; it never takes blocks back by itself. It grants 4,096 at
     most in one call or heartbeat, and the rest with the next ones. More than the pool has, or than 262,144, counts as that.
     """
 
@@ -212,11 +212,11 @@ class DownlinkEntry(_message.Message):
 
     @_builtins.property
     def stop(self) -> _common_pb2.SequenceKey:
-        """The sequence lives elsewhere under a larger attempt: end the stream, complete its steps, then Free it."""
+        """A larger attempt of the sequence lives on another session: end the stream, complete its steps, then Free it."""
 
     @_builtins.property
     def drain(self) -> Global___DrainOrder:
-        """Take no further requests, end the running ones, Free everything and Deregister."""
+        """Take no new requests, end the running ones, Free everything and Deregister."""
 
     def __init__(
         self,
@@ -288,10 +288,10 @@ class RegisterRequest(_message.Message):
     """
     highest_epoch_seen: _builtins.int
     """Highest epoch of a manager that this process has seen since its books were last empty; 0 if none. Where the manager's own
-    epoch is not larger it is raised, within bounds; beyond them the worker is told to drop its blocks (FOREIGN_EPOCH).
+    epoch is not larger it is raised, within bounds; beyond them the worker must drop its blocks (FOREIGN_EPOCH).
     """
     address: _builtins.str
-    """host:port where clients reach the worker's WorkerService."""
+    """host:port where clients reach the worker's WorkerService. Empty: it serves no text, and Route never names it."""
     model_name: _builtins.str
     """Name of the model as people know it; for displays and for choosing."""
     model_fingerprint: _builtins.str
@@ -353,7 +353,7 @@ class RegisterResponse(_message.Message):
     epoch: _builtins.int
     """This life of the manager: larger than in any earlier one."""
     session: _builtins.int
-    """Leads every further call. Sessions and generations are epoch << 40 | counter."""
+    """Number that every later call of the link carries. Sessions and generations are epoch << 40 | counter."""
     lease_ms: _builtins.int
     """The session ends when no KeepAlive arrives for this long."""
     keep_alive_interval_ms: _builtins.int
@@ -361,7 +361,7 @@ class RegisterResponse(_message.Message):
     report_wanted: _builtins.bool
     """Whether the manager wants a Report before it serves: whenever the worker holds state."""
     session_key: _builtins.bytes
-    """The secret of this session, 16 random bytes: every further call carries it. Keep it out of logs and displays."""
+    """The secret of this session, 16 random bytes: every later call carries it. Keep it out of logs and displays."""
     def __init__(
         self,
         *,
@@ -449,7 +449,7 @@ class ContentRun(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
-    """Number of the content that the first one is a child of; 0: it stands behind the root."""
+    """Number of the parent of the first content; 0: the root."""
     tokens: _builtins.bytes
     """block_size token ids for each content."""
     @_builtins.property
@@ -557,7 +557,7 @@ class KeepAliveRequest(_message.Message):
     downlink_ack: _builtins.int
     """As in Uplink."""
     draining: _builtins.bool
-    """The worker takes no further requests: Route names it no more in this session."""
+    """The worker takes no new requests: Route excludes it for the rest of the session."""
     session_key: _builtins.bytes
     """As in Uplink."""
     @_builtins.property
@@ -702,7 +702,7 @@ class AllocateRequest(_message.Message):
     def uplink(self) -> Global___Uplink: ...
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___AllocateItem]:
-        """Tried in order; the first that finds no blocks ends the batch, so that nobody is overtaken for ever."""
+        """Tried in order; the first that finds no blocks ends the batch, so that no sequence is overtaken for ever."""
 
     def __init__(
         self,
@@ -737,7 +737,7 @@ class AllocateItem(_message.Message):
     no_wait: _builtins.bool
     """Grant at once, even if another sequence is computing a prefix of this prompt."""
     max_cached_tokens: _builtins.int
-    """At most so many tokens are served from the cache. Unset: as many as there are. 0: none."""
+    """Most tokens to serve from the cache. Unset: all that are cached. 0: none."""
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
@@ -1144,7 +1144,7 @@ class RouteRequest(_message.Message):
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     max_workers: _builtins.int
-    """At most so many workers in the answer; 0: all."""
+    """Most workers in the answer; 0: all."""
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
     def __init__(
@@ -1243,9 +1243,7 @@ class DescribeRequest(_message.Message):
     first_block: _builtins.int
     max_blocks: _builtins.int
     max_sequences: _builtins.int
-    """Also the live sequences, at most so many of each worker (0: none). An answer has at most 1,000 of them, which its workers
-    share evenly.
-    """
+    """Most live sequences to list of each worker (0: none). An answer has at most 1,000 of them, shared evenly by its workers."""
     def __init__(
         self,
         *,
@@ -1271,14 +1269,19 @@ class DescribeResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_NODES_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    FORMER_LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_prefix_nodes: _builtins.int
     """Nodes of the prefix tree, over all workers."""
+    former_lease_remaining_ms: _builtins.int
+    """How long a lease of the manager's former life can still run: until then workers that are not listed may register again.
+    0: no longer, or there was no former life.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDescription]: ...
     @_builtins.property
     def budget(self) -> Global___Budget:
-        """What all workers together have, and may have."""
+        """Of all workers together."""
 
     def __init__(
         self,
@@ -1287,10 +1290,11 @@ class DescribeResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerDescription] | None = ...,
         num_prefix_nodes: _builtins.int = ...,
         budget: Global___Budget | None = ...,
+        former_lease_remaining_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "epoch", b"epoch", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "epoch", b"epoch", "former_lease_remaining_ms", b"former_lease_remaining_ms", "num_prefix_nodes", b"num_prefix_nodes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1298,7 +1302,7 @@ Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
 class Budget(_message.Message):
-    """What the manager keeps for all live sessions, and the most that it keeps (--max-total-blocks, --max-total-tokens)."""
+    """Totals of all live sessions, and their limits (--max-total-blocks, --max-total-tokens)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1364,7 +1368,7 @@ class WorkerDescription(_message.Message):
     lease_remaining_ms: _builtins.int
     """Until the lease ends unless it is renewed."""
     draining: _builtins.bool
-    """It takes no further requests and is about to leave."""
+    """It takes no new requests and is leaving."""
     recovering: _builtins.bool
     """Its report is not complete yet."""
     @_builtins.property
@@ -1414,8 +1418,8 @@ Global___WorkerDescription: _TypeAlias = WorkerDescription  # noqa: Y015
 
 @_typing.final
 class SequenceDescription(_message.Message):
-    """A live sequence as the manager knows it. A worker states what it has computed block by block, so all this is some behind
-    what it has generated. What waits for blocks is not known here: the load counts it.
+    """A live sequence as the manager knows it. A worker states what it has computed block by block, so this lags what it has
+    generated. Requests that wait for blocks are not known here: the load counts them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1435,7 +1439,7 @@ class SequenceDescription(_message.Message):
     num_blocks: _builtins.int
     """Entries of the block table."""
     fenced: _builtins.bool
-    """A larger attempt lives elsewhere; only Free is still accepted."""
+    """A larger attempt lives on another session; only Free is accepted."""
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     def __init__(
@@ -1475,7 +1479,7 @@ class WorkerTotals(_message.Message):
     num_calls: _builtins.int
     """Mutating calls executed."""
     num_generated_tokens: _builtins.int
-    """Tokens that Append and Free have stated behind those of the prompts: some behind what the worker has generated."""
+    """Tokens that Append and Free have stated after the prompts; lags what the worker has generated."""
     def __init__(
         self,
         *,
@@ -1523,7 +1527,7 @@ class BlockDescription(_message.Message):
     table_index: _builtins.int
     """Depth of the block in its chain, counted from 0; meaningful if held or sealed."""
     free_list_position: _builtins.int
-    """Place on the free list, 0 is the next to be granted; −1 if the block is not on it or further back than 65,536."""
+    """Place on the free list, 0 is the next to be granted; −1 if the block is not on it or after place 65,536."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceKey]:
         """Live sequences whose tables name the block; at most 16 of them."""

@@ -109,7 +109,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
         Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """
@@ -126,7 +126,7 @@ class CacheServiceServicer:
 
     def Allocate(self, request, context):
         """Look-up, pin and grant in one step, for a batch of sequences in order. A repeat for a live (sequence, attempt, round)
-        of this session returns its table as it stands. An item that fails has changed nothing and evicted nothing.
+        of this session returns its present table. An item that fails has changed nothing and evicted nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,7 +164,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+        """Orders a worker to take no new requests, end the running ones and leave: Route excludes it, and its downlink
         carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -13,8 +13,8 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
                                                                   (+ QuotaFailure, RetryInfo)
   the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
                                                                   (+ QuotaFailure, RetryInfo)
-  items behind one of these in a batch,      ABORTED              NOT_TRIED
-    or behind what fills the answer
+  items after one of these in a batch,       ABORTED              NOT_TRIED
+    or after the answer is full
   can never fit, bad field                   INVALID_ARGUMENT     NEVER_FITS, BAD_FIELD (+ BadRequest)
   unknown sequence (never for Free), worker  NOT_FOUND            UNKNOWN_SEQUENCE, UNKNOWN_WORKER
   stale session, call, attempt, round,       FAILED_PRECONDITION  STALE_SESSION, STALE_CALL, STALE_ATTEMPT, STALE_ROUND,
@@ -33,12 +33,12 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   report not in yet, manager stopping        UNAVAILABLE          RECOVERING (+ RetryInfo)
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
-The transport answers before us, without an ErrorInfo, where a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
+The transport answers first, without an ErrorInfo, if a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline
 has passed: check the size before you send. A request is refused before it is read, INVALID_ARGUMENT, with the reason TOO_LARGE
 if it is over the size of its method (docs/PROTOCOL.md), and MALFORMED if its bytes are no such message.
 
 A message that was answered FAILED_PRECONDITION must never be sent again as it is: after STALE_CALL send the state
-anew under a larger call_no, after STALE_SESSION register again.
+again under a larger call_no, after STALE_SESSION register again.
 """
 
 from collections import abc as _abc
@@ -58,7 +58,7 @@ class CacheServiceStub:
     safe to repeat with a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
     """
     Report: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReportRequest, _cache_pb2.ReportResponse]
-    """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+    """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
     Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
     contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
     """
@@ -66,7 +66,7 @@ class CacheServiceStub:
     """Renews the lease and carries the load. Idempotent, takes no call_no."""
     Allocate: _aio.UnaryUnaryMultiCallable[_cache_pb2.AllocateRequest, _cache_pb2.AllocateResponse]
     """Look-up, pin and grant in one step, for a batch of sequences in order. A repeat for a live (sequence, attempt, round)
-    of this session returns its table as it stands. An item that fails has changed nothing and evicted nothing.
+    of this session returns its present table. An item that fails has changed nothing and evicted nothing.
     """
     Append: _aio.UnaryUnaryMultiCallable[_cache_pb2.AppendRequest, _cache_pb2.AppendResponse]
     """States what is known of live sequences: tokens, how far their KV is computed, blocks bound from the reserve. A merge:
@@ -83,7 +83,7 @@ class CacheServiceStub:
     worker that has not heard the answer to a Register registers once more and ends that session.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_cache_pb2.DrainRequest, _cache_pb2.DrainResponse]
-    """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+    """Orders a worker to take no new requests, end the running ones and leave: Route excludes it, and its downlink
     carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
     """
     Route: _aio.UnaryUnaryMultiCallable[_cache_pb2.RouteRequest, _cache_pb2.RouteResponse]
@@ -111,7 +111,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReportRequest,
         context: _aio.ServicerContext[_cache_pb2.ReportRequest, _abc.Awaitable[_cache_pb2.ReportResponse]],
     ) -> _abc.Awaitable[_cache_pb2.ReportResponse]:
-        """Takes in, part by part, what a worker holds from earlier sessions, also with earlier managers. Until the last part is in,
+        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
         Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """
@@ -131,7 +131,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.AllocateRequest, _abc.Awaitable[_cache_pb2.AllocateResponse]],
     ) -> _abc.Awaitable[_cache_pb2.AllocateResponse]:
         """Look-up, pin and grant in one step, for a batch of sequences in order. A repeat for a live (sequence, attempt, round)
-        of this session returns its table as it stands. An item that fails has changed nothing and evicted nothing.
+        of this session returns its present table. An item that fails has changed nothing and evicted nothing.
         """
 
     @_abc_1.abstractmethod
@@ -178,7 +178,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DrainRequest,
         context: _aio.ServicerContext[_cache_pb2.DrainRequest, _abc.Awaitable[_cache_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_cache_pb2.DrainResponse]:
-        """Asks a worker to take no further requests, end the running ones and leave: Route names it no more, and its downlink
+        """Orders a worker to take no new requests, end the running ones and leave: Route excludes it, and its downlink
         carries a `drain`. Returns at once; the worker has left when Describe no longer lists its incarnation. Idempotent.
         """
 

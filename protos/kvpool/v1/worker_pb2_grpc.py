@@ -59,7 +59,7 @@ class WorkerServiceServicer:
     def Generate(self, request, context):
         """Generates tokens for one sequence. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
         call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
-        RECOVERING (no session with the manager) or DRAINING (about to leave) says that another worker may serve it. A stream whose
+        RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream whose
         reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
         reason SLOW_READER; its blocks are freed.
         """

@@ -9,9 +9,10 @@ import pytest
 
 from kvpool.cache_service.core import integrity
 from kvpool.cache_service.core.block_pool import FREE, HELD, BlockPool
+from kvpool.cache_service.core.integrity import Violation
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
 from kvpool.cache_service.core.prefix_tree import Leaders
-from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Sequence
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
 
@@ -59,18 +60,16 @@ class Scene:
         return list(self.pool.free_list())[2]
 
 
-Break = Callable[[Scene], int]
-"""Breaks a law; returns the block that is wrong, −1 if the law is not about one block."""
+Break = Callable[[Scene], int | None]
+"""Breaks a law; returns the block that is wrong, None if the law is not about one block."""
 
 
-def _count_one_free_block_more(scene: Scene) -> int:
+def _count_one_free_block_more(scene: Scene) -> None:
     scene.pool._num_free += 1
-    return -1
 
 
-def _count_one_shared_block_more(scene: Scene) -> int:
+def _count_one_shared_block_more(scene: Scene) -> None:
     scene.pool._num_shared += 1
-    return -1
 
 
 def _lose_a_block(scene: Scene) -> int:
@@ -169,14 +168,12 @@ def _seal_before_it_is_computed(scene: Scene) -> int:
     return sequence.table[1]
 
 
-def _count_a_sealed_block_more(scene: Scene) -> int:
+def _count_a_sealed_block_more(scene: Scene) -> None:
     scene.sequence(C).num_sealed += 1
-    return -1
 
 
-def _compute_more_than_is_known(scene: Scene) -> int:
+def _compute_more_than_is_known(scene: Scene) -> None:
     scene.sequence(C).num_computed_tokens = 40
-    return -1
 
 
 def _share_an_unsealed_block(scene: Scene) -> int:
@@ -193,25 +190,21 @@ def _list_a_duplicate_that_is_none(scene: Scene) -> int:
     return block
 
 
-def _change_a_token(scene: Scene) -> int:
+def _change_a_token(scene: Scene) -> None:
     scene.sequence(A).tokens[0] ^= 1
-    return -1
 
 
-def _stand_on_another_prefix(scene: Scene) -> int:
+def _stand_on_another_prefix(scene: Scene) -> None:
     nodes = scene.sequence(A).nodes
     nodes[0], nodes[1] = nodes[1], nodes[0]
-    return -1
 
 
-def _count_a_sequence_more(scene: Scene) -> int:
+def _count_a_sequence_more(scene: Scene) -> None:
     scene.sequence(A).nodes[-1].num_sequences += 1
-    return -1
 
 
-def _cut_a_child_off(scene: Scene) -> int:
+def _cut_a_child_off(scene: Scene) -> None:
     scene.sequence(A).nodes[2].depth = 7
-    return -1
 
 
 def _drop_a_node_that_a_block_holds(scene: Scene) -> int:
@@ -223,44 +216,37 @@ def _drop_a_node_that_a_block_holds(scene: Scene) -> int:
     return block
 
 
-def _forget_a_leader(scene: Scene) -> int:
+def _forget_a_leader(scene: Scene) -> None:
     sequence = scene.sequence(C)
     sequence.nodes[1].drop_leader(sequence)
-    return -1
 
 
-def _lead_after_the_end(scene: Scene) -> int:
+def _lead_after_the_end(scene: Scene) -> None:
     sequence = scene.sequence(C)
     scene.desk.free("c")
     scene.sequence(A).nodes[0].add_leader(sequence)
-    return -1
 
 
-def _forget_to_prune(scene: Scene) -> int:
+def _forget_to_prune(scene: Scene) -> None:
     scene.tree.extend([], scene.sequence(A).root, b"\5" * 8, 2, 1)
-    return -1
 
 
-def _forget_an_attempt(scene: Scene) -> int:
+def _forget_an_attempt(scene: Scene) -> None:
     scene.manager._attempts.drop(scene.sequence(A))
-    return -1
 
 
-def _remember_an_attempt_that_ended(scene: Scene) -> int:
+def _remember_an_attempt_that_ended(scene: Scene) -> None:
     sequence = scene.sequence(C)
     scene.desk.free("c")
     scene.manager._attempts.add(sequence)
-    return -1
 
 
-def _keep_an_attempt_under_another_key(scene: Scene) -> int:
+def _keep_an_attempt_under_another_key(scene: Scene) -> None:
     scene.sequence(B).key = key("b", attempt=2)
-    return -1
 
 
-def _count_one_block_less(scene: Scene) -> int:
+def _count_one_block_less(scene: Scene) -> None:
     scene.session.account.add_blocks(-1)
-    return -1
 
 
 def _grant_a_block_that_is_not_counted(scene: Scene) -> int:
@@ -270,9 +256,8 @@ def _grant_a_block_that_is_not_counted(scene: Scene) -> int:
     return block
 
 
-def _keep_the_tokens_of_a_sequence_that_ended(scene: Scene) -> int:
+def _keep_the_tokens_of_a_sequence_that_ended(scene: Scene) -> None:
     scene.session.account.add_tokens(4)
-    return -1
 
 
 CASES: list[tuple[str, Break, SequenceKey | None]] = [
@@ -315,19 +300,31 @@ CASES: list[tuple[str, Break, SequenceKey | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("law", "break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None))
+each_law = pytest.mark.parametrize(
+    ("law", "break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None)
+)
+
+
+def leads_there(
+    violations: list[Violation], law: str, scene: Scene, block: int | None, sequence: SequenceKey | None
+) -> list[Violation]:
+    """Those that name the law, the worker, and the block or the sequence."""
+    return [
+        violation
+        for violation in violations
+        if (violation.law, violation.worker_id, violation.session) == (law, "w1", scene.session.number)
+        and block in (None, violation.block)
+        and sequence in (None, violation.sequence)
+    ]
+
+
+@each_law
 def test_check_names_law_worker_block_and_sequence(law: str, break_it: Break, sequence: SequenceKey | None) -> None:
     """Breaking a law yields a violation that leads to the place: worker, session, and the block or the sequence."""
     scene = Scene()
     block = break_it(scene)
     violations = scene.manager.check().violations
-    found = [violation for violation in violations if violation.law == law]
-    assert any(
-        (violation.worker_id, violation.session) == ("w1", scene.session.number)
-        and violation.block == (block if block >= 0 else violation.block)
-        and (sequence is None or violation.sequence == sequence)
-        for violation in found
-    ), violations
+    assert leads_there(violations, law, scene, block, sequence), violations
 
 
 def test_check_sees_nodes_that_nothing_keeps() -> None:

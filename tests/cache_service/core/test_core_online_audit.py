@@ -28,7 +28,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.prefix_tree import Fan, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
-from tests.cache_service.core.test_core_integrity import CASES, Break, Scene
+from tests.cache_service.core.test_core_integrity import Break, Scene, each_law, leads_there
 from tests.cache_service.core.test_core_state_machine import LongHistory, ManagerMachine
 
 
@@ -68,24 +68,6 @@ class Visitor:
             self._manager.append(uplink, [AppendItem(SequenceUpdate(self._live[0], 7, b"", 7))])
         else:
             self._manager.free(uplink, [SequenceUpdate(self._live.pop())])
-
-
-def leads_there(
-    violations: list[Violation], law: str, scene: Scene, block: int, sequence: SequenceKey | None
-) -> list[Violation]:
-    """Those that name the law, the worker, and the block or the sequence."""
-    return [
-        violation
-        for violation in violations
-        if (violation.law, violation.worker_id, violation.session) == (law, "w1", scene.session.number)
-        and block in (-1, violation.block)
-        and sequence in (None, violation.sequence)
-    ]
-
-
-each_law = pytest.mark.parametrize(
-    ("law", "break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None)
-)
 
 
 @each_law
@@ -157,7 +139,7 @@ def test_a_node_that_counts_sequences_of_nobody_is_found() -> None:
     node.num_sequences += 1
     violations = finish(fine(scene.manager), visitor)
     assert [violation.law for violation in violations] == ["tree"]
-    assert "counts 1 sequences, 0 stand on it" in violations[0].message
+    assert "counts 1 sequences, 0 end at it" in violations[0].message
 
 
 def test_a_copy_in_a_pool_of_no_session_is_found() -> None:
@@ -329,7 +311,7 @@ def test_one_audit_in_slices_at_a_time() -> None:
 
 
 def test_a_slice_is_bounded() -> None:
-    """At most one portion, photograph or roll call beyond its units: the number of slices grows with the world."""
+    """At most one portion, snapshot or count of all sequences beyond its units: the number of slices grows with the world."""
 
     def num_slices(num_blocks: int) -> int:
         manager = CacheManager(1, limits=Limits(max_reserve_blocks=num_blocks, max_blocks_per_grant=num_blocks))

@@ -292,7 +292,7 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         ({"sequences": (sequence("a", 5, 4, 1, 2),), "reserve": (ReservedBlock(2, OLD),)}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("a", 5, 4, 3, 4))}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("b", 5, 4, 3, 2))}, "reported twice"),
-        ({"sequences": (sequence("a", 9, 4, 1, 2, 2),)}, "stands twice in the table"),
+        ({"sequences": (sequence("a", 9, 4, 1, 2, 2),)}, "is twice in the table"),
         ({"contents": (run(1),), "sequences": (sequence("a", 5, 3, 1, 2),)}, "has not computed it yet"),
         ({"contents": (run(1, first=1),), "sequences": (sequence("a", 5, 4, 1, 2),)}, "holds something else"),
         (

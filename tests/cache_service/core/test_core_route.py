@@ -102,17 +102,20 @@ def test_cold_ties_are_broken_by_the_hash_of_the_first_block() -> None:
 
 
 def test_an_empty_fingerprint_means_the_only_model() -> None:
-    """A client that names no model is served while there is one; with several it must choose, and is told among which."""
+    """A client that names no model is served while there is one; with several it must choose, and the refusal lists them. An
+    engine that serves no text does not count."""
     (worker,) = cluster(1)
     worker.serve("a", PROMPT)
+    engine = registration("engine")._replace(address="", model_fingerprint="toy", model_name="Toy")
+    worker.manager.register(engine, 0.0)
     (routed,) = worker.manager.route(Root(""), token_bytes(PROMPT))
     assert routed.num_cached_tokens == 16
     worker.manager.register(registration("other")._replace(model_fingerprint="model-b", model_name="Bee"), 0.0)
     with pytest.raises(Refusal) as caught:
         worker.manager.route(Root(""), token_bytes(PROMPT))
     assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, "root.model_fingerprint")
-    assert "Bee" in caught.value.message
-    assert "a model" in caught.value.message
+    assert "(Bee, a model)" in caught.value.message
+    assert ranking(worker, PROMPT, Root("toy")) == []
 
 
 def test_only_workers_of_the_model_are_candidates() -> None:

@@ -50,7 +50,7 @@ async def test_an_overtaken_call_is_refused_and_does_nothing(stub: Stub, worker:
     await worker.free(pb.SequenceUpdate(key=key("a")))
     for _ in range(2):
         status = await refused(stub.Allocate(delayed), STALE, "STALE_CALL")
-        assert "send the state anew under a larger call_no" in status.message
+        assert "send the state again under a larger call_no" in status.message
     assert (await worker.keep_alive()).downlink.counts[0].held == 0
 
 

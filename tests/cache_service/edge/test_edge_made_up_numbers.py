@@ -54,6 +54,11 @@ class Life:
         answer = await self.register(worker_id, seen=seen)
         return answer if isinstance(answer, str) else answer.epoch
 
+    async def former_lease_ms(self) -> int:
+        """How long a worker of the life before may still come back."""
+        answer: pb.DescribeResponse = await self.servicer.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
+        return answer.former_lease_remaining_ms
+
     @property
     def on_disk(self) -> int:
         """The epoch that the next life would continue."""
@@ -123,6 +128,19 @@ async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begi
 
 
 # -- epochs
+
+
+async def test_describe_says_how_long_workers_of_the_life_before_may_come_back(begin: Callable[..., Life]) -> None:
+    """A lease from the start of a life that follows another, and from when a raised epoch has ended all sessions."""
+    assert await begin().former_lease_ms() == 0
+    life = begin(7)
+    found = []
+    for now in (0.0, LEASE - 1, LEASE + 1):
+        life.now = now
+        found.append(await life.former_lease_ms())
+    assert found == [6000, 1000, 0]
+    await life.register("w", seen=41)
+    assert await life.former_lease_ms() == 6000
 
 
 async def test_an_epoch_that_describe_shows_raises_ours_once_in_a_life(begin: Callable[..., Life]) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvpool.cache_service import status
@@ -44,65 +46,43 @@ CODE_COLUMN = 48
 HOST = common_pb2.TIER_HOST
 
 
-def spoil_register(request: pb.RegisterRequest, name: str) -> None:
-    config = request.kv_cache_config
-    match name:
-        case "worker_id":
-            request.worker_id = ""
-        case "worker_id ":
-            request.worker_id = "w" * 129
-        case "address":
-            request.address = ""
-        case "model_fingerprint":
-            request.model_fingerprint = "é" * 65
-        case "model_name":
-            request.model_name = "m" * 10_000
-        case "kv_cache_config.block_size":
-            config.block_size = 24
-        case "kv_cache_config.pools":
-            config.pools[0].num_blocks = 1
-        case "kv_cache_config.pools ":
-            config.pools[0].num_blocks = (1 << 32) - 1
-        case "kv_cache_config.pools  ":
-            config.pools.add(tier=HOST, num_blocks=9)
-        case "kv_cache_config.groups":
-            request.ClearField("kv_cache_config")
-        case "kv_cache_config.groups[0].group":
-            config.groups[0].group = 1
-        case "kv_cache_config.pools[0].group":
-            config.pools[0].group = 1
-        case "kv_cache_config.pools[0].tier":
-            config.pools[0].tier = HOST
-        case "highest_epoch_seen":
-            request.highest_epoch_seen = 1 << 40
-        case _:
-            raise AssertionError(name)
+def spoil(message: Any, path: str, value: object) -> None:
+    """Set the field at a path like "pools[0].tier"; None clears it, a message is appended to it."""
+    *parents, name = re.findall(r"\w+", path)
+    for part in parents:
+        message = message[int(part)] if part.isdigit() else getattr(message, part)
+    if value is None:
+        message.ClearField(name)
+    elif isinstance(value, Message):
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("field", "value"),
     [
-        "worker_id",
-        "worker_id ",
-        "address",
-        "model_fingerprint",
-        "model_name",
-        "kv_cache_config.block_size",
-        "kv_cache_config.pools",
-        "kv_cache_config.pools ",
-        "kv_cache_config.pools  ",
-        "kv_cache_config.groups",
-        "kv_cache_config.groups[0].group",
-        "kv_cache_config.pools[0].group",
-        "kv_cache_config.pools[0].tier",
-        "highest_epoch_seen",
+        ("worker_id", ""),
+        ("worker_id", "w" * 129),
+        ("address", "a" * 257),
+        ("model_fingerprint", "é" * 65),
+        ("model_name", "m" * 10_000),
+        ("kv_cache_config.block_size", 24),
+        ("kv_cache_config.pools[0].num_blocks", 1),
+        ("kv_cache_config.pools[0].num_blocks", (1 << 32) - 1),
+        ("kv_cache_config.pools", common_pb2.KVCachePool(tier=HOST, num_blocks=9)),
+        ("kv_cache_config.groups", None),
+        ("kv_cache_config.groups[0].group", 1),
+        ("kv_cache_config.pools[0].group", 1),
+        ("kv_cache_config.pools[0].tier", HOST),
+        ("highest_epoch_seen", 1 << 40),
     ],
 )
-async def test_a_malformed_registration_names_its_field(stub: Stub, name: str) -> None:
+async def test_a_malformed_registration_names_its_field(stub: Stub, field: str, value: object) -> None:
     request = registration()
-    spoil_register(request, name)
+    spoil(request, field, value)
     found = await refused(stub.Register(request), INVALID, "BAD_FIELD")
-    assert field_of(found) == name.strip()
+    assert field_of(found) == field.removesuffix("[0].num_blocks")
     assert not (await stub.Describe(pb.DescribeRequest())).workers
 
 
@@ -113,59 +93,32 @@ async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
     assert "got sliding_window" in found.message
 
 
-def spoil_allocate(message: pb.AllocateItem, field: str) -> None:
-    match field:
-        case "key":
-            message.ClearField("key")
-        case "root":
-            message.ClearField("root")
-        case "key.sequence_id":
-            message.key.sequence_id = ""
-        case "key.sequence_id ":
-            message.key.sequence_id = "s" * 129
-        case "key.attempt":
-            message.key.attempt = 0
-        case "root.model_fingerprint":
-            message.root.model_fingerprint = "another model" * 1000
-        case "root.adapter":
-            message.root.adapter = "a" * 257
-        case "root.tenant_salt":
-            message.root.tenant_salt = "t" * 257
-        case "root.input_digest":
-            message.root.input_digest = b"short"
-        case "tokens":
-            message.tokens = b""
-        case "tokens ":
-            message.tokens = b"\1\2\3\4\5"
-        case "tokens  ":
-            message.max_new_tokens = (1 << 32) - 1
-        case _:
-            raise AssertionError(field)
-
-
 @pytest.mark.parametrize(
-    "field",
+    ("field", "value"),
     [
-        "key",
-        "root",
-        "key.sequence_id",
-        "key.sequence_id ",
-        "key.attempt",
-        "root.model_fingerprint",
-        "root.adapter",
-        "root.tenant_salt",
-        "root.input_digest",
-        "tokens",
-        "tokens ",
-        "tokens  ",
+        ("key", None),
+        ("root", None),
+        ("key.sequence_id", ""),
+        ("key.sequence_id", "s" * 129),
+        ("key.attempt", 0),
+        ("root.model_fingerprint", "another model" * 1000),
+        ("root.adapter", "a" * 257),
+        ("root.tenant_salt", "t" * 257),
+        ("root.input_digest", b"short"),
+        ("tokens", b""),
+        ("tokens", b"\1\2\3\4\5"),
+        ("max_new_tokens", (1 << 32) - 1),
     ],
 )
-async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str) -> None:
+async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str, value: object) -> None:
     bad = item("bad", prompt(5))
-    spoil_allocate(bad, field)
+    spoil(bad, field, value)
     results = (await worker.allocate(item("a", prompt(5)), bad, item("c", prompt(5, first=50)))).results
     assert [result.status.code for result in results] == [0, code_pb2.INVALID_ARGUMENT, 0]
-    assert (reason_of(results[1].status), field_of(results[1].status)) == ("BAD_FIELD", field.strip())
+    assert (reason_of(results[1].status), field_of(results[1].status)) == (
+        "BAD_FIELD",
+        field.replace("max_new_tokens", "tokens"),
+    )
     assert [result.WhichOneof("outcome") for result in results] == ["granted", None, "granted"]
 
 

@@ -132,7 +132,7 @@ async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, 
 
 
 async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub, worker: Worker) -> None:
-    """With what the manager knows of each: tokens stated since the grant, hits, computed tokens, blocks."""
+    """With what the manager knows of each: tokens stated since the grant, hits, computed tokens, blocks. A new round is new."""
     await worker.allocate(item("a", prompt(9)))
     stated = pb.SequenceUpdate(key=key("a"), start=9, tokens=tokens(100, 101), num_computed_tokens=10)
     assert not (await worker.append(stated)).results[0].status.code
@@ -151,6 +151,11 @@ async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub,
     )
     assert third == pb.SequenceDescription(key=key("c", attempt=3), num_tokens=2, num_blocks=1)
     assert await described(2) == [first, second]
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    again = item("a", prompt(9))
+    again.key.round = 1
+    await worker.allocate(again)
+    assert (await described(9))[:2] == [second, third]
 
 
 async def test_describe_shows_a_fenced_sequence_until_it_is_freed(stub: Stub, worker: Worker) -> None:
@@ -207,20 +212,25 @@ async def test_route_ranks_the_holder_of_the_prefix_first_and_changes_nothing(st
 
 async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint="other"), tokens=tokens(1))
-    assert "no worker is registered" in (await stub.Route(request)).explanation
+    engine = registration("engine")
+    engine.address = ""
+    await Worker(stub, engine).register()
+    assert "no worker that serves text is registered" in (await stub.Route(request)).explanation
     await Worker(stub, registration()).register()
     explanation = (await stub.Route(request)).explanation
     assert "'other'" in explanation
     assert "'tiny' (model-a)" in explanation
 
 
-async def test_route_says_that_a_worker_is_still_telling_what_it_holds(stub: Stub) -> None:
+async def test_route_says_that_a_worker_is_still_reporting(stub: Stub) -> None:
     introduction = registration("w")
     introduction.holds_state = True
     await Worker(stub, introduction).register()
-    answer = await stub.Route(pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=tokens(1)))
-    assert not answer.workers
-    assert "telling what they hold: w" in answer.explanation
+    for fingerprint in (FINGERPRINT, ""):
+        root = common_pb2.Root(model_fingerprint=fingerprint)
+        answer = await stub.Route(pb.RouteRequest(root=root, tokens=tokens(1)))
+        assert not answer.workers
+        assert "still reporting their blocks: w" in answer.explanation
 
 
 async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> None:
@@ -270,7 +280,7 @@ async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, w
     assert not entry.drain.HasField("grace_ms")
     answer = await stub.Route(request)
     assert not answer.workers
-    assert "about to leave: v, w" in answer.explanation
+    assert "are leaving: v, w" in answer.explanation
 
 
 async def test_an_order_to_drain_outlives_the_session_but_not_the_process(stub: Stub, worker: Worker) -> None:

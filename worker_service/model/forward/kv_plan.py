@@ -42,6 +42,15 @@ class KVCachePlan:
         )
 
 
+def size_setting(count: int) -> str:
+    """As a setting takes it, e.g. 16.9GiB: three digits, rounded down, so that it fits where `count` bytes do."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            num_decimals = max(0, 3 - len(str(count // size)))
+            return f"{count * 10**num_decimals // size / 10**num_decimals:g}{unit}"
+    return str(count)
+
+
 def show_bytes(count: int) -> str:
     """In binary units with two decimals."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

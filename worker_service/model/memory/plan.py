@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import KVCachePlan, show_bytes
+from ..forward.kv_plan import KVCachePlan, show_bytes, size_setting
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -224,7 +224,7 @@ def _too_large(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, fi
         )
     return KVCacheTooLarge(
         f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most {fitting} "
-        f"blocks fit (--num-blocks {fitting}, or --kv-cache-memory {fitting * bytes_per_block})."
+        f"blocks fit (--num-blocks {fitting}, or --kv-cache-memory {size_setting(fitting * bytes_per_block)})."
     )
 
 

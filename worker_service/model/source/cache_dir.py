@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import ModelError
+
+_LAYOUT = "1"
+"""Part of a conversion's name: a conversion that writes something else gets a new one."""
+
 
 def default_cache_dir() -> Path:
     """$KVPOOL_CACHE_DIR, else kvpool in the XDG cache folder."""
@@ -19,6 +24,18 @@ def default_cache_dir() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvpool"
+
+
+def open_cache_dir(given: Path | None) -> Path:
+    """The cache folder, `given` or the default, made if it is missing. Raises ModelError if that is not possible."""
+    folder = given or default_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"The cache folder {folder} cannot be made: {error.strerror}. Give another --cache-dir or KVPOOL_CACHE_DIR."
+        ) from error
+    return folder
 
 
 @contextmanager
@@ -41,19 +58,38 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def file_digest(path: Path, cache_dir: Path) -> str:
-    """Hex SHA-256 of the file, cached by path, size and modification time (ns)."""
-    stat = path.stat()
-    resolved = str(path.resolve())
-    version = {"path": resolved, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    name = hashlib.sha256(resolved.encode()).hexdigest()[:32]
-    record = cache_dir / "digests" / f"{name}.json"
-    known = _read(record)
-    if known is not None and all(known.get(key) == value for key, value in version.items()):
-        return str(known["sha256"])
+    """Hex SHA-256 of the file. A file with known path, size and modification time (ns) is not read again."""
+    if (known := known_digest(path, cache_dir)) is not None:
+        return known
+    version = _version(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_atomically(record, json.dumps({**version, "sha256": digest}).encode())
+    write_atomically(_record(version, cache_dir), json.dumps({**version, "sha256": digest}).encode())
     return digest
+
+
+def known_digest(path: Path, cache_dir: Path) -> str | None:
+    """The same if the cache has it; reads no more of the file than its size and time, and writes nothing."""
+    version = _version(path)
+    known = _read(_record(version, cache_dir))
+    if known is not None and all(known.get(key) == value for key, value in version.items()):
+        return str(known["sha256"])
+    return None
+
+
+def conversion_folder(gguf: Path, digest: str, cache_dir: Path) -> Path:
+    """Where the conversion of a GGUF file with this digest is kept; it is there when it is complete."""
+    return cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{_LAYOUT}"
+
+
+def _version(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _record(version: dict[str, Any], cache_dir: Path) -> Path:
+    name = hashlib.sha256(version["path"].encode()).hexdigest()[:32]
+    return cache_dir / "digests" / f"{name}.json"
 
 
 def _read(record: Path) -> dict[str, Any] | None:

@@ -13,10 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from ..progress import Progress, heartbeat, quiet_transformers
-from .cache_dir import file_digest, locked
-
-_LAYOUT = "1"
-"""Part of the folder's name; to be changed when a conversion writes something else."""
+from .cache_dir import conversion_folder, file_digest, locked
 
 
 def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
@@ -24,8 +21,7 @@ def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
 
     Safe for concurrent processes: one converts, the others wait. A folder appears only when complete.
     """
-    digest = file_digest(gguf, cache_dir)
-    folder = cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{_LAYOUT}"
+    folder = conversion_folder(gguf, file_digest(gguf, cache_dir), cache_dir)
     if folder.is_dir():
         return folder
     with locked(folder.with_name(folder.name + ".lock")):

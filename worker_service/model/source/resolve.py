@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import ModelError
 from ..progress import Progress
-from .convert import convert_gguf
+from .cache_dir import conversion_folder, known_digest
 from .hub import HubId, fetch_config, fetch_model, parse_hub_id
 from .weights import only_gguf
 
@@ -44,16 +44,25 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
     """
     name, path = _locate(model, progress, fetch_model)
     gguf = path if path.is_file() else _gguf_in(path)
-    return ModelFolder(name, path if gguf is None else convert_gguf(gguf, cache_dir, progress))
+    if gguf is None:
+        return ModelFolder(name, path)
+    # Here and not above: the import takes seconds, for torch and transformers, and `find_config` must not wait for it.
+    from .convert import convert_gguf
+
+    return ModelFolder(name, convert_gguf(gguf, cache_dir, progress))
 
 
-def find_config(model: str, progress: Progress) -> ConfigSource:
+def find_config(model: str, cache_dir: Path, progress: Progress) -> ConfigSource:
     """The location of the model's config; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
     name, path = _locate(model, progress, fetch_config)
     if path.is_dir() and (path / "config.json").is_file():
         return ConfigSource(name, path, None)
     gguf = path if path.is_file() else _gguf_in(path)
     assert gguf is not None, "refused without config.json"
+    # After a conversion config.json is read in milliseconds; the head of the GGUF file takes seconds.
+    digest = known_digest(gguf, cache_dir)
+    if digest is not None and (folder := conversion_folder(gguf, digest, cache_dir)).is_dir():
+        return ConfigSource(name, folder, None)
     return ConfigSource(name, gguf.parent, gguf.name)
 
 

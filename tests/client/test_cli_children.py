@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.launch.children import MAX_LINE_BYTES, ChildExit, ChildSpec, Supervisor
+from kvpool.client.cli.launch.children import MAX_LINE_BYTES, ChildExit, Children, ChildSpec
 from tests.client.processes import is_alive
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
@@ -41,28 +41,24 @@ def child(name: str, script: str, *arguments: str, **environment: str) -> ChildS
 
 
 async def test_a_death_is_reported_with_its_last_words() -> None:
-    """The one that died is named with its exit status, after everything that it said."""
+    """The one that died is named with its exit status or its signal, after everything that it said."""
     log = Log()
-    async with Supervisor(log) as supervisor:
-        await supervisor.start(child("manager", SLEEPER))
-        await supervisor.start(child("worker-0", "import sys; print('out of memory'); sys.exit(3)"))
-        ended = await supervisor.wait_for_exit()
+    async with Children(log) as children:
+        await children.start(child("manager", SLEEPER))
+        await children.start(child("worker-0", "import sys; print('out of memory'); sys.exit(3)"))
+        ended = await children.wait_for_exit()
         assert ended == ChildExit("worker-0", 3)
         assert str(ended) == "worker-0 ended with exit status 3"
         assert ("worker-0", "out of memory") in log.lines
-
-
-async def test_a_death_by_signal_is_reported_by_its_name() -> None:
-    async with Supervisor(Log()) as supervisor:
-        await supervisor.start(child("worker-0", "import os; os.kill(os.getpid(), 9)"))
-        assert str(await supervisor.wait_for_exit()) == "worker-0 was ended by SIGKILL"
+        await children.start(child("worker-1", "import os; os.kill(os.getpid(), 9)"))
+        assert str(await children.wait_for_exit()) == "worker-1 was ended by SIGKILL"
 
 
 async def test_leaving_the_block_stops_every_child() -> None:
     log = Log()
-    async with Supervisor(log) as supervisor:
+    async with Children(log) as children:
         for name in ("manager", "worker-0", "worker-1"):
-            await supervisor.start(child(name, "import os; print(os.getpid(), flush=True)\n" + SLEEPER))
+            await children.start(child(name, "import os; print(os.getpid(), flush=True)\n" + SLEEPER))
             await log.wait_for(name, "ready")
         pids = [int(line) for _, line in log.lines if line.isdigit()]
         assert all(is_alive(pid) for pid in pids)
@@ -78,33 +74,33 @@ async def test_the_manager_is_stopped_last() -> None:
         "signal.signal(signal.SIGTERM, leave)\n" + SLEEPER
     )
     log = Log()
-    async with Supervisor(log, last="manager") as supervisor:
+    async with Children(log, last="manager") as children:
         for name in ("manager", "worker-0", "worker-1"):
-            await supervisor.start(child(name, polite))
+            await children.start(child(name, polite))
             await log.wait_for(name, "ready")
-        assert [status for _, status in await supervisor.stop()] == [0, 0, 0]
+        assert [status for _, status in await children.stop()] == [0, 0, 0]
     assert [name for name, line in log.lines if line == "bye"][-1] == "manager"
 
 
 async def test_a_child_that_does_not_listen_is_killed_after_the_grace() -> None:
     log = Log()
-    async with Supervisor(log, grace_seconds=0.3) as supervisor:
-        await supervisor.start(child("worker-0", STUBBORN))
+    async with Children(log, grace_seconds=0.3) as children:
+        await children.start(child("worker-0", STUBBORN))
         await log.wait_for("worker-0", "ready")
         started = time.monotonic()
-        assert await supervisor.stop() == [ChildExit("worker-0", -signal.SIGKILL)]
+        assert await children.stop() == [ChildExit("worker-0", -signal.SIGKILL)]
         assert 0.25 < time.monotonic() - started < 60
 
 
 async def test_a_second_interrupt_cuts_the_grace_short() -> None:
     log = Log()
-    supervisor = Supervisor(log, grace_seconds=60)
-    await supervisor.start(child("worker-0", STUBBORN))
+    children = Children(log, grace_seconds=60)
+    await children.start(child("worker-0", STUBBORN))
     await log.wait_for("worker-0", "ready")
-    stopping = asyncio.create_task(supervisor.stop())
+    stopping = asyncio.create_task(children.stop())
     await asyncio.sleep(0.1)
     assert not stopping.done()
-    supervisor.kill_now()
+    children.kill_now()
     assert await asyncio.wait_for(stopping, 30) == [ChildExit("worker-0", -signal.SIGKILL)]
 
 
@@ -113,9 +109,9 @@ async def test_cancelling_twice_does_not_leave_children_behind() -> None:
     log = Log()
 
     async def run() -> None:
-        async with Supervisor(log, grace_seconds=60) as supervisor:
-            await supervisor.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
-            await supervisor.wait_for_exit()
+        async with Children(log, grace_seconds=60) as children:
+            await children.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
+            await children.wait_for_exit()
 
     task = asyncio.create_task(run())
     await log.wait_for("worker-0", "ready")
@@ -127,31 +123,16 @@ async def test_cancelling_twice_does_not_leave_children_behind() -> None:
     assert not is_alive(int(log.lines[0][1]))
 
 
-async def test_cancelling_the_task_still_stops_the_children() -> None:
-    log = Log()
-
-    async def run() -> None:
-        async with Supervisor(log, grace_seconds=0.3) as supervisor:
-            await supervisor.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
-            await supervisor.wait_for_exit()
-
-    task = asyncio.create_task(run())
-    await log.wait_for("worker-0", "ready")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert not is_alive(int(log.lines[0][1]))
-
-
-async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+async def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     """kill -9 leaves it no time to stop anybody: the kernel does."""
     script = (
         "import asyncio, sys\n"
-        "from kvpool.client.cli.launch.children import ChildSpec, Supervisor\n"
+        "from kvpool.client.cli.launch.children import Children, ChildSpec\n"
         "async def run():\n"
-        "    async with Supervisor(lambda name, line: print(line, flush=True)) as supervisor:\n"
+        "    async with Children(lambda name, line: print(line, flush=True)) as children:\n"
         "        command = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
-        "        await supervisor.start(ChildSpec('worker-0', command))\n"
-        "        await supervisor.wait_for_exit()\n"
+        "        await children.start(ChildSpec('worker-0', command))\n"
+        "        await children.wait_for_exit()\n"
         "asyncio.run(run())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
@@ -172,9 +153,9 @@ async def test_long_and_broken_lines_are_handed_on_in_pieces() -> None:
     """A child that never ends its line does not fill our memory; bytes that are no UTF-8 do not stop the log."""
     script = "import sys; sys.stdout.buffer.write(b'x' * 300000 + b'\\n\\xff end\\nlast')"
     log = Log()
-    async with Supervisor(log) as supervisor:
-        await supervisor.start(child("worker-0", script))
-        await supervisor.wait_for_exit()
+    async with Children(log) as children:
+        await children.start(child("worker-0", script))
+        await children.wait_for_exit()
     lines = [line for _, line in log.lines]
     assert max(len(line) for line in lines) <= 65536 + MAX_LINE_BYTES
     assert "".join(lines[:-2]) == "x" * 300000
@@ -189,18 +170,18 @@ async def test_a_log_that_cannot_be_written_ends_the_wait() -> None:
         raise BrokenPipeError
 
     pids: list[int] = []
-    async with Supervisor(gone) as supervisor:
+    async with Children(gone) as children:
         script = f"import os, time; print(os.getpid(), flush=True); {SLEEPER}"
-        await supervisor.start(child("worker-0", script))
+        await children.start(child("worker-0", script))
         with pytest.raises(BrokenPipeError):
-            await asyncio.wait_for(supervisor.wait_for_exit(), 20)
+            await asyncio.wait_for(children.wait_for_exit(), 20)
     assert not is_alive(pids[0])
 
 
 async def test_a_child_gets_its_own_variables_on_top_of_ours() -> None:
     log = Log()
-    async with Supervisor(log) as supervisor:
+    async with Children(log) as children:
         script = "import os; print(os.environ['OMP_NUM_THREADS'], 'PATH' in os.environ)"
-        await supervisor.start(child("worker-0", script, OMP_NUM_THREADS="5"))
-        await supervisor.wait_for_exit()
+        await children.start(child("worker-0", script, OMP_NUM_THREADS="5"))
+        await children.wait_for_exit()
     assert log.lines == [("worker-0", "5 True")]

@@ -1,15 +1,16 @@
-"""What dies is started again, but not for ever; what takes its leave may go."""
+"""A child that dies is started again, with a bound; one that ends with status 0 has left."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.launch.children import ChildSpec, Supervisor
-from kvpool.client.cli.launch.restarts import MAX_DEATHS, GaveUp, Keeper, _Child
+from kvpool.client.cli.launch.children import Children, ChildSpec
+from kvpool.client.cli.launch.restarts import MAX_DEATHS, GaveUp, Restarts, _Child
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -28,15 +29,25 @@ def dies_first(name: str, folder: Path, times: int) -> ChildSpec:
     return child(name, script)
 
 
-async def kept(monkeypatch: pytest.MonkeyPatch, *children: ChildSpec) -> list[str]:
-    """Start the children, the first of which is vital, and keep them; returns what happened."""
+async def kept(
+    monkeypatch: pytest.MonkeyPatch,
+    *specs: ChildSpec,
+    on_event: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[str]:
+    """Start the children, of which the manager is vital, and restart them until they have left; returns the events."""
     monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
-    told: list[str] = []
-    async with Supervisor(lambda name, line: None) as supervisor:
-        for spec in children:
-            await supervisor.start(spec)
-        await Keeper(supervisor, {spec.name: spec for spec in children}, "manager", told.append).keep()
-    return told
+    events: list[str] = []
+
+    def note(line: str) -> None:
+        events.append(line)
+        on_event(line)
+
+    async with Children(lambda name, line: None) as children:
+        for spec in specs:
+            await children.start(spec)
+        await Restarts(children, {spec.name: spec for spec in specs}, "manager", note, clock).keep()
+    return events
 
 
 async def test_it_ends_when_all_but_the_vital_one_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +55,7 @@ async def test_it_ends_when_all_but_the_vital_one_have_left(monkeypatch: pytest.
     assert sorted(told) == ["a has left", "b has left"]
 
 
-async def test_a_death_is_told_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_death_is_reported_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It dies twice, then ends well."""
     told = await kept(monkeypatch, child("manager", SLEEPER), dies_first("a", tmp_path, 2))
     assert told == ["a ended with exit status 1; starting it again"] * 2 + ["a has left"]
@@ -56,29 +67,19 @@ async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is tried on, and when it ends well at last it has left like any other. The healthy one leaves after it."""
-    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
+    """Its starts continue, and when it ends well at last it has left like any other. The healthy one leaves after it."""
     monkeypatch.setattr("kvpool.client.cli.launch.restarts._LONGEST_PAUSE_SECONDS", 0.01)
-    told: list[str] = []
     go = tmp_path / "go"
-
-    def tell(line: str) -> None:
-        told.append(line)
-        if line == "refused has left":
-            go.touch()
-
-    specs = [
+    told = await kept(
+        monkeypatch,
         child("manager", SLEEPER),
         dies_first("refused", tmp_path, MAX_DEATHS + 2),
         child("healthy", f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"),
-    ]
-    async with Supervisor(lambda name, line: None) as supervisor:
-        for spec in specs:
-            await supervisor.start(spec)
-        await Keeper(supervisor, {spec.name: spec for spec in specs}, "manager", tell).keep()
+        on_event=lambda line: go.touch() if line == "refused has left" else None,
+    )
     assert told == [
         *["refused ended with exit status 1; starting it again"] * (MAX_DEATHS - 1),
-        *["refused ended with exit status 1; its log above says why. It dies again and again: next try in 0 s"] * 3,
+        *["refused ended with exit status 1; its log above says why. It dies repeatedly: next start in 0 s"] * 3,
         "refused has left",
         "healthy has left",
     ]
@@ -87,7 +88,6 @@ async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.Mo
 async def test_a_long_pause_of_one_child_is_none_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """While the next try of the one that fails is an hour away, the other one dies, is started again, and leaves. Then nothing
     useful is left."""
-    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
     pause_seconds = _Child.pause_seconds
 
     def pause(self: _Child) -> float:
@@ -124,14 +124,8 @@ async def test_it_gives_up_when_all_but_the_vital_one_fail(monkeypatch: pytest.M
 
 
 async def test_deaths_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Twice as many as are borne at once, an hour apart each."""
-    monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
+    """Twice as many as make a child fail, each an hour after the last."""
     deaths = 2 * MAX_DEATHS
     hours = iter(range(1000))
-    told: list[str] = []
-    async with Supervisor(lambda name, line: None) as supervisor:
-        specs = {spec.name: spec for spec in (child("manager", SLEEPER), dies_first("a", tmp_path, deaths))}
-        for spec in specs.values():
-            await supervisor.start(spec)
-        await Keeper(supervisor, specs, "manager", told.append, clock=lambda: 3600.0 * next(hours)).keep()
-    assert len(told) == deaths + 1
+    specs = (child("manager", SLEEPER), dies_first("a", tmp_path, deaths))
+    assert len(await kept(monkeypatch, *specs, clock=lambda: 3600.0 * next(hours))) == deaths + 1
