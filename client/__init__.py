@@ -1,10 +1,19 @@
-"""kvpool's client: generate and chat over a cluster of workers that share KV blocks.
+"""The Python client of a kvpool cluster: text and chat over workers that share KV blocks.
 
+```python
 from kvpool.client import SyncClient
 
-with SyncClient() as client:
-    for chunk in client.chat([{"role": "user", "content": "What is the capital of France?"}]):
+question = {"role": "user", "content": "What is the capital of France?"}
+with SyncClient() as client:  # 127.0.0.1:50051, or KVPOOL_MANAGER
+    for chunk in client.chat([question], max_tokens=40):  # chunk by chunk, as the tokens come
         print(chunk.text, end="", flush=True)
+    answer = client.chat([question], max_tokens=40).collect()  # the whole answer: a Completion
+    print(answer.text, answer.num_cached_tokens, answer.finish_reason)
+    client.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=7, max_tokens=40).collect()
+```
+
+The default temperature is 0: always the most likely token. `Client` has the same methods for asyncio: `async for chunk in
+client.chat(…)`, and `await client.chat(…).collect()`. All errors are subclasses of `KvpoolError`.
 """
 
 from .chunk import Chunk, FinishReason, TokenLogprobs, Usage

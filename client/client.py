@@ -63,7 +63,8 @@ class Client:
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerateStream:
         """Continue a raw prompt: text, tokenised as the model's tokenizer does it by itself, or token ids.
 
-        Options are checked here (InvalidRequest), the prompt when the stream starts.
+        Iterate over the stream for chunks, or `await stream.collect()` for the whole answer. Without options the most likely token
+        is taken each time (temperature 0). Options are checked here (InvalidRequest), the prompt when the stream starts.
         """
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         return self._stream(lambda model: model.encode_prompt(prompt), options)

@@ -155,7 +155,7 @@ class SyncClient:
         self._loop.close(self._client.close)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> SyncStream:
-        """Continue a raw prompt; see Client.generate."""
+        """Continue a raw prompt; see Client.generate. Iterate over the stream for chunks, or collect() the whole answer."""
         return SyncStream(self._client.generate(prompt, **options), self._loop)
 
     def chat(

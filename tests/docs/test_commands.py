@@ -1,7 +1,8 @@
-"""Every command in the documents does what it is there for. They are run as they stand, but for what SUBSTITUTIONS says."""
+"""Every command in README and docs is run, on one cluster, and prints what is shown; NOT_RUN lists the others and says why."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shlex
@@ -24,18 +25,27 @@ from kvpool.client.cli.launch.cluster import free_port
 from kvpool.client.cli.settings import ClientSettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
+from scripts.protos import SITE
 from tests.docs.blocks import ROOT, Block, blocks, inline_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+PACKAGES = [
+    ROOT,
+    SITE,
+    *(ROOT / name for name in ("cache_service", "cache_service/core", "worker_service", "client", "docs")),
+]
+OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-HAVE_TESTS_OF_THEIR_OWN = {"PROTOCOL.md": "tests/docs/test_protocol.py"}
+RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"]
+"""tests/docs/test_protocol.py runs the calls of that one."""
 
-RUN_ELSEWHERE = {
+NOT_RUN = {
     "make test": "is what runs this",
     "make check": "CI runs it before this",
     "make format": "would write into the checkout",
     "make proto": "would write into the checkout; make check runs the same generator",
+    "make docs": "would write into the checkout; tests/docs/test_generated.py runs the same generator",
     "make test-compose": "needs a container engine, and is itself a test",
     "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",
     "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
@@ -48,78 +58,67 @@ RUN_ELSEWHERE = {
     "make bench-peers": "installs the peers that bench measures against",
     "make gpu": "needs a GPU; tests/gpu runs its miniature on a CPU",
     "make gpu-wheels": "downloads, and needs the network",
+    "docker compose": "needs a container engine; make test-compose runs these commands",
+    ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
+    ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/client/test_cli_up.py joins two clusters",
 }
-"""make's targets that are only looked at here, and why."""
-
-SUBSTITUTIONS = {
-    # A checkout's own environment is wherever these tests run.
-    ".venv/bin/": str(Path(sys.executable).parent) + "/",
-    # Two machines are two addresses of this one.
-    "10.0.0.1": "127.0.0.2",
-    "10.0.0.2": "127.0.0.3",
-    # Their GPUs are not here.
-    "--workers 8 --device cuda": "--workers 1 --device cpu",
-}
+"""How commands begin that are only looked at here, and why."""
 
 
 class Shell:
-    """Runs commands in the checkout against a cluster of its own, which `kvpool up` starts where a document says so."""
+    """Runs commands in the checkout against one cluster, which the first `kvpool up` of a document starts."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._port = free_port()
+        port = free_port()
         self._environment = {
             **os.environ,
-            "KVPOOL_UP_PORT": str(self._port),
-            "KVPOOL_MANAGER": f"127.0.0.1:{self._port}",
-            "KVPOOL_WORKER_KV_CACHE_MEMORY": "256MiB",
-            "KVPOOL_UP_DEVICE": "cpu",
+            "KVPOOL_UP_PORT": str(port),
+            "KVPOOL_MANAGER": f"127.0.0.1:{port}",
+            "KVPOOL_WORKER_DEVICE": "cpu",
+            "XDG_STATE_HOME": str(folder),
         }
-        self._clusters: list[subprocess.Popen[bytes]] = []
+        self._log = folder / "up.log"
+        self._cluster: subprocess.Popen[bytes] | None = None
 
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
         done = subprocess.run(
-            ["bash", "-c", self.substituted(command)],
+            ["bash", "-c", _here(command)],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def start(self, command: str) -> None:
-        """Start a cluster and leave it running."""
-        name = f"up-{len(self._clusters)}"
-        log = self._folder / f"{name}.log"
-        # Each stands for a machine of its own.
-        environment = {**self._environment, "XDG_STATE_HOME": str(self._folder / name)}
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                shlex.split(self.substituted(command), comments=True),
-                cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        self._clusters.append(process)
+    def up(self, command: str = ".venv/bin/kvpool up --workers 2") -> str:
+        """Start the cluster unless it runs; returns its log, up to where it is ready at least."""
+        if self._cluster is None:
+            with self._log.open("wb") as output:
+                self._cluster = subprocess.Popen(
+                    ["bash", "-c", f"exec {_here(command)}"],
+                    cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
+                )  # fmt: skip
         end = time.monotonic() + 240
-        while "ready: in" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
+        while "ready: in" not in (log := self._log.read_text()):
+            assert self._cluster.poll() is None, log
+            assert time.monotonic() < end, log
             time.sleep(0.1)
-
-    def substituted(self, command: str) -> str:
-        """The command as it can be run here."""
-        for there, here in {**SUBSTITUTIONS, ":50051": f":{self._port}"}.items():
-            command = command.replace(there, here)
-        return command
+        return log
 
     def close(self) -> None:
-        for process in reversed(self._clusters):
-            process.send_signal(signal.SIGTERM)
-        for process in self._clusters:
-            assert process.wait(60) == 0
+        """Stop the cluster; it must end well."""
+        if self._cluster is not None:
+            self._cluster.send_signal(signal.SIGTERM)
+            assert self._cluster.wait(60) == 0
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(tmp_path)
+def _here(command: str) -> str:
+    """A checkout's own environment is wherever these tests run."""
+    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    shell = Shell(tmp_path_factory.mktemp("shell"))
     try:
         yield shell
     finally:
@@ -130,18 +129,34 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def execute(shell: Shell, command: str) -> None:
-    """One command of a document."""
+def execute(shell: Shell, command: str) -> str:
+    """One command of a document; returns what it printed."""
     words = shlex.split(command, comments=True)
-    if " ".join(words[:2]) in RUN_ELSEWHERE:
-        assert words[1] in make_targets(), command
-        shell.run(f"{shlex.join(words)} --dry-run")
-    elif words[:2] == ["docker", "compose"]:
-        _look_at_compose(words)
+    plain = shlex.join(words)
+    if any(f"{plain} ".startswith(f"{start} ") for start in NOT_RUN):
+        if words[0] == "make":
+            assert words[1] in make_targets(), command
+            shell.run(f"{plain} --dry-run")
+        elif words[0] == "docker":
+            _look_at_compose(words)
     elif words[1:2] == ["up"] and "--help" not in words:
-        shell.start(command)
+        return shell.up(command)
     else:
-        shell.run(command)
+        return shell.run(command)
+    return ""
+
+
+def assert_shows(output: str, shown: str) -> None:
+    """The output has what a document shows of it: … is any text, a number any number, a space any white space."""
+    pattern = ""
+    for part in re.split(r"(…|\d[\d,.]*|\s+)", shown.strip()):
+        if part == "…":
+            pattern += ".*?"
+        elif part[:1].isdigit():
+            pattern += r"\d[\d,.]*"
+        else:
+            pattern += r"\s+" if part.isspace() else re.escape(part)
+    assert re.search(pattern, output, re.DOTALL), f"{output}\nis not what is shown:\n{shown}"
 
 
 def _look_at_compose(words: list[str]) -> None:
@@ -159,30 +174,40 @@ def command_names() -> set[str]:
     return set(typer.main.get_group(app).commands)
 
 
-def shell_blocks(document: Path) -> list[Block]:
-    return [block for block in blocks(document) if block.language == "sh"]
+@pytest.mark.parametrize("document", RUN_HERE, ids=lambda path: path.name)
+def test_the_commands_and_programs_of_a_document_work_in_their_order(document: Path, shell: Shell) -> None:
+    output = ""
+    found = blocks(document)
+    for block, following in zip(found, [*found[1:], Block("", "")], strict=False):
+        if document.name == "LEARN.md" and "text" in (block.language, following.language):
+            continue  # tests/docs/test_learn.py runs these, and compares the output to the letter
+        if block.language == "sh":
+            output = "".join([execute(shell, command) for command in block.commands()])
+        elif block.language == "python":
+            shell.up()
+            output = shell.run(f".venv/bin/python -c {shlex.quote(block.text)}")
+            assert "Paris" in output
+        elif block.language == "text":
+            assert_shows(output, block.text)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_the_commands_of_a_document_work_in_their_order(document: Path, shell: Shell) -> None:
-    if document.name in HAVE_TESTS_OF_THEIR_OWN:
-        assert (ROOT / HAVE_TESTS_OF_THEIR_OWN[document.name]).is_file()
-        return
-    found = shell_blocks(document)
-    for block in found:
-        for command in block.commands():
-            execute(shell, command)
+def test_the_systemd_units_start_services_with_settings_that_these_take() -> None:
+    units = [block.text for block in blocks(OPERATING) if block.language == "ini"]
+    kinds: dict[str, type[ProcessSettings]] = {"manager": ManagerSettings, "worker": WorkerSettings}
+    started = []
+    for unit in units:
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read_string(unit)
+        program, service, *arguments = shlex.split(parser["Service"]["ExecStart"])
+        assert Path(program).name == "kvpool"
+        load_settings(kinds[service], [argument.replace("%i", "0") for argument in arguments])
+        started.append(service)
+    assert started == list(kinds)
 
 
-def test_the_python_of_the_readme_talks_to_the_cluster(shell: Shell) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
-    shell.start(".venv/bin/kvpool up")
-    assert "Paris" in shell.run(f".venv/bin/python -c {shlex.quote(block.text)}")
-
-
-def test_the_settings_file_of_the_readme_is_taken(tmp_path: Path) -> None:
+def test_the_settings_file_is_taken(tmp_path: Path) -> None:
     """Every process reads its table, and there is no table that none reads."""
-    (block,) = [block for block in blocks(ROOT / "README.md") if block.language == "toml"]
+    (block,) = [block for block in blocks(OPERATING) if block.language == "toml"]
     path = tmp_path / "kvpool.toml"
     path.write_text(block.text)
     kinds: list[type[ProcessSettings]] = [UpSettings, ManagerSettings, WorkerSettings, ClientSettings]
@@ -194,9 +219,11 @@ def test_the_settings_file_of_the_readme_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
-def test_commands_named_in_the_text_exist(document: Path) -> None:
-    """`kvpool WORD` and `make TARGET`, wherever they are mentioned."""
+def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
+    """`kvpool WORD` and `make TARGET`, wherever they are mentioned; files by their path from the checkout or a package."""
     for code in inline_code(document):
+        if path := re.match(r"[\w./-]+/[\w.-]+\.(?:py|proto|md|yml|toml)\b", code):
+            assert any((folder / path[0]).exists() for folder in PACKAGES), code
         words = code.split()
         if words[0] == "kvpool" and len(words) > 1 and re.fullmatch("[a-z]+", words[1]):
             assert words[1] in command_names(), code

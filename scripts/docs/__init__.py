@@ -1,0 +1,1 @@
+"""`make docs`: the parts of the documentation that are generated: docs/API.md and the pictures."""
