@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import kvpool.process.quiet_start  # before asyncio, whose import takes long enough for a Ctrl-C
+
+# isort: split
 import asyncio
 import gc
 import signal
 import sys
 
-import kvpool.process.quiet_core
-import kvpool.process.quiet_start  # noqa: F401
+import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.address import PortError
 from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.settings import SettingsProblem, load_settings

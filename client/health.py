@@ -58,6 +58,8 @@ def _reason(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:
         return f"has no service {service!r}; without --service it says how it is as a whole"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "does not speak grpc.health.v1: another program listens on this port"
+    if "resolv" in (details or ""):
+        return "has a host name that cannot be resolved"
     return f"does not answer; is it running, and is this its address? ({code.name}: {details!r})"
 
 

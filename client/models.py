@@ -84,8 +84,7 @@ class Models:
 
     async def _find(self, name: str | None, deadline: Deadline) -> Model:
         """Ask the manager who is meant, and a worker for the model if it was never fetched."""
-        # An engine that registers without an address serves no text.
-        workers = [worker for worker in (await self._manager.describe(deadline)).workers if worker.address]
+        workers = (await self._manager.describe(deadline)).workers
         try:
             fingerprint = resolve_fingerprint(workers, name)
         except NotFound as error:
@@ -94,7 +93,7 @@ class Models:
             # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
             raise Unavailable(str(error), reason="NO_WORKER") from error
         if fingerprint not in self._models:
-            serving = [worker for worker in workers if worker.model_fingerprint == fingerprint]
+            serving = [worker for worker in workers if worker.address and worker.model_fingerprint == fingerprint]
             self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
         self._models.move_to_end(fingerprint)
         self._remember(name, fingerprint)
@@ -155,8 +154,16 @@ def _silent(who: str, what: str) -> Unavailable:
 
 
 def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:
-    """The fingerprint meant by `name` among live workers that serve text. Changes nothing; errors as Models.get."""
-    names = {worker.model_fingerprint: worker.model_name for worker in workers}
+    """The fingerprint meant by `name` among live workers that serve text: those with an address. Changes nothing; errors as
+    Models.get."""
+    workers = list(workers)
+    names = {worker.model_fingerprint: worker.model_name for worker in workers if worker.address}
+    if workers and not names:
+        engines = ", ".join(sorted(worker.worker_id for worker in workers))
+        raise Unavailable(
+            f"no live worker serves text: {engines} registered without an address; start one with `kvpool worker`",
+            reason="NO_WORKER",
+        )
     if not names:
         raise Unavailable(
             "the manager knows no live worker; start one with `kvpool worker`, or wait until it has loaded its model",

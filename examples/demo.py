@@ -9,6 +9,7 @@ token comes much sooner for everybody but the first.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -269,7 +270,10 @@ async def demo(console: Console) -> int:
 async def run_demo(cluster: Cluster, spec: ClusterSpec, log: Sequence[str], console: Console) -> None:
     """Start, chat, show. KvpoolError if a service fails."""
     started = time.monotonic()
-    with console.status("starting one manager and two workers") as status:
+    starting = "starting one manager and two workers"
+    if not console.is_terminal:
+        console.print(starting)
+    with console.status(starting) as status:
 
         def show(progress: str) -> None:
             last = log[-1] if log else ""
@@ -320,7 +324,13 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
+    status = 130
     try:
-        sys.exit(asyncio.run(main()))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)
+        status = asyncio.run(main())
+    except* (KeyboardInterrupt, asyncio.CancelledError):
+        pass
+    except* BrokenPipeError:
+        # The reader of the output has left (| head): say nothing, and keep Python from writing an error at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import kvpool.process.quiet_start  # before asyncio, whose import takes long enough for a Ctrl-C
+
+# isort: split
 import asyncio
 import os
 import sys
@@ -10,8 +13,7 @@ from contextlib import contextmanager
 
 import structlog
 
-import kvpool.process.quiet_core
-import kvpool.process.quiet_start  # noqa: F401
+import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.address import PortError
 from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.printable import printable_lines

@@ -198,7 +198,7 @@ async def test_chat_goes_on_after_a_question_that_failed() -> None:
 
 
 WORKER_OBJECT = {
-    "worker_id": "w", "session": SESSION, "lease_remaining_ms": 0, "recovering": False, "draining": False, "model": "tiny",
+    "worker_id": "w", "session": f"{SESSION:#x}", "lease_remaining_ms": 0, "recovering": False, "draining": False, "model": "tiny",
     "block_size": 4, "num_blocks": 12, "free": 6, "cached": 2, "held": 2, "shared": 1, "reserved": 1, "running": 0, "waiting": 0,
     "hit_rate": None,
 }  # fmt: skip

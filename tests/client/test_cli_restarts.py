@@ -35,12 +35,14 @@ async def kept(
     on_event: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Start the children, of which the manager is vital, and restart them until they have left; returns the events."""
+    """Start the children, of which the manager is vital, and restart them until they have left; returns the events,
+    without those that name a process id."""
     monkeypatch.setattr("kvpool.client.cli.launch.restarts._FIRST_PAUSE_SECONDS", 0.001)
     events: list[str] = []
 
     def note(line: str) -> None:
-        events.append(line)
+        if "(pid " not in line:
+            events.append(line)
         on_event(line)
 
     async with Children(lambda name, line: None) as children:
@@ -56,9 +58,11 @@ async def test_it_ends_when_all_but_the_vital_one_have_left(monkeypatch: pytest.
 
 
 async def test_a_death_is_reported_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It dies twice, then ends well."""
-    told = await kept(monkeypatch, child("manager", SLEEPER), dies_first("a", tmp_path, 2))
+    """It dies twice, then ends well. Each new process is named."""
+    lines: list[str] = []
+    told = await kept(monkeypatch, child("manager", SLEEPER), dies_first("a", tmp_path, 2), on_event=lines.append)
     assert told == ["a ended with exit status 1; starting it again"] * 2 + ["a has left"]
+    assert len({line for line in lines if line.startswith("a was started again (pid ")}) == 2
 
 
 async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatch) -> None:

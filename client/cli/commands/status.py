@@ -61,7 +61,7 @@ def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
     return {
         "worker_id": worker.worker_id,
         "address": worker.address,
-        "session": worker.session,
+        "session": f"{worker.session:#x}",  # as in the logs; readers of JSON round such a number
         "lease_remaining_ms": worker.lease_remaining_ms,
         "recovering": worker.recovering,
         "draining": worker.draining,
@@ -110,6 +110,6 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
             *(f"{n:,}" for n in (counts.free, counts.cached, counts.held, counts.shared, counts.reserved)),
             str(worker.load.num_running),
             str(worker.load.num_waiting),
-            f"{_hit_rate(worker) or 0:.0%}",
+            "–" if (rate := _hit_rate(worker)) is None else f"{rate:.0%}",
         )
     return table

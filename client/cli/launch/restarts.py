@@ -143,3 +143,5 @@ class Restarts:
         await asyncio.sleep(pause_seconds)
         await self._processes.start(child.spec)
         child.on_start(self._clock())
+        name = child.spec.name
+        self._on_event(f"{name} was started again (pid {self._processes.pids()[name]})")

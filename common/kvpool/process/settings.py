@@ -61,7 +61,7 @@ class ProcessSettings(BaseSettings):
 
     config: Path | None = Field(
         default=None,
-        description=f"TOML file with settings, each process in its own table. Flags and variables go before it. "
+        description=f"TOML file with settings, each process in its own table. Flags and variables override it. "
         f"Default: ${CONFIG_VARIABLE}, else none.",
     )
 

@@ -23,7 +23,7 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
   an older process of the worker             FAILED_PRECONDITION  STALE_INCARNATION (metadata "incarnation"; + RetryInfo)
   another process of the worker lives        ALREADY_EXISTS       WORKER_ELSEWHERE (+ RetryInfo)
-  blocks of an epoch that is not outgrown    FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
+  blocks of an epoch too large to exceed     FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
@@ -287,8 +287,8 @@ class RegisterRequest(_message.Message):
     one. At most 2^63, or 1,048,576 above the last one seen if that is more.
     """
     highest_epoch_seen: _builtins.int
-    """Highest epoch of a manager that this process has seen since its books were last empty; 0 if none. Where the manager's own
-    epoch is not larger it is raised, within bounds; beyond them the worker must drop its blocks (FOREIGN_EPOCH).
+    """Highest epoch of a manager that this process has seen since it last held no blocks; 0 if none. If the manager's own epoch
+    is not larger, the manager raises it, within bounds; beyond them the worker must drop its blocks (FOREIGN_EPOCH).
     """
     address: _builtins.str
     """host:port where clients reach the worker's WorkerService. Empty: it serves no text, and Route never names it."""
@@ -303,8 +303,8 @@ class RegisterRequest(_message.Message):
     engine: _builtins.str
     """Name and version of the engine; for displays."""
     last_session: _builtins.int
-    """Session that this process was answered last, 0 at first. An epoch as large as the manager's own that is not from a session of
-    its own is from another life, whose disk was lost: it is outgrown like a larger one.
+    """Session that this process was granted last, 0 at first. If the epochs are equal but this session is not one of this manager's,
+    a manager whose state was lost granted it, and the epoch is raised above it.
     """
     process_key: _builtins.bytes
     """Random, at most 64 bytes, the same for the life of this process; never shown. Empty: none."""

@@ -23,7 +23,7 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   the key is not that of the session         PERMISSION_DENIED    WRONG_KEY
   an older process of the worker             FAILED_PRECONDITION  STALE_INCARNATION (metadata "incarnation"; + RetryInfo)
   another process of the worker lives        ALREADY_EXISTS       WORKER_ELSEWHERE (+ RetryInfo)
-  blocks of an epoch that is not outgrown    FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
+  blocks of an epoch too large to exceed     FAILED_PRECONDITION  FOREIGN_EPOCH (metadata "epoch"); drop all blocks
   an earlier round still lives               FAILED_PRECONDITION  FREE_FIRST
   the same sequence and attempt lives on
     another worker                           ALREADY_EXISTS       SEQUENCE_ELSEWHERE
