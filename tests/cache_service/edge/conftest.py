@@ -19,8 +19,10 @@ from tests.cache_service.edge.peer import Worker, registration
 
 @pytest.fixture
 def settings(tmp_path: Path) -> ManagerSettings:
-    """Any free port, a state directory of its own, leases that no test outlives."""
-    return ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1)
+    """Any free ports, also for metrics, a state directory of its own, leases that no test outlives."""
+    return ManagerSettings(
+        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
+    )
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +14,6 @@ from structlog.testing import capture_logs
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import Server
-from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.core.lockstep import snapshot
@@ -27,14 +25,6 @@ Stub = cache_pb2_grpc.CacheServiceStub
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LARGEST = 2**64 - 1
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> ManagerSettings:
-    """With metrics, for they are read by strangers too."""
-    return ManagerSettings(
-        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
-    )
 
 
 class Stranger:
