@@ -402,24 +402,13 @@ class Lockstep:
                 if self.memory is not None:
                     self.memory.check_block(worker_id, block, size, content)
         assert [(entry.number, entry.entry) for entry in session.downlink.pending()] == modelled.pending
-        assert (session.last_call_no, session.reserve_wish, session.lease_end) == (
-            modelled.last_call_no,
-            modelled.reserve_wish,
-            modelled.lease_end,
-        )
+        for name in ("last_call_no", "reserve_wish", "lease_end"):
+            assert getattr(session, name) == getattr(modelled, name), name
         assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
         for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
-            assert (sequence.key, token_ids(bytes(sequence.tokens)), sequence.table) == (
-                other.key,
-                other.tokens,
-                other.table,
-            )
-            assert (sequence.num_computed_tokens, sequence.num_cached_tokens, sequence.num_named, sequence.fenced) == (
-                other.num_computed_tokens,
-                other.num_cached_tokens,
-                other.num_named,
-                other.fenced,
-            )
+            assert token_ids(bytes(sequence.tokens)) == other.tokens
+            for name in ("key", "table", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
+                assert getattr(sequence, name) == getattr(other, name), name
 
     def _num_nodes_expected(self) -> int:
         """Every prefix of something sealed, or of the full blocks of a live prompt or a live sealed continuation."""

@@ -55,6 +55,4 @@ async def stub(channel: grpc.aio.Channel) -> AsyncIterator[cache_pb2_grpc.CacheS
 @pytest.fixture
 async def worker(stub: cache_pb2_grpc.CacheServiceStub) -> Worker:
     """A registered worker of 16 blocks."""
-    worker = Worker(stub, registration())
-    await worker.register()
-    return worker
+    return await Worker.begin(stub, registration())

@@ -78,8 +78,7 @@ async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path) -> None:
     """The worker hears that the manager goes, not that a connection broke, and it goes at once."""
     with manager(tmp_path) as (process, address, _):
         async with grpc.aio.insecure_channel(address) as channel:
-            worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration())
-            await worker.register()
+            worker = await Worker.begin(cache_pb2_grpc.CacheServiceStub(channel), registration())
             process.terminate()
             found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
             assert "shutting down" in found.message
