@@ -8,7 +8,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, IntFlag
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -157,9 +156,7 @@ class Connection:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def send(self, *parts: bytes, seconds: float = 10.0) -> bool:

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import termios
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Final
 
 from .keys import ESCAPE, Key, parse_keys
@@ -48,13 +48,11 @@ class Terminal:
         try:
             self._take()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._give_back()
         finally:

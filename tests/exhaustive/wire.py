@@ -9,25 +9,8 @@ from google.protobuf.message import Message
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
-from kvpool.v1 import cache_pb2
 from tests import manager_calls
-
-REQUESTS: dict[str, type[Message]] = {
-    "Register": cache_pb2.RegisterRequest,
-    "Report": cache_pb2.ReportRequest,
-    "KeepAlive": cache_pb2.KeepAliveRequest,
-    "Allocate": cache_pb2.AllocateRequest,
-    "Append": cache_pb2.AppendRequest,
-    "Free": cache_pb2.FreeRequest,
-}
-RESPONSES: dict[str, type[Message]] = {
-    "Register": cache_pb2.RegisterResponse,
-    "Report": cache_pb2.ReportResponse,
-    "KeepAlive": cache_pb2.KeepAliveResponse,
-    "Allocate": cache_pb2.AllocateResponse,
-    "Append": cache_pb2.AppendResponse,
-    "Free": cache_pb2.FreeResponse,
-}
+from tests.service_messages import REQUESTS, RESPONSES
 
 
 class Letter(NamedTuple):

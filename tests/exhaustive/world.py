@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from google.protobuf.message import Message
+
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
@@ -346,17 +348,7 @@ class World:
             holds_state=peer.engine.cache.holds_state,
         )
 
-    def _send(
-        self,
-        index: int,
-        method: str,
-        request: cache_pb2.RegisterRequest
-        | cache_pb2.KeepAliveRequest
-        | cache_pb2.ReportRequest
-        | cache_pb2.AllocateRequest
-        | cache_pb2.AppendRequest
-        | cache_pb2.FreeRequest,
-    ) -> int:
+    def _send(self, index: int, method: str, request: Message) -> int:
         peer = self.peers[index]
         peer.num_calls += 1
         self.wire.append(Letter(method, index, peer.num_calls, request.SerializeToString(deterministic=True)))

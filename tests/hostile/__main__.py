@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -91,13 +91,17 @@ def show(result: Result, console: Console) -> None:
             cells = [Text(cell) for cell in _cells(number, part)]
             table.add_row(*cells, Text("; ".join(part.problems) or part.said, overflow="fold"))
     console.print(table)
-    for name in result.memory[0]:
-        sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)
-        console.print(
-            f"{name}: {sizes} MiB after each round; {result.most_lines.get(name, 0)} log lines in a minute at most"
-        )
+    for line in _memory_lines(result):
+        console.print(line)
     if result.num_rebuilt:
         console.print(f"{result.num_rebuilt} attacks left a cluster that had to be replaced")
+
+
+def _memory_lines(result: Result) -> Iterator[str]:
+    """What each process took, a line each."""
+    for name in result.memory[0]:
+        sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)
+        yield f"{name}: {sizes} MiB after each round; at most {result.most_lines.get(name, 0)} log lines in a minute"
 
 
 def _markdown(result: Result, around: dict[str, object]) -> str:
@@ -105,11 +109,7 @@ def _markdown(result: Result, around: dict[str, object]) -> str:
     for number, parts in enumerate(result.rounds, 1):
         rows += [f"| {' | '.join(_cells(number, part))} |" for part in parts]
     rows.append("")
-    for name in result.memory[0]:
-        sizes = ", then ".join(f"{after.get(name, 0) / 2**20:.0f}" for after in result.memory)
-        rows.append(
-            f"* {name}: {sizes} MiB after each round; at most {result.most_lines.get(name, 0)} log lines in a minute."
-        )
+    rows += [f"* {line}." for line in _memory_lines(result)]
     rows.append(f"* {len(result.violations)} violations. {around['date']}, load {around['load_1min']}.")
     return "\n".join(rows)
 

@@ -9,6 +9,7 @@ import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from tests.hostile.arena import Arena
 from tests.hostile.connections import SlowReaders
 from tests.hostile.fuzz import Fuzzer
 from tests.hostile.judge import Judge, Part
-from tests.hostile.single import SINGLES, Outcome, Single
+from tests.hostile.single import SINGLES, Outcome
 from tests.telling import Tell
 
 GROWTH_BYTES: Final = 32 << 20
@@ -139,37 +140,26 @@ def _parts(arena: Arena, settings: Settings, number: int, progress: Tell) -> Ite
     async def calm(outcome: Outcome) -> None:
         await asyncio.sleep(settings.calm_seconds)
 
-    async def messages(outcome: Outcome) -> None:
-        await fuzz(arena, seed, settings.num_messages, outcome, counted("mutated messages", settings.num_messages))
-
     async def malformed(outcome: Outcome) -> None:
         count = settings.num_malformed
         outcome.said += _said(await connections.malformed(arena, seed, count, counted("malformed", count)))
-
-    async def idle(outcome: Outcome) -> None:
-        await hold_idle(arena, settings.num_idle, outcome)
 
     async def resets(outcome: Outcome) -> None:
         count = settings.num_reset_connections
         found = await connections.rapid_reset(arena, count, settings.num_resets_each, counted("rapid reset", count))
         outcome.said += _said(found)
 
-    async def slow(outcome: Outcome) -> None:
-        await hold_unread(arena, settings.num_slow_readers, READER_SECONDS + READER_SLACK, outcome)
-
     yield "calm", calm, PATIENCE
-    yield "mutated messages", messages, PATIENCE
+    counter = counted("mutated messages", settings.num_messages)
+    yield "mutated messages", partial(fuzz, arena, seed, settings.num_messages, on_sent=counter), PATIENCE
     yield "malformed connections", malformed, PATIENCE
-    yield "idle connections", idle, PATIENCE
+    yield "idle connections", partial(hold_idle, arena, settings.num_idle), PATIENCE
     yield "rapid reset", resets, PATIENCE
-    yield "slow readers", slow, PATIENCE
+    seconds = READER_SECONDS + READER_SLACK
+    yield "slow readers", partial(hold_unread, arena, settings.num_slow_readers, seconds), PATIENCE
     for single in SINGLES:
-
-        async def attack(outcome: Outcome, single: Single = single) -> None:
-            await single.run(arena, outcome)
-
         patience = NUM_LEASES * settings.lease_seconds if single.costs_a_session else PATIENCE
-        yield single.name, attack, patience
+        yield single.name, partial(single.run, arena), patience
 
 
 def _said(counter: Counter[str]) -> list[str]:

@@ -104,19 +104,8 @@ class Fuzzer:
     async def _send(self, channel: grpc.aio.Channel, rpc: Rpc, payload: bytes) -> None:
         code = grpc.StatusCode.OK
         try:
-            open_call: Any
-            if not rpc.server_streams:
-                open_call = channel.unary_unary(rpc.path)
-                await open_call(payload, timeout=CALL_SECONDS)
-            else:
-                open_call = channel.stream_stream(rpc.path) if rpc.client_streams else channel.unary_stream(rpc.path)
-                call = open_call(iter([payload]) if rpc.client_streams else payload, timeout=CALL_SECONDS)
-                num_answers = 0
-                async for _ in call:
-                    num_answers += 1
-                    if num_answers == MAX_ANSWERS or rpc.name == "Watch":
-                        break
-                call.cancel()
+            max_answers = 1 if rpc.name == "Watch" else MAX_ANSWERS
+            await rpc.call(channel, payload, CALL_SECONDS, max_answers)
         except grpc.aio.AioRpcError as error:
             code = error.code()
             if code in DEFECTS:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, MethodDescriptor
+import grpc
+from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -30,16 +31,28 @@ class Rpc:
         """Without the service."""
         return self.path.rpartition("/")[2]
 
+    async def call(self, channel: grpc.aio.Channel, payload: bytes, seconds: float, max_answers: int = 1) -> None:
+        """Send one request of these bytes; a stream is cancelled after `max_answers`. Raises AioRpcError."""
+        if not self.server_streams:
+            unary: Any = channel.unary_unary(self.path)
+            await unary(payload, timeout=seconds)
+            return
+        stream: Any = channel.stream_stream(self.path) if self.client_streams else channel.unary_stream(self.path)
+        call = stream(iter([payload]) if self.client_streams else payload, timeout=seconds)
+        num_answers = 0
+        async for _ in call:
+            num_answers += 1
+            if num_answers == max_answers:
+                break
+        call.cancel()
+
 
 def _rpcs(files: tuple[Any, ...]) -> Iterator[Rpc]:
     for file in files:
         for service in file.services_by_name.values():
             for method in service.methods:
-                yield _rpc(f"/{service.full_name}/{method.name}", method)
-
-
-def _rpc(path: str, method: MethodDescriptor) -> Rpc:
-    return Rpc(path, method.input_type, method.client_streaming, method.server_streaming)
+                path = f"/{service.full_name}/{method.name}"
+                yield Rpc(path, method.input_type, method.client_streaming, method.server_streaming)
 
 
 def manager_rpcs() -> list[Rpc]:

@@ -129,7 +129,7 @@ async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
                 # The second is cut off in the middle of a field, which is an error for every type.
                 for payload in (b"\x0a\x04\xff\xfe\xfd\xfc", b"\x0a\x7f\x01"):
                     num_sent += 1
-                    code = await _status(_first(channel, rpc.path, payload, rpc.client_streams, rpc.server_streams))
+                    code = await _status(rpc.call(channel, payload, CALL_SECONDS))
                     if code in DEFECTS:
                         defects.append(f"{rpc.name}: {code.name}")
     if defects:
@@ -142,20 +142,6 @@ async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
         outcome.said.append(f"{name} logged {added} lines")
         if added > num_sent:
             outcome.problems.append(f"{name} logged {added} lines about {num_sent} messages")
-
-
-async def _first(
-    channel: grpc.aio.Channel, path: str, payload: bytes, client_streams: bool, server_streams: bool
-) -> None:
-    if not server_streams:
-        unary: Any = channel.unary_unary(path)
-        await unary(payload, timeout=CALL_SECONDS)
-        return
-    stream: Any = channel.stream_stream(path) if client_streams else channel.unary_stream(path)
-    call = stream(iter([payload]) if client_streams else payload, timeout=CALL_SECONDS)
-    async for _ in call:
-        break
-    call.cancel()
 
 
 async def text_of_15_mb(arena: Arena, outcome: Outcome) -> None:
@@ -174,13 +160,15 @@ async def text_of_15_mb(arena: Arena, outcome: Outcome) -> None:
 
 async def oversize(arena: Arena, outcome: Outcome) -> None:
     """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
-    for name, path in ((MANAGER, "/kvpool.v1.CacheService/Route"), (VICTIM, "/kvpool.v1.WorkerService/Generate")):
+    for name, rpcs, method in ((MANAGER, manager_rpcs(), "Route"), (VICTIM, worker_rpcs(), "Generate")):
+        rpc = next(rpc for rpc in rpcs if rpc.name == method)
+        path = rpc.path
         memory = _Memory(arena, name)
         async with arena.channel(name) as channel:
             for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
                 # Field 99, which no message has: a parser would keep it.
                 payload = b"\x9a\x06" + _varint(size) + bytes(size)
-                code = await _status(_first(channel, path, payload, False, name == VICTIM))
+                code = await _status(rpc.call(channel, payload, CALL_SECONDS))
                 outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
                 if code is grpc.StatusCode.OK or code in DEFECTS:
                     outcome.problems.append(f"{size:,} bytes to {path} were answered {code.name}")

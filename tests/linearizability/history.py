@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from kvpool.cache_service.core.messages import (
@@ -20,27 +19,6 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.protocol.status import read_details
 from kvpool.v1 import cache_pb2, common_pb2
-
-REQUESTS: dict[str, type[Message]] = {
-    "Register": cache_pb2.RegisterRequest,
-    "Deregister": cache_pb2.DeregisterRequest,
-    "KeepAlive": cache_pb2.KeepAliveRequest,
-    "Allocate": cache_pb2.AllocateRequest,
-    "Append": cache_pb2.AppendRequest,
-    "Free": cache_pb2.FreeRequest,
-    "Report": cache_pb2.ReportRequest,
-    "Route": cache_pb2.RouteRequest,
-}
-RESPONSES: dict[str, type[Message]] = {
-    "Register": cache_pb2.RegisterResponse,
-    "Deregister": cache_pb2.DeregisterResponse,
-    "KeepAlive": cache_pb2.KeepAliveResponse,
-    "Allocate": cache_pb2.AllocateResponse,
-    "Append": cache_pb2.AppendResponse,
-    "Free": cache_pb2.FreeResponse,
-    "Report": cache_pb2.ReportResponse,
-    "Route": cache_pb2.RouteResponse,
-}
 
 
 class Refused(NamedTuple):
@@ -128,15 +106,7 @@ def answer_of(method: str, response: Any) -> Answer:
     return Told(
         outcomes,
         tuple((entry.number, _entry(entry)) for entry in response.downlink.entries),
-        BlockCounts(
-            counts.capacity,
-            counts.free,
-            counts.cached,
-            counts.held,
-            counts.reserved,
-            counts.copying,
-            counts.shared,
-        ),
+        BlockCounts(*(getattr(counts, name) for name in BlockCounts._fields)),
     )
 
 

@@ -17,8 +17,6 @@ from google.rpc import status_pb2
 from kvpool.v1 import cache_pb2
 from tests.linearizability.history import (
     NEVER,
-    REQUESTS,
-    RESPONSES,
     Answer,
     Operation,
     Refused,
@@ -26,6 +24,7 @@ from tests.linearizability.history import (
     answer_of,
     failure,
 )
+from tests.service_messages import REQUESTS, RESPONSES
 
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 

@@ -51,20 +51,7 @@ class Specification:
                     session.last_number,
                     session.last_call_no,
                     session.reserve_wish,
-                    [
-                        (
-                            one.key,
-                            one.root,
-                            one.tokens,
-                            one.num_prompt_tokens,
-                            one.table,
-                            one.num_cached_tokens,
-                            one.num_computed_tokens,
-                            one.num_named,
-                            one.fenced,
-                        )
-                        for one in session.sequences
-                    ],
+                    session.sequences,
                 )
                 for session in self.model.sessions
             ],

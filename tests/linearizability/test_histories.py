@@ -14,6 +14,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Appended, Granted, Uplink
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.servicer import CacheServicer
+from kvpool.cache_service.worker_codec import encode_counts
 from kvpool.v1 import cache_pb2
 from tests.linearizability.checker import Verdict, check
 from tests.linearizability.history import NEVER, Done, Operation, Refused, Routed, Told, Unknown
@@ -204,15 +205,7 @@ async def test_a_server_with_two_owners_is_found(tmp_path: Path, monkeypatch: py
             await asyncio.sleep(0.002)
             for session in self._manager.sessions:
                 if session.number == request.uplink.session:
-                    counts = session.pool.counts()
-                    told = response.downlink.counts[0]
-                    told.free, told.cached, told.held, told.reserved, told.shared = (
-                        counts.free,
-                        counts.cached,
-                        counts.held,
-                        counts.reserved,
-                        counts.shared,
-                    )
+                    response.downlink.counts[0].CopyFrom(encode_counts(session.pool.counts()))
         return response
 
     monkeypatch.setattr(CacheServicer, "Free", slow)

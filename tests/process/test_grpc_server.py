@@ -19,7 +19,7 @@ from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.server_settings import ServerSettings
 from tests import http2
-from tests.cluster.polling import eventually
+from tests.cluster.polling import until
 
 HOST = "127.0.0.1"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -79,6 +79,13 @@ class Served:
         await self.channel.close()
         await self.server.stop(0)
 
+    async def begin_counting(self, count: int) -> Any:
+        """A call that streams `count` numbers, of which the first has been read."""
+        call = self.channel.unary_stream("/test/Count")(b"%d" % count)
+        self.counting.go_on.release()
+        assert await call.read() == b"0"
+        return call
+
     def new_channel(self) -> Any:
         """A connection of its own. Its type knows no methods of raw bytes."""
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50))
@@ -95,11 +102,7 @@ class Served:
         before = self.server.num_rebuilds
         connection = await http2.Connection.open(self.port)
         await connection.request(BAD_PATH)
-
-        async def rebuilt() -> bool:
-            return self.server.num_rebuilds > before
-
-        await eventually(rebuilt, "the server is built anew")
+        await until(lambda: self.server.num_rebuilds > before, "the server is built anew")
         return connection
 
 
@@ -121,9 +124,7 @@ async def mortal(loop_of_grpcio: None) -> AsyncIterator[Served]:
 
 async def test_a_bad_path_costs_nothing(served: Served) -> None:
     """Not even those who share its connection: each is refused, as a method that is not there, and a call in flight goes on."""
-    call = served.channel.unary_stream("/test/Count")(b"2")
-    served.counting.go_on.release()
-    assert await call.read() == b"0"
+    call = await served.begin_counting(2)
     async with await http2.Connection.open(served.port) as connection:
         asked = {await connection.request(BAD_PATH) for _ in range(20)}
         refused: set[int] = set()
@@ -160,12 +161,9 @@ async def test_calls_of_one_method_are_served_at_once(served: Served) -> None:
         assert [await call.read() for call in calls] == [b"begun"] * 20
     for call in calls:
         call.cancel()
-
-    async def gone() -> bool:
-        assert served.server._life is not None
-        return served.server._life.guard.num_calls == 0
-
-    await eventually(gone, "the handlers of cancelled calls end")
+    life = served.server._life
+    assert life is not None
+    await until(lambda: life.guard.num_calls == 0, "the handlers of cancelled calls end")
 
 
 async def test_what_the_core_writes_to_outlives_a_loop_that_ends(
@@ -209,9 +207,7 @@ async def test_a_loop_that_is_not_known_is_reported(monkeypatch: pytest.MonkeyPa
 
 async def test_an_end_costs_neither_new_calls_nor_those_in_flight(mortal: Served) -> None:
     """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
-    call = mortal.channel.unary_stream("/test/Count")(b"5")
-    mortal.counting.go_on.release()
-    assert await call.read() == b"0"
+    call = await mortal.begin_counting(5)
     async with await mortal.attack():
         assert await mortal.echo() == b"here"
         # Longer than a server that is stopped leaves its calls.
@@ -227,9 +223,7 @@ async def test_an_end_costs_neither_new_calls_nor_those_in_flight(mortal: Served
 
 async def test_a_connection_with_a_call_in_flight_is_no_trap_for_the_next_call(mortal: Served) -> None:
     """The replaced server accepts nothing any more, and says so at once: the caller connects to the new one for its next call."""
-    call = mortal.channel.unary_stream("/test/Count")(b"2")
-    mortal.counting.go_on.release()
-    assert await call.read() == b"0"
+    call = await mortal.begin_counting(2)
     async with await mortal.attack():
         async with asyncio.timeout(20):
             assert await mortal.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True) == b"next"
@@ -262,9 +256,7 @@ async def test_health_outlives_the_server(mortal: Served) -> None:
 
 
 async def test_stop_ends_the_newest_server_and_the_calls_of_the_replaced_ones(mortal: Served) -> None:
-    call = mortal.channel.unary_stream("/test/Count")(b"5")
-    mortal.counting.go_on.release()
-    assert await call.read() == b"0"
+    call = await mortal.begin_counting(5)
     async with await mortal.attack():
         async with asyncio.timeout(20):
             await mortal.server.stop(0.1)
@@ -380,11 +372,7 @@ async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_atta
     """The connection of the attack stays open, with the stream that was never answered."""
     connections = [await mortal.attack() for _ in range(3)]
     try:
-
-        async def gone() -> bool:
-            return not mortal.server._retired
-
-        await eventually(gone, "the replaced servers are gone")
+        await until(lambda: not mortal.server._retired, "the replaced servers are gone")
         for connection in connections:
             async with asyncio.timeout(20):
                 while await connection.read() is not None:
@@ -422,11 +410,7 @@ async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> 
         await served.channel.channel_ready()  # now the caller knows the bound
         calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(5)]
         begun = [asyncio.create_task(call.read()) for call in calls]
-
-        async def two() -> bool:
-            return sum(task.done() for task in begun) >= 2
-
-        await eventually(two, "two streams have begun")
+        await until(lambda: sum(task.done() for task in begun) >= 2, "two streams have begun")
         await asyncio.sleep(0.3)
         # No stream is ended: one that takes the place of another at once may be refused by gRPC, which still counts the other.
         assert [task.result() for task in begun if task.done()] == [b"begun"] * 2

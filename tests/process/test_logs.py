@@ -23,20 +23,23 @@ except RuntimeError:
 """
 
 
-def lines(level: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(level=level)], capture_output=True, text=True, check=True
-    )
-    return [json.loads(line) for line in done.stderr.splitlines()]
+def logged(script: str) -> str:
+    """What a process that runs the script logs."""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+
+
+def lines(script: str) -> list[dict[str, Any]]:
+    """The same, of JSON lines."""
+    return [json.loads(line) for line in logged(script).splitlines()]
 
 
 def test_a_caller_that_leaves_as_it_is_answered_is_no_error() -> None:
     """grpc.aio tells of it with a traceback; what it tells of a servicer that fails stays as it is."""
-    (line,) = lines("info")
+    (line,) = lines(SCRIPT.format(level="info"))
     assert line["event"].startswith("Unexpected")
     assert line["level"] == "error"
     assert line["exception"]
-    *left, failed = lines("debug")
+    *left, failed = lines(SCRIPT.format(level="debug"))
     assert [line["level"] for line in (*left, failed)] == ["debug", "debug", "error"]
     assert not any("exception" in line for line in left)
 
@@ -53,9 +56,7 @@ identify_log_lines(worker_id="w")
 logging.getLogger("grpc").warning("second")
 structlog.get_logger("kvpool").info("third", worker_id="other")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [(line["event"], line["service"], line.get("worker_id")) for line in found] == [
+    assert [(line["event"], line["service"], line.get("worker_id")) for line in lines(script)] == [
         ("first", "worker", None),
         ("second", "worker", "w"),
         ("third", "worker", "other"),
@@ -78,11 +79,9 @@ except RuntimeError:
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_traceback_shows_no_values(log_format: str) -> None:
     """Among the local variables of a call that fails are prompts and session keys."""
-    done = subprocess.run(
-        [sys.executable, "-c", SECRETIVE.format(format=log_format)], capture_output=True, text=True, check=True
-    )
-    assert "a defect" in done.stderr
-    assert "what must not be read" not in done.stderr
+    text = logged(SECRETIVE.format(format=log_format))
+    assert "a defect" in text
+    assert "what must not be read" not in text
 
 
 HOSTILE = "[/x]\x1b]0;PWN\x07\x1b[31m\x9b2J\u202egnp\u2028two\nlines\r\x7f\x85"
@@ -105,26 +104,23 @@ except RuntimeError as error:
 
 def test_names_of_others_do_nothing_in_a_log_for_people() -> None:
     """Neither to the terminal nor to the lines: each event is one; a traceback has the lines of its error."""
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES.format(form="console")], capture_output=True, text=True, check=True
-    )
-    bad = {character for character in done.stderr if not (character.isprintable() or character == "\n")}
-    assert not bad
-    lines = done.stderr.splitlines()
+    text = logged(NAMES.format(form="console"))
+    assert not {character for character in text if not (character.isprintable() or character == "\n")}
+    lines = text.splitlines()
     assert sum("PWN" in line for line in lines) >= 5
     assert "Traceback (most recent call last):" in lines
     shown = HOSTILE.encode("unicode_escape").decode()
     assert any(f"worker_id={shown}" in line for line in lines)
     assert any(f"event {shown}" in line for line in lines)
     assert any(f"a line of a library: {shown}" in line for line in lines)
-    assert "name = " not in done.stderr  # values of variables are not logged: there are prompts among them
+    assert "name = " not in text  # values of variables are not logged: there are prompts among them
 
 
 def test_names_of_others_do_nothing_in_a_log_for_programs() -> None:
     """JSON is plain ASCII, one object per line, and the names in it are the names."""
-    done = subprocess.run([sys.executable, "-c", NAMES.format(form="json")], capture_output=True, check=True)
-    assert all(byte == 0x0A or 0x20 <= byte < 0x7F for byte in done.stderr)
-    found = [json.loads(line) for line in done.stderr.splitlines()]
+    text = logged(NAMES.format(form="json"))
+    assert all(byte == 0x0A or 0x20 <= byte < 0x7F for byte in text.encode())
+    found = [json.loads(line) for line in text.splitlines()]
     assert len(found) == 5
     assert found[0]["worker_id"] == HOSTILE
     assert found[1]["event"] == f"event {HOSTILE}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
     from tests.simulation.world import World
 
-OF_THE_CORE = (
+_OF_A_SESSION = (
     "conservation",
     "references",
     "free list",
@@ -36,9 +36,8 @@ OF_THE_CORE = (
     "generation",
     "sealing",
     "chain",
-    "tree",
-    "attempts",
 )
+OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts")
 """The laws of cache_service/core/integrity."""
 OF_THE_WHOLE = (
     "one writer",
@@ -57,16 +56,6 @@ OF_THE_WHOLE = (
     "nothing leaks",
     "all goes quiet",
     "who has left is gone",
-)
-_OF_A_SESSION = (
-    "conservation",
-    "references",
-    "free list",
-    "state",
-    "null block",
-    "generation",
-    "sealing",
-    "chain",
 )
 _MUTATING = frozenset({"Report", "Allocate", "Append", "Free"})
 _SPOKEN_IN_A_SESSION = _MUTATING | {"KeepAlive", "Deregister"}

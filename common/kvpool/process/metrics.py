@@ -12,7 +12,6 @@ import math
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from types import TracebackType
 from typing import Final, Self
 
 import structlog
@@ -114,9 +113,7 @@ class MetricsServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

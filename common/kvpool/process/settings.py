@@ -101,7 +101,7 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     for line in variables.other:
         print(f"{kind.model_config.get('cli_prog_name')}: {line}", file=sys.stderr)
     path = _config_path(arguments, f"{kind.model_config.get('env_prefix', '')}CONFIG")
-    table = {} if path is None else _read_table(path, kind.table)
+    table = {} if path is None else read_tables(path).get(kind.table, {})
     if unknown := table.keys() - (kind.model_fields.keys() - {"config"}):
         raise SettingsProblem("\n".join(_unknown(kind, path, name) for name in sorted(unknown)))
     token = _file_table.set(table)
@@ -187,10 +187,6 @@ def _config_path(arguments: Sequence[str], own_variable: str) -> Path | None:
         return None  # `--config` without a file: the real parser says so
     given = given or os.environ.get(own_variable) or os.environ.get(CONFIG_VARIABLE)
     return Path(given).expanduser() if given else None
-
-
-def _read_table(path: Path, name: str) -> dict[str, Any]:
-    return read_tables(path).get(name, {})
 
 
 def _unknown(kind: type[ProcessSettings], path: Path | None, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvpool.cache_service.core.hashing import HashFunction
 from kvpool.cache_service.core.messages import (
@@ -103,32 +104,13 @@ class Desk:
         assert not isinstance(result, Refused), result
         return result[0]
 
-    def allocate(
-        self,
-        name: str | SequenceKey,
-        tokens: Sequence[int],
-        *,
-        root: Root = ROOT,
-        no_wait: bool = False,
-        max_new_tokens: int = 1,
-        max_cached_tokens: int | None = None,
-    ) -> Granted | Wait | Refused:
-        """One Allocate of one sequence."""
-        item = self.item(
-            name,
-            tokens,
-            root=root,
-            no_wait=no_wait,
-            max_new_tokens=max_new_tokens,
-            max_cached_tokens=max_cached_tokens,
-        )
-        return self.allocate_batch(item)[0]
+    def allocate(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted | Wait | Refused:
+        """One Allocate of one sequence; `wanted` as in `item`."""
+        return self.allocate_batch(self.item(name, tokens, **wanted))[0]
 
-    def grant(
-        self, name: str | SequenceKey, tokens: Sequence[int], *, root: Root = ROOT, no_wait: bool = False
-    ) -> Granted:
-        """An Allocate that is granted."""
-        outcome = self.allocate(name, tokens, root=root, no_wait=no_wait)
+    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted:
+        """An Allocate that is granted; `wanted` as in `item`."""
+        outcome = self.allocate(name, tokens, **wanted)
         assert isinstance(outcome, Granted), outcome
         return outcome
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
 
 from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.hashing import HashFunction, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
-    AllocateOutcome,
     Appended,
     AppendItem,
-    AppendOutcome,
     DownlinkEntry,
     Granted,
     Limits,
@@ -28,7 +28,7 @@ from kvpool.cache_service.core.messages import (
     WorkerLoad,
 )
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
-from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
 
@@ -80,6 +80,13 @@ def successor(registration: Registration) -> Registration:
         process_key=b"process %d" % incarnation,
         predecessor_key=registration.process_key,
     )
+
+
+def refused(call: Callable[..., object], *arguments: Any, **fields: Any) -> Refusal:
+    """The refusal that a call with these arguments ends with."""
+    with pytest.raises(Refusal) as caught:
+        call(*arguments, **fields)
+    return caught.value
 
 
 def path_of(node: Node) -> tuple[Root, int, tuple[int, ...]]:
@@ -308,41 +315,36 @@ class Lockstep:
         self.compare()
         return more
 
+    def _batch(
+        self, real: Callable[[], tuple[list[Any], Reply]], modelled: Callable[[], list[Any]]
+    ) -> tuple[list[Any], Reply] | Refused:
+        """A call on both that has an outcome for each item."""
+        found: list[Any] = []
+
+        def answered() -> tuple[list[Any], Reply]:
+            outcomes, reply = real()
+            found.extend(Refused(one.reason, one.position) if isinstance(one, Refusal) else one for one in outcomes)
+            return found, reply
+
+        def compared() -> None:
+            expected = modelled()
+            assert found == expected, f"the core says {found}, the model {expected}"
+
+        return self._both(answered, compared, stamps=True)
+
     def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refused], Reply] | Refused:
         """Allocate on both."""
-
-        def modelled() -> None:
-            expected = self.model.allocate(uplink, items, self.manager.last_generation)
-            assert not isinstance(result, Refused)
-            assert result[0] == expected, f"the core says {result[0]}, the model {expected}"
-
-        result: tuple[list[Granted | Wait | Refused], Reply] | Refused = Refused(Reason.STALE_CALL)
-
-        def real() -> tuple[list[Granted | Wait | Refused], Reply]:
-            nonlocal result
-            outcomes, reply = self.manager.allocate(uplink, items)
-            result = [_plain(outcome) for outcome in outcomes], reply
-            return result
-
-        return self._both(real, modelled, stamps=True)
+        return self._batch(
+            lambda: self.manager.allocate(uplink, items),
+            lambda: self.model.allocate(uplink, items, self.manager.last_generation),
+        )
 
     def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refused], Reply] | Refused:
         """Append on both."""
-
-        def modelled() -> None:
-            expected = self.model.append(uplink, items, self.manager.last_generation)
-            assert not isinstance(result, Refused)
-            assert result[0] == expected, f"the core says {result[0]}, the model {expected}"
-
-        result: tuple[list[Appended | Refused], Reply] | Refused = Refused(Reason.STALE_CALL)
-
-        def real() -> tuple[list[Appended | Refused], Reply]:
-            nonlocal result
-            outcomes, reply = self.manager.append(uplink, items)
-            result = [_plain_append(outcome) for outcome in outcomes], reply
-            return result
-
-        return self._both(real, modelled, stamps=True)
+        return self._batch(
+            lambda: self.manager.append(uplink, items),
+            lambda: self.model.append(uplink, items, self.manager.last_generation),
+        )
 
     def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refused:
         """Free on both."""
@@ -400,24 +402,13 @@ class Lockstep:
                 if self.memory is not None:
                     self.memory.check_block(worker_id, block, size, content)
         assert [(entry.number, entry.entry) for entry in session.downlink.pending()] == modelled.pending
-        assert (session.last_call_no, session.reserve_wish, session.lease_end) == (
-            modelled.last_call_no,
-            modelled.reserve_wish,
-            modelled.lease_end,
-        )
+        for name in ("last_call_no", "reserve_wish", "lease_end"):
+            assert getattr(session, name) == getattr(modelled, name), name
         assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
         for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
-            assert (sequence.key, token_ids(bytes(sequence.tokens)), sequence.table) == (
-                other.key,
-                other.tokens,
-                other.table,
-            )
-            assert (sequence.num_computed_tokens, sequence.num_cached_tokens, sequence.num_named, sequence.fenced) == (
-                other.num_computed_tokens,
-                other.num_cached_tokens,
-                other.num_named,
-                other.fenced,
-            )
+            assert token_ids(bytes(sequence.tokens)) == other.tokens
+            for name in ("key", "table", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
+                assert getattr(sequence, name) == getattr(other, name), name
 
     def _num_nodes_expected(self) -> int:
         """Every prefix of something sealed, or of the full blocks of a live prompt or a live sealed continuation."""
@@ -433,14 +424,6 @@ class Lockstep:
                 for end in range(size, len(tokens) + 1, size):
                     nodes.add(((root, tokens[:end]), size))
         return len(nodes)
-
-
-def _plain(outcome: AllocateOutcome) -> Granted | Wait | Refused:
-    return Refused(outcome.reason, outcome.position) if isinstance(outcome, Refusal) else outcome
-
-
-def _plain_append(outcome: AppendOutcome) -> Appended | Refused:
-    return Refused(outcome.reason, outcome.position) if isinstance(outcome, Refusal) else outcome
 
 
 def key(sequence_id: str, attempt: int = 1, round: int = 0) -> SequenceKey:

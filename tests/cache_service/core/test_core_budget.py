@@ -22,7 +22,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import SessionEnd
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
+from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
 from tests.cache_service.core.model import Refused
 
 
@@ -178,9 +178,7 @@ def test_a_batch_ends_where_the_answer_is_full() -> None:
     wanting = [AppendItem(SequenceUpdate(key(f"s{i}")), 7) for i in range(3)]
     appended, _ = manager.append(Uplink(session, 3), wanting)
     assert [getattr(outcome, "reason", None) for outcome in appended] == [None, Reason.NOT_TRIED, Reason.NOT_TRIED]
-    with pytest.raises(Refusal) as caught:
-        manager.allocate(Uplink(session, 4), items)
-    assert caught.value.reason is Reason.STALE_SESSION
+    assert refused(manager.allocate, Uplink(session, 4), items).reason is Reason.STALE_SESSION
     assert manager.sessions == ()
     assert manager.ended[SessionEnd.REPLY_TOO_LARGE] == 1
     assert manager.check().violations == []
@@ -224,10 +222,9 @@ def test_a_report_may_be_of_as_much_as_the_budget() -> None:
 )
 def test_a_report_of_more_is_refused_and_ends_the_session(part: ReportPart, reason: Reason) -> None:
     manager, session = reporting(Limits(max_total_blocks=10, max_total_tokens=100))
-    with pytest.raises(Refusal) as caught:
-        manager.report(Uplink(session, 1), part)
-    assert caught.value.reason is reason
-    assert "--max-total" in caught.value.message
+    refusal = refused(manager.report, Uplink(session, 1), part)
+    assert refusal.reason is reason
+    assert "--max-total" in refusal.message
     assert manager.sessions == ()
     assert manager.ended[SessionEnd.OVER_BUDGET] == 1
     while manager.sweep():

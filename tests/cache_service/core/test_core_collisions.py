@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.cache_service.core.messages import Root
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import FINGERPRINT, HASH_FUNCTIONS, constant, path_of, token_bytes
+from tests.cache_service.core.lockstep import FINGERPRINT, HASH_FUNCTIONS, path_of, token_bytes
 
 
 @pytest.mark.parametrize("hash_name", ["low 8 bits", "constant"])
@@ -44,18 +44,6 @@ def _hash_of_first(worker: Desk, tokens: list[int]) -> int:
     assert root is not None
     assert root.block_hash is not None
     return worker.lockstep.hash_function(root.block_hash.to_bytes(8, "little") + token_bytes(tokens))
-
-
-def test_with_one_hash_for_everything_forty_prompts_stay_apart() -> None:
-    """Every prompt hits its own blocks and nobody else's, though all blocks and roots have one name."""
-    worker = Desk(num_blocks=121, block_size=2, hash_function=constant)
-    prompts = [[i % 10, i // 10, i, 7, 7] for i in range(40)]
-    for i, prompt in enumerate(prompts):
-        assert worker.serve(f"s{i}", prompt) == 0
-    for i, prompt in enumerate(prompts):
-        granted = worker.grant(f"again{i}", prompt)
-        assert granted.num_cached_tokens == 4
-        worker.free(f"again{i}")
 
 
 @pytest.mark.parametrize("hash_name", ["low 8 bits", "constant"])

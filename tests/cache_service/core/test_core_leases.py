@@ -8,7 +8,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AllocateItem, Limits, Uplink, WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import key, registration, snapshot, successor, token_bytes
+from tests.cache_service.core.lockstep import key, refused, registration, snapshot, successor, token_bytes
 from tests.cache_service.core.model import Refused
 
 LEASE = 6.0
@@ -34,10 +34,9 @@ class Clockwork:
     def refused(self, *, incarnation: int, **more: int) -> Refusal:
         """The refusal of a Register, which has changed nothing."""
         before = snapshot(self.manager)
-        with pytest.raises(Refusal) as caught:
-            self.register(incarnation=incarnation, **more)  # type: ignore[arg-type]
+        refusal = refused(self.register, incarnation=incarnation, **more)
         assert snapshot(self.manager) == before
-        return caught.value
+        return refusal
 
     def run(self, seconds: float) -> list[str]:
         """Tick as planned; returns the workers that expired."""
@@ -70,13 +69,12 @@ def test_a_worker_that_stops_renewing_is_fenced() -> None:
     clock.keep_alive(alive)
     assert clock.run(TICK) == ["silent"]
     assert clock.live == ["alive"]
+    item = AllocateItem(key("s"), ROOT, token_bytes([1]))
     for call_no in (1, 2):
-        with pytest.raises(Refusal) as caught:
-            clock.manager.allocate(Uplink(silent, call_no), [AllocateItem(key("s"), ROOT, token_bytes([1]))])
-        assert caught.value.reason is Reason.STALE_SESSION
-        assert "register again" in caught.value.message
-    with pytest.raises(Refusal):
-        clock.keep_alive(silent)
+        refusal = refused(clock.manager.allocate, Uplink(silent, call_no), [item])
+        assert refusal.reason is Reason.STALE_SESSION
+        assert "register again" in refusal.message
+    refused(clock.keep_alive, silent)
 
 
 def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:
@@ -160,9 +158,7 @@ def test_registering_again_fences_the_earlier_session() -> None:
     third = clock.register(incarnation=2, register_no=1, replaces=1)
     assert first < second < third
     for stale in (first, second):
-        with pytest.raises(Refusal) as caught:
-            clock.keep_alive(stale)
-        assert caught.value.reason is Reason.STALE_SESSION
+        assert refused(clock.keep_alive, stale).reason is Reason.STALE_SESSION
     clock.keep_alive(third)
     assert clock.live == ["w1"]
 
@@ -180,12 +176,9 @@ def test_an_older_registration_is_refused(incarnation: int, register_no: int, re
     clock = Clockwork()
     session = clock.register(incarnation=5, register_no=3)
     for _ in range(2):
-        before = snapshot(clock.manager)
-        with pytest.raises(Refusal) as caught:
-            clock.register(incarnation=incarnation, register_no=register_no)
-        assert caught.value.reason is reason
-        assert "'w1'" in caught.value.message
-        assert snapshot(clock.manager) == before
+        refusal = clock.refused(incarnation=incarnation, register_no=register_no)
+        assert refusal.reason is reason
+        assert "'w1'" in refusal.message
         clock.manager.deregister(session)
 
 
@@ -219,9 +212,8 @@ def test_without_a_process_key_nobody_proves_anything() -> None:
     """An engine of another make that names no key: an empty predecessor_key is not the key of an empty one."""
     manager = CacheManager(1, lease_seconds=LEASE)
     manager.register(registration()._replace(process_key=b""), 0.0)
-    with pytest.raises(Refusal) as caught:
-        manager.register(registration(incarnation=2)._replace(process_key=b""), 0.0)
-    assert caught.value.reason is Reason.WORKER_ELSEWHERE
+    other = registration(incarnation=2)._replace(process_key=b"")
+    assert refused(manager.register, other, 0.0).reason is Reason.WORKER_ELSEWHERE
     manager.register(registration(register_no=2)._replace(process_key=b""), 0.0)
 
 
@@ -230,9 +222,7 @@ def test_another_process_with_the_same_incarnation_is_another_process() -> None:
     clock = Clockwork()
     clock.register(incarnation=5)
     stranger = registration(incarnation=5, register_no=(1 << 64) - 1)._replace(process_key=b"another")
-    with pytest.raises(Refusal) as caught:
-        clock.manager.register(stranger, clock.now)
-    assert caught.value.reason is Reason.STALE_INCARNATION
+    assert refused(clock.manager.register, stranger, clock.now).reason is Reason.STALE_INCARNATION
     clock.register(incarnation=5, register_no=2)
 
 
@@ -278,9 +268,8 @@ def test_what_the_newer_process_still_has_under_way_does_nothing_when_the_older_
     clock.run(2 * LEASE)
     older = clock.register(incarnation=7)
     before = snapshot(clock.manager)
-    with pytest.raises(Refusal) as caught:
-        clock.manager.allocate(Uplink(newer, 1), [AllocateItem(key("s"), ROOT, token_bytes([1]))])
-    assert caught.value.reason is Reason.STALE_SESSION
+    late = AllocateItem(key("s"), ROOT, token_bytes([1]))
+    assert refused(clock.manager.allocate, Uplink(newer, 1), [late]).reason is Reason.STALE_SESSION
     assert clock.refused(incarnation=9, register_no=2).reason is Reason.WORKER_ELSEWHERE
     clock.manager.deregister(newer)
     assert snapshot(clock.manager) == before
@@ -318,9 +307,8 @@ def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> Non
         gone = manager.register(registration(f"gone{i}", incarnation=7), 0.0)
         manager.deregister(gone.session)
     for worker_id in ("stays", "gone9", "gone8"):
-        with pytest.raises(Refusal) as caught:
-            manager.register(registration(worker_id, incarnation=6), 0.0)
-        assert caught.value.reason is Reason.STALE_INCARNATION
+        refusal = refused(manager.register, registration(worker_id, incarnation=6), 0.0)
+        assert refusal.reason is Reason.STALE_INCARNATION
     manager.register(registration("gone0", incarnation=6), 0.0)
     manager.keep_alive(stays, 0, WorkerLoad(), 0.0)
 

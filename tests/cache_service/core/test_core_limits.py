@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvpool.cache_service.core.description import MAX_BLOCKS_PER_PAGE, MAX_OWNERS_PER_BLOCK
@@ -25,7 +23,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session_key import SessionKey
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
+from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused
 
 LIMITS = Limits(
@@ -40,13 +38,6 @@ LIMITS = Limits(
     max_known_incarnations=3,
     max_downlink_entries=2,
 )
-
-
-def refused(call: Callable[[], object]) -> Refusal:
-    """The refusal that a call ends with."""
-    with pytest.raises(Refusal) as caught:
-        call()
-    return caught.value
 
 
 def registered(**changes: object) -> tuple[CacheManager, Registration]:
@@ -76,7 +67,7 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
 def test_a_malformed_registration_names_the_field(changes: dict[str, object], field: str, words: list[str]) -> None:
     """What was needed, what came, and nothing has changed."""
     manager, introduction = registered(**changes)
-    refusal = refused(lambda: manager.register(introduction, 0.0))
+    refusal = refused(manager.register, introduction, 0.0)
     assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, field)
     assert all(word in refusal.message for word in words), refusal.message
     assert manager.sessions == ()
@@ -88,7 +79,7 @@ def test_max_workers() -> None:
     manager = CacheManager(1, limits=LIMITS)
     manager.register(registration("a"), 0.0)
     manager.register(registration("b"), 0.0)
-    refusal = refused(lambda: manager.register(registration("c"), 0.0))
+    refusal = refused(manager.register, registration("c"), 0.0)
     assert refusal.reason is Reason.TOO_MANY_WORKERS
     assert "2 workers" in refusal.message
     assert "deregister" in refusal.message
@@ -201,15 +192,13 @@ def test_no_blocks_says_what_is_needed_and_what_there_is() -> None:
 
 
 def test_the_first_item_without_blocks_ends_the_batch() -> None:
-    """Nobody is overtaken for ever: smaller items behind it are not tried."""
+    """Smaller items after it are not tried, so that none is overtaken for ever. Living sequences still get their tables: a worker
+    that lost the first answer learns what is held for it."""
     worker = Desk(num_blocks=4)
-    outcomes = worker.allocate_batch(
-        worker.item("a", range(8)), worker.item("large", range(20, 28)), worker.item("small", [1])
-    )
-    assert outcomes[1:] == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED)]
-    refusal = worker.manager.allocate(
-        worker.uplink(), [worker.item("large", range(20, 28)), worker.item("small", [1])]
-    )[0][1]
+    living = worker.grant("a", range(8))
+    items = worker.item("large", range(20, 28)), worker.item("small", [1]), worker.item("a", range(8))
+    assert worker.allocate_batch(*items) == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED), living]
+    refusal = worker.manager.allocate(worker.uplink(), items)[0][1]
     assert isinstance(refusal, Refusal)
     assert "ask again" in refusal.message
 
@@ -399,7 +388,7 @@ def test_a_session_without_a_key_takes_none() -> None:
     """Of a caller in the same process; one that states a key means another session. Sessions with keys: test_edge_strangers.py."""
     worker = desk()
     with_key = Uplink(worker.number, 1, key=SessionKey(range(16)))
-    assert refused(lambda: worker.manager.allocate(with_key, [])).reason is Reason.WRONG_KEY
+    assert refused(worker.manager.allocate, with_key, []).reason is Reason.WRONG_KEY
     worker.lockstep.allocate(Uplink(worker.number, 1))
 
 
@@ -407,7 +396,7 @@ def test_route_is_bounded_by_the_same_token_limit() -> None:
     """Empty, ragged and oversize prompts are told what is needed."""
     worker = desk()
     for tokens in (b"", b"123", token_bytes(range(21))):
-        refusal = refused(lambda: worker.manager.route(ROOT, tokens))  # noqa: B023
+        refusal = refused(worker.manager.route, ROOT, tokens)
         assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, "tokens")
         assert "1 to 20" in refusal.message
         assert f"got {len(tokens)} bytes" in refusal.message
@@ -416,7 +405,7 @@ def test_route_is_bounded_by_the_same_token_limit() -> None:
 def test_an_unknown_worker_is_told_who_is_known() -> None:
     """The block map of a worker that is not there names those that are."""
     worker = desk()
-    refusal = refused(lambda: worker.manager.describe_blocks("w9"))
+    refusal = refused(worker.manager.describe_blocks, "w9")
     assert refusal.reason is Reason.UNKNOWN_WORKER
     assert "'w9'" in refusal.message
     assert "w1" in refusal.message
@@ -434,16 +423,3 @@ def test_a_page_of_the_block_map_is_bounded() -> None:
     assert len(shared.owners) == MAX_OWNERS_PER_BLOCK
     rest = worker.manager.describe_blocks("w1", MAX_BLOCKS_PER_PAGE + 1)
     assert [block.block for block in rest] == list(range(MAX_BLOCKS_PER_PAGE + 1, MAX_BLOCKS_PER_PAGE + 100))
-
-
-def test_behind_a_refusal_for_want_of_blocks_living_sequences_are_still_told_their_tables() -> None:
-    """A worker that lost the first answer learns what is held for it, whatever else the batch asks for."""
-    manager = CacheManager(1)
-    session = manager.register(Registration("w", 1, 1, "h:1", "m", FINGERPRINT, PoolConfig(4, 6)), 0.0).session
-    living = AllocateItem(SequenceKey("living", 1, 0), Root(FINGERPRINT), bytes(4 * 12))
-    outcomes, _ = manager.allocate(Uplink(session, 1), [living])
-    too_large = AllocateItem(SequenceKey("large", 1, 0), Root(FINGERPRINT), bytes(range(4)) * 20, no_wait=True)
-    other = AllocateItem(SequenceKey("other", 1, 0), Root(FINGERPRINT), bytes(range(4)) * 4, no_wait=True)
-    again, _ = manager.allocate(Uplink(session, 2), [too_large, other, living])
-    assert [getattr(outcome, "reason", None) for outcome in again[:2]] == [Reason.NO_BLOCKS, Reason.NOT_TRIED]
-    assert again[2] == outcomes[0]

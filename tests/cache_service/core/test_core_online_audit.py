@@ -6,8 +6,6 @@ import gc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvpool.cache_service.core import block_pool, prefix_tree
 from kvpool.cache_service.core import manager as manager_module
@@ -29,7 +27,7 @@ from kvpool.cache_service.core.prefix_tree import Fan, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
 from tests.cache_service.core.test_core_integrity import Break, Scene, each_law, leads_there
-from tests.cache_service.core.test_core_state_machine import LongHistory, ManagerMachine
+from tests.cache_service.core.test_core_state_machine import LongHistory, ManagerMachine, explore
 
 
 def fine(manager: CacheManager) -> OnlineAudit:
@@ -202,22 +200,12 @@ def small_structures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("units", [1, 8, 64])
-def test_no_false_alarm_whatever_the_network_does(units: int, small_structures: None) -> None:
+def test_no_false_alarm_whatever_the_network_does(
+    units: int, small_structures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any operations between the slices: allocations, reports, evictions, fencing, sweeps, the end of the manager's life."""
-
-    class Machine(AuditedMachine):
-        pass
-
-    Machine.units = units
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=60,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    monkeypatch.setattr(AuditedMachine, "units", units)
+    explore(AuditedMachine, 40)
 
 
 @pytest.mark.parametrize("seed", range(6))

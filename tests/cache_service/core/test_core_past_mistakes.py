@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -42,31 +41,24 @@ from tests.cache_service.core.model import Refused
 pytestmark = pytest.mark.usefixtures("every_hash")
 
 
-@contextmanager
-def counted_lines() -> Iterator[list[int]]:
-    """Counts the lines of Python executed inside the core: the work of an operation without a clock."""
-    count = [0]
+def lines_of(operation: Callable[[], object]) -> int:
+    """Lines of Python that an operation executes inside the core: its work without a clock."""
+    count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
         if "cache_service" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
             return None
-        if event == "line":
-            count[0] += 1
+        count += event == "line"
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield count
+        operation()
     finally:
         sys.settrace(before)
-
-
-def lines_of(operation: Callable[[], object]) -> int:
-    """Lines of the core that an operation executes."""
-    with counted_lines() as count:
-        operation()
-    return count[0]
+    return count
 
 
 # -- content

@@ -7,7 +7,7 @@ import pytest
 from kvpool.cache_service.core.messages import Granted, Wait
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import Desk
-from tests.cache_service.core.lockstep import HASH_FUNCTIONS, Lockstep, key
+from tests.cache_service.core.lockstep import Lockstep, key
 from tests.cache_service.core.model import Refused
 
 pytestmark = pytest.mark.usefixtures("every_hash")
@@ -21,10 +21,9 @@ def sixteen(worker: Desk) -> list[Granted | Wait | Refused]:
     return worker.allocate_batch(*(worker.item(f"s{i}", PROMPT) for i in range(16)))
 
 
-@pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
-def test_sixteen_equal_prompts_have_one_leader(hash_name: str) -> None:
+def test_sixteen_equal_prompts_have_one_leader() -> None:
     """The first is granted, fifteen wait for it, hold nothing, and share its blocks once they are sealed."""
-    worker = Desk(hash_function=HASH_FUNCTIONS[hash_name])
+    worker = Desk()
     outcomes = sixteen(worker)
     assert isinstance(outcomes[0], Granted)
     assert outcomes[1:] == [Wait(key("s0"), 16)] * 15

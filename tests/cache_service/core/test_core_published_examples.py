@@ -6,9 +6,8 @@ import pytest
 
 from kvpool.cache_service.core.block_pool import State
 from tests.cache_service.core.desk import Desk
-from tests.cache_service.core.lockstep import HASH_FUNCTIONS
 
-pytestmark = pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
+pytestmark = pytest.mark.usefixtures("every_hash")
 
 
 def characters(text: str) -> list[int]:
@@ -16,14 +15,9 @@ def characters(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def desk(hash_name: str, num_blocks: int = 65) -> Desk:
-    """A worker with block size 4."""
-    return Desk(num_blocks, 4, hash_function=HASH_FUNCTIONS[hash_name])
-
-
-def test_an_18_token_prompt_has_16_tokens_cached_the_second_time(hash_name: str) -> None:
+def test_an_18_token_prompt_has_16_tokens_cached_the_second_time() -> None:
     """Four sealed blocks serve the repetition, which leaves no duplicates behind; the tail of two tokens is nobody's hit."""
-    worker = desk(hash_name)
+    worker = Desk()
     prompt = list(range(100, 118))
     assert worker.serve("first", prompt) == 0
     assert worker.counts.cached == 4
@@ -32,9 +26,9 @@ def test_an_18_token_prompt_has_16_tokens_cached_the_second_time(hash_name: str)
     assert worker.manager.num_prefix_nodes == 4
 
 
-def test_hello_world_cat_and_dog_share_three_blocks(hash_name: str) -> None:
+def test_hello_world_cat_and_dog_share_three_blocks() -> None:
     """A common prefix of twelve tokens is three blocks, whatever follows."""
-    worker = desk(hash_name)
+    worker = Desk()
     first = worker.grant("cat", characters("Hello world cat"))
     assert worker.report("cat") is not None
     second = worker.grant("dog", characters("Hello world dog"))
@@ -43,9 +37,9 @@ def test_hello_world_cat_and_dog_share_three_blocks(hash_name: str) -> None:
     assert second.blocks[3] != first.blocks[3]
 
 
-def test_equal_blocks_behind_different_prefixes_are_two_entries(hash_name: str) -> None:
+def test_equal_blocks_behind_different_prefixes_are_two_entries() -> None:
     """ "the mat.!" behind a cat is not "the mat.!" behind a dog: a block is its tokens and everything before them."""
-    worker = desk(hash_name)
+    worker = Desk()
     cat, dog, tail = [1, 2, 3, 4], [1, 9, 3, 4], [5, 6, 7, 8]
     assert worker.serve("cat", cat + tail) == 0
     assert worker.serve("dog", dog + tail) == 0
@@ -55,9 +49,9 @@ def test_equal_blocks_behind_different_prefixes_are_two_entries(hash_name: str) 
     assert worker.serve("dog again", [*dog, *tail, 0]) == 8
 
 
-def test_prompts_of_22_and_20_tokens_with_nothing_in_common_seal_5_blocks_each(hash_name: str) -> None:
+def test_prompts_of_22_and_20_tokens_with_nothing_in_common_seal_5_blocks_each() -> None:
     """Neither hits the other, and a third request hits either set."""
-    worker = desk(hash_name)
+    worker = Desk()
     first, second = list(range(22)), list(range(500, 520))
     assert worker.serve("first", first) == 0
     assert worker.counts.cached == 5
@@ -67,9 +61,9 @@ def test_prompts_of_22_and_20_tokens_with_nothing_in_common_seal_5_blocks_each(h
     assert worker.serve("fourth", [*second, 7]) == 20
 
 
-def test_room_for_three_cached_blocks_keeps_exactly_the_last_three(hash_name: str) -> None:
+def test_room_for_three_cached_blocks_keeps_exactly_the_last_three() -> None:
     """Eviction takes the least recently used: of four unrelated one-block prompts the first is gone."""
-    worker = desk(hash_name, num_blocks=4)
+    worker = Desk(num_blocks=4)
     prompts = [[10 * i + j for j in range(4)] for i in range(4)]
     for i, prompt in enumerate(prompts):
         assert worker.serve(f"s{i}", prompt) == 0
@@ -79,9 +73,9 @@ def test_room_for_three_cached_blocks_keeps_exactly_the_last_three(hash_name: st
     assert pool.num_evicted == 1
 
 
-def test_a_freed_chain_of_three_blocks_loses_its_tail_first(hash_name: str) -> None:
+def test_a_freed_chain_of_three_blocks_loses_its_tail_first() -> None:
     """A prefix outlives its continuations: pressure of one block costs the chain its last block."""
-    worker = desk(hash_name, num_blocks=4)
+    worker = Desk(num_blocks=4)
     chain = list(range(12))
     worker.serve("chain", chain)
     assert worker.counts.cached == 3
@@ -90,9 +84,9 @@ def test_a_freed_chain_of_three_blocks_loses_its_tail_first(hash_name: str) -> N
     assert worker.grant("again", chain[:9]).num_cached_tokens == 8
 
 
-def test_a_block_that_differs_early_spoils_everything_behind_it(hash_name: str) -> None:
+def test_a_block_that_differs_early_spoils_everything_behind_it() -> None:
     """A = [1..8], B = A + [9, 10], C = [0, 2, …, 8, 9, 10]: B reuses both of A's blocks, C none."""
-    worker = desk(hash_name)
+    worker = Desk()
     a = list(range(1, 9))
     table = worker.grant("a", a).blocks
     worker.report("a")
@@ -104,9 +98,9 @@ def test_a_block_that_differs_early_spoils_everything_behind_it(hash_name: str) 
     assert not set(c.blocks) & set(b.blocks)
 
 
-def test_two_chats_share_three_blocks_and_keep_their_own_tails(hash_name: str) -> None:
+def test_two_chats_share_three_blocks_and_keep_their_own_tails() -> None:
     """Two chats of four blocks, three equal: ref counts 2, 2, 2 and own tails with 1."""
-    worker = desk(hash_name)
+    worker = Desk()
     system = list(range(12))
     worker.grant("one", [*system, 20, 21, 22, 23])
     worker.report("one")

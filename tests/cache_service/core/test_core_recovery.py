@@ -27,7 +27,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
-from tests.cache_service.core.lockstep import FINGERPRINT, key, registration, token_bytes
+from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 
 SIZE = 4
 ROOT = Root(FINGERPRINT)
@@ -68,10 +68,9 @@ class Reporter:
 
     def refused(self, part: int, content: dict[str, object]) -> Refusal:
         """Report something that cannot be: the session ends, and nothing of it stays."""
-        with pytest.raises(Refusal) as caught:
-            self.report(part, last=True, **content)
+        refusal = refused(self.report, part, last=True, **content)
         self.check()
-        return caught.value
+        return refusal
 
 
 def run(*blocks: int, parent: int = 0, first: int = 0, root: Root | None = ROOT) -> ContentRun:
@@ -101,9 +100,7 @@ def test_until_the_report_is_complete_nothing_else_is_answered_and_nobody_is_rou
         lambda: manager.append(worker.uplink(), []),
         lambda: manager.free(worker.uplink(), []),
     ):
-        with pytest.raises(Refusal) as caught:
-            call()
-        assert caught.value.reason is Reason.RECOVERING
+        assert refused(call).reason is Reason.RECOVERING
     worker.report(last=False, contents=(run(3, 4),))
     assert not manager.route(ROOT, token_bytes(range(8)))
     worker.report(1)
@@ -191,15 +188,12 @@ def test_parts_may_be_repeated_but_not_skipped() -> None:
     worker = Reporter()
     worker.report(0, last=False, contents=(run(1),))
     worker.report(0, last=False, contents=(run(1),))
-    with pytest.raises(Refusal) as caught:
-        worker.report(2)
-    assert (caught.value.reason, caught.value.position) == (Reason.GAP, 1)
+    refusal = refused(worker.report, 2)
+    assert (refusal.reason, refusal.position) == (Reason.GAP, 1)
     worker.report(1, contents=(run(2, parent=1, first=1),))
     worker.report(1, contents=(run(2, parent=1, first=1),))
     assert worker.allocate("a", [*range(8), 9]).num_cached_tokens == 8
-    with pytest.raises(Refusal) as caught:
-        worker.report(2)
-    assert caught.value.reason is Reason.GAP
+    assert refused(worker.report, 2).reason is Reason.GAP
 
 
 def test_only_so_many_reports_are_taken_in_at_once() -> None:
@@ -208,9 +202,7 @@ def test_only_so_many_reports_are_taken_in_at_once() -> None:
     first, second, third, fourth = (Reporter(manager, f"w{i}") for i in range(4))
     for worker in (first, second):
         worker.report(0, last=False)
-    with pytest.raises(Refusal) as caught:
-        third.report(0)
-    assert caught.value.reason is Reason.RECOVERING
+    assert refused(third.report, 0).reason is Reason.RECOVERING
     first.report(1)
     third.report(0)
     manager.deregister(second.number)

@@ -8,10 +8,10 @@ import pytest
 import xxhash
 
 from kvpool.cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
-from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.refusal import Reason
 from kvpool.cache_service.core.routing import SEQUENCE_COST_TOKENS
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, snapshot, token_bytes
+from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of
 
 PROMPT = list(range(17))
@@ -110,10 +110,9 @@ def test_an_empty_fingerprint_means_the_only_model() -> None:
     (routed,) = worker.manager.route(Root(""), token_bytes(PROMPT))
     assert routed.num_cached_tokens == 16
     worker.manager.register(registration("other")._replace(model_fingerprint="model-b", model_name="Bee"), 0.0)
-    with pytest.raises(Refusal) as caught:
-        worker.manager.route(Root(""), token_bytes(PROMPT))
-    assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, "root.model_fingerprint")
-    assert "(Bee, a model)" in caught.value.message
+    refusal = refused(worker.manager.route, Root(""), token_bytes(PROMPT))
+    assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, "root.model_fingerprint")
+    assert "(Bee, a model)" in refusal.message
     assert ranking(worker, PROMPT, Root("toy")) == []
 
 

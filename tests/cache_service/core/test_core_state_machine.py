@@ -7,7 +7,7 @@ computed from. `Lockstep` compares the manager with the model after every call.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -36,7 +36,6 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,
-    HASH_FUNCTIONS,
     Lockstep,
     Memory,
     registration,
@@ -58,7 +57,7 @@ OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKEN
 ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
 
 Outcome = Granted | Wait | Appended | Refused
-Answer = tuple[list[Outcome], Reply]
+Answer = tuple[Sequence[Outcome], Reply]
 
 
 @dataclass(eq=False)
@@ -89,8 +88,9 @@ class SimSequence:
 class Message:
     """A mutating call on the wire. It can be delivered never, once or more often, early or late."""
 
-    deliver: Callable[[], Answer | Refused]
-    apply: Callable[[Answer], None]
+    deliver: Callable[[], Answer | Reply | Refused]
+    """A Free has no outcomes."""
+    apply: Callable[[Sequence[Outcome]], None]
     uplink: Uplink
 
 
@@ -186,11 +186,9 @@ DISTURBANCES = (
 class ManagerMachine(RuleBasedStateMachine):
     """Two or three workers, pools of 3 to 12 blocks, and token alphabets so small that prefixes collide all the time."""
 
-    hash_name = "xxh64"
-
     def __init__(self) -> None:
         super().__init__()
-        self.lockstep = Lockstep(HASH_FUNCTIONS[self.hash_name], LIMITS)
+        self.lockstep = Lockstep(limits=LIMITS)
         self.memory = self.lockstep.memory = Memory()
         self.workers: list[SimWorker] = []
         self.old_messages: list[Message] = []
@@ -238,8 +236,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert answer.reason is Reason.STALE_SESSION, answer
             worker.forget()
             return
-        worker.take_in(answer[1], message.uplink)
-        message.apply(answer)
+        outcomes, reply = ((), answer) if isinstance(answer, Reply) else answer
+        worker.take_in(reply, message.uplink)
+        message.apply(outcomes)
 
     def _live(self, worker: SimWorker) -> list[SimSequence]:
         return [sequence for sequence in worker.sequences if sequence.granted and not sequence.ending]
@@ -304,15 +303,11 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         uplink = self._uplink(worker)
 
-        def deliver() -> Answer | Refused:
-            result = self.lockstep.allocate(uplink, *items)
-            return result if isinstance(result, Refused) else ([*result[0]], result[1])
-
-        def apply(answer: Answer) -> None:
-            for sequence, outcome in zip(asking, answer[0], strict=True):
+        def apply(outcomes: Sequence[Outcome]) -> None:
+            for sequence, outcome in zip(asking, outcomes, strict=True):
                 self._allocated(worker, sequence, outcome)
 
-        self._send(worker, Message(deliver, apply, uplink), fate)
+        self._send(worker, Message(lambda: self.lockstep.allocate(uplink, *items), apply, uplink), fate)
 
     def _allocated(self, worker: SimWorker, sequence: SimSequence, outcome: Outcome) -> None:
         if isinstance(outcome, Wait):
@@ -421,15 +416,11 @@ class ManagerMachine(RuleBasedStateMachine):
             items.append(AppendItem(update, want))
         uplink = self._uplink(worker)
 
-        def deliver() -> Answer | Refused:
-            result = self.lockstep.append(uplink, *items)
-            return result if isinstance(result, Refused) else ([*result[0]], result[1])
-
-        def apply(answer: Answer) -> None:
-            for sequence, item, outcome in zip(reporting, items, answer[0], strict=True):
+        def apply(outcomes: Sequence[Outcome]) -> None:
+            for sequence, item, outcome in zip(reporting, items, outcomes, strict=True):
                 self._appended(sequence, item, outcome)
 
-        self._send(worker, Message(deliver, apply, uplink), fate)
+        self._send(worker, Message(lambda: self.lockstep.append(uplink, *items), apply, uplink), fate)
 
     def _appended(self, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
         if isinstance(outcome, Refused):
@@ -470,11 +461,7 @@ class ManagerMachine(RuleBasedStateMachine):
             items = [update._replace(start=update.start + 50) for update in items]
         uplink = self._uplink(worker)
 
-        def deliver() -> Answer | Refused:
-            result = self.lockstep.free(uplink, *items)
-            return result if isinstance(result, Refused) else ([], result)
-
-        def apply(answer: Answer) -> None:
+        def apply(outcomes: Sequence[Outcome]) -> None:
             for sequence in leaving:
                 if not sequence.comes_back:
                     worker.sequences.remove(sequence)
@@ -485,7 +472,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
 
-        self._send(worker, Message(deliver, apply, uplink), fate)
+        self._send(worker, Message(lambda: self.lockstep.free(uplink, *items), apply, uplink), fate)
 
     @rule(who=small, prompt=prompts, generated=st.integers(0, 3))
     def serve(self, who: int, prompt: list[int], generated: int) -> None:
@@ -662,18 +649,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.lockstep.manager._tree.begin_walk(in_portions=False).step() is None
 
 
-@pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
-def test_no_law_breaks_whatever_the_network_does(hash_name: str) -> None:
-    """After every step of any history the audit is clean, the state is the model's, and every hit is exact."""
-
-    class Machine(ManagerMachine):
-        pass
-
-    Machine.hash_name = hash_name
+def explore(machine: type[ManagerMachine], num_histories: int) -> None:
+    """Let hypothesis look for a history in which something breaks."""
     run_state_machine_as_test(
-        Machine,
+        machine,
         settings=settings(
-            max_examples=120,
+            max_examples=num_histories,
             stateful_step_count=60,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
@@ -681,16 +662,17 @@ def test_no_law_breaks_whatever_the_network_does(hash_name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("hash_name", list(HASH_FUNCTIONS))
+@pytest.mark.usefixtures("every_hash")
+def test_no_law_breaks_whatever_the_network_does() -> None:
+    """After every step of any history the audit is clean, the state is the model's, and every hit is exact."""
+    explore(ManagerMachine, 120)
+
+
+@pytest.mark.usefixtures("every_hash")
 @pytest.mark.parametrize("seed", range(4))
-def test_no_law_breaks_in_a_long_history(hash_name: str, seed: int) -> None:
+def test_no_law_breaks_in_a_long_history(seed: int) -> None:
     """The same machine, driven by a plain generator for hundreds of steps: deeper histories than hypothesis takes the time for."""
-
-    class Machine(ManagerMachine):
-        pass
-
-    Machine.hash_name = hash_name
-    LongHistory(Machine(), seed).run(250)
+    LongHistory(ManagerMachine(), seed).run(250)
 
 
 class LongHistory:

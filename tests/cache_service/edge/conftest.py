@@ -19,8 +19,10 @@ from tests.cache_service.edge.peer import Worker, registration
 
 @pytest.fixture
 def settings(tmp_path: Path) -> ManagerSettings:
-    """Any free port, a state directory of its own, leases that no test outlives."""
-    return ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1)
+    """Any free ports, also for metrics, a state directory of its own, leases that no test outlives."""
+    return ManagerSettings(
+        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
+    )
 
 
 @pytest.fixture
@@ -53,6 +55,4 @@ async def stub(channel: grpc.aio.Channel) -> AsyncIterator[cache_pb2_grpc.CacheS
 @pytest.fixture
 async def worker(stub: cache_pb2_grpc.CacheServiceStub) -> Worker:
     """A registered worker of 16 blocks."""
-    worker = Worker(stub, registration())
-    await worker.register()
-    return worker
+    return await Worker.begin(stub, registration())

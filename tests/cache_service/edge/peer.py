@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Awaitable, Iterable
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -52,9 +53,11 @@ def item(
     )
 
 
-def registration(worker_id: str = "w", *, num_blocks: int = 17, register_no: int = 1) -> pb.RegisterRequest:
-    """A worker's introduction that is all right; tests spoil it."""
-    return pb.RegisterRequest(
+def registration(
+    worker_id: str = "w", *, num_blocks: int = 17, register_no: int = 1, **fields: Any
+) -> pb.RegisterRequest:
+    """A worker's introduction that is all right, apart from `fields`; tests spoil it."""
+    request = pb.RegisterRequest(
         worker_id=worker_id,
         incarnation=1,
         register_no=register_no,
@@ -70,6 +73,8 @@ def registration(worker_id: str = "w", *, num_blocks: int = 17, register_no: int
         max_model_len=64,
         engine="test",
     )
+    request.MergeFrom(pb.RegisterRequest(**fields))
+    return request
 
 
 class Worker:
@@ -81,6 +86,13 @@ class Worker:
         self.registered = pb.RegisterResponse()
         self.call_no = 0
         self.downlink_ack = 0
+
+    @classmethod
+    async def begin(cls, stub: cache_pb2_grpc.CacheServiceStub, request: pb.RegisterRequest) -> Self:
+        """A worker that is registered."""
+        worker = cls(stub, request)
+        await worker.register()
+        return worker
 
     @property
     def session(self) -> int:

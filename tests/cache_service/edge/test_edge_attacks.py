@@ -22,7 +22,7 @@ from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
 from tests.cache_service.edge.test_edge_process import manager
-from tests.cluster.polling import eventually
+from tests.cluster.polling import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -43,10 +43,7 @@ async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
 
 
 async def until_rebuilt(server: Server, number: int) -> None:
-    async def rebuilt() -> bool:
-        return server._grpc.num_rebuilds >= number
-
-    await eventually(rebuilt, "the gRPC server is built anew")
+    await until(lambda: server._grpc.num_rebuilds >= number, "the gRPC server is built anew")
 
 
 async def test_sessions_blocks_and_leases_outlive_the_server(
@@ -115,8 +112,7 @@ async def test_a_request_over_the_limit_of_its_method_is_refused(channel: Any, m
 async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:
     """Names, groups and counts at the limits of the core; a heartbeat with the counts of a hundred groups."""
     limits = Limits()
-    largest = registration("w" * limits.max_id_bytes)
-    largest.address = "a" * limits.max_name_bytes
+    largest = registration("w" * limits.max_id_bytes, address="a" * limits.max_name_bytes)
     largest.model_name = "m" * limits.max_name_bytes
     largest.engine = "e" * limits.max_name_bytes
     largest.model_fingerprint = FINGERPRINT

@@ -55,12 +55,6 @@ def test_a_torn_or_foreign_file_is_an_error_and_never_a_smaller_epoch(tmp_path: 
     assert (tmp_path / "epoch").read_bytes() == damage
 
 
-def test_a_crash_before_the_rename_leaves_the_old_epoch(tmp_path: Path) -> None:
-    assert begin(tmp_path) == 1
-    (tmp_path / "epoch.tmp").write_bytes(b"kvpool ep")
-    assert begin(tmp_path) == 2
-
-
 def test_raise_above_is_durable_and_never_lowers(tmp_path: Path) -> None:
     store = EpochStore.open(tmp_path)
     assert [store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]

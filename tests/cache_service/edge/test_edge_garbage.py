@@ -6,43 +6,14 @@ That the core leaves none: core/test_core_past_mistakes.py.
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import pytest
 
-from kvpool.cache_service.garbage import collect_young
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import refused
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    """Automatic collection off, as in the manager's process, and nothing left to collect."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Cycle:
-    """What gRPC leaves behind."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_young_cycles_go_and_automatic_collection_stays_off(collector_off: None) -> None:
-    for _ in range(100):
-        Cycle()
-    collect_young()
-    assert not gc.isenabled()
-    assert gc.collect() == 0
-
 
 _SCRIPT = """
 import asyncio, gc, sys

@@ -39,8 +39,7 @@ async def test_surplus_goes_back_and_what_is_not_reserved_so_is_ignored(stub: St
 async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worker_to_stop(
     stub: Stub, worker: Worker
 ) -> None:
-    other = Worker(stub, registration("v"))
-    await other.register()
+    other = await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(9)))
     elsewhere = (await other.allocate(item("a", prompt(9)))).results[0].status
     assert (elsewhere.code, reason_of(elsewhere)) == (6, "SEQUENCE_ELSEWHERE")
@@ -59,8 +58,7 @@ async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_an
     settings: ManagerSettings, stub: Stub
 ) -> None:
     """The state directory was lost: epochs, and with them sessions and generations, go on above what was seen."""
-    request = registration()
-    request.highest_epoch_seen = 41
+    request = registration(highest_epoch_seen=41)
     registered = await stub.Register(request)
     assert (registered.epoch, registered.session >> 40) == (42, 42)
     assert (settings.state_folder / "epoch").read_bytes().startswith(b"kvpool epoch 42 ")
@@ -70,8 +68,7 @@ async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_an
 
 async def test_a_strange_worker_that_has_seen_our_own_epoch_raises_it_too(stub: Stub) -> None:
     """It cannot have it from us, so an earlier life of the manager gave stamps under the same epoch."""
-    request = registration()
-    request.highest_epoch_seen = 1
+    request = registration(highest_epoch_seen=1)
     assert (await stub.Register(request)).epoch == 2
 
 
@@ -88,8 +85,7 @@ async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothin
     settings: ManagerSettings, server: Server, stub: Stub
 ) -> None:
     (settings.state_folder / "epoch.tmp").mkdir()
-    request = registration()
-    request.highest_epoch_seen = 7
+    request = registration(highest_epoch_seen=7)
     await refused(stub.Register(request), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
     assert server.manager.epoch == 1
     (settings.state_folder / "epoch.tmp").rmdir()

@@ -113,8 +113,7 @@ async def test_the_largest_incarnation_does_not_take_a_live_worker_s_place(
 async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begin: Callable[..., Life]) -> None:
     """The made-up one gets a session, since nobody else has one, and does not renew it: two leases later all is as before."""
     life = begin()
-    made_up = registration("w")
-    made_up.incarnation = LARGEST
+    made_up = registration("w", incarnation=LARGEST)
     assert (await life.servicer.Register(made_up, Context())).session  # type: ignore[arg-type]
     answers: list[pb.RegisterResponse | str] = []
     while life.now < 3 * LEASE:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import urllib.request
 from pathlib import Path
 
 import grpc
@@ -13,7 +12,6 @@ import pytest
 from kvpool.cache_service.core.refusal import Reason
 from kvpool.cache_service.counts import METHODS
 from kvpool.cache_service.server import Server
-from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
@@ -23,13 +21,6 @@ from tests.cache_service.edge.test_edge_process import fails, listening
 from tests.scrape import Scrape, num_listening_sockets, scrape
 
 Stub = cache_pb2_grpc.CacheServiceStub
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> ManagerSettings:
-    return ManagerSettings(
-        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
-    )
 
 
 async def look(server: Server) -> Scrape:
@@ -217,7 +208,7 @@ async def test_what_clients_send_never_becomes_a_label(server: Server, worker: W
     assert (await look(server)).values.keys() == before
 
 
-def test_a_process_listens_for_metrics_only_if_it_is_told_to(tmp_path: Path) -> None:
+async def test_a_process_has_a_page_of_itself_and_the_manager_only_if_it_is_asked_to(tmp_path: Path) -> None:
     arguments = ("--port", "0", "--state-dir", str(tmp_path))
     with listening(*arguments) as (process, _):
         assert num_listening_sockets(process.pid) == 1
@@ -225,8 +216,11 @@ def test_a_process_listens_for_metrics_only_if_it_is_told_to(tmp_path: Path) -> 
         assert process.stderr is not None
         line = process.stderr.readline()
         assert num_listening_sockets(process.pid) == 2
-    url = line.partition('"url": "')[2].partition('"')[0]
-    assert url.startswith("http://127.0.0.1:"), line
+        url = line.partition('"url": "')[2].partition('"')[0]
+        assert url.startswith("http://127.0.0.1:"), line
+        page = await scrape(url)
+    assert page.value("process_resident_memory_bytes") > 1 << 20
+    assert page.value("kvpool_manager_epoch") == 2
 
 
 def test_a_process_says_it_when_the_metrics_port_is_taken(tmp_path: Path) -> None:
@@ -247,13 +241,3 @@ def test_metrics_stay_on_loopback_where_the_service_does_not(tmp_path: Path) -> 
         lines = [process.stderr.readline() for _ in range(2)]  # the warning, and the metrics
     assert "http://127.0.0.1:" in lines[1]
     assert "metrics beyond loopback" not in "".join(lines)
-
-
-def test_the_page_of_a_real_process_tells_of_the_process_too(tmp_path: Path) -> None:
-    with listening("--port", "0", "--state-dir", str(tmp_path), "--metrics-port", "0") as (process, _):
-        assert process.stderr is not None
-        url = process.stderr.readline().partition('"url": "')[2].partition('"')[0]
-        with urllib.request.urlopen(url, timeout=10) as response:
-            page = Scrape(response.read().decode())
-    assert page.value("process_resident_memory_bytes") > 1 << 20
-    assert page.value("kvpool_manager_epoch") == 1

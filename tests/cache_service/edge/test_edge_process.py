@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -79,8 +78,7 @@ async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path) -> None:
     """The worker hears that the manager goes, not that a connection broke, and it goes at once."""
     with manager(tmp_path) as (process, address, _):
         async with grpc.aio.insecure_channel(address) as channel:
-            worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration())
-            await worker.register()
+            worker = await Worker.begin(cache_pb2_grpc.CacheServiceStub(channel), registration())
             process.terminate()
             found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
             assert "shutting down" in found.message
@@ -109,6 +107,7 @@ def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Pa
         ([], {"KVPOOL_MANAGER_PORT": "many"}, 2, "KVPOOL_MANAGER_PORT: Input should be a valid integer"),
         (["--lease-seconds", "1"], {}, 2, "must be at most half of lease_seconds (1)"),
         (["--log-format", "xml"], {}, 2, "--log-format: Input should be 'console' or 'json'"),
+        (["--stat-dir", "x"], {}, 2, "kvpool manager: there is no flag --stat-dir; did you mean --state-dir?"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
@@ -117,21 +116,6 @@ def test_what_cannot_start_says_why_in_one_line(
     status, said = fails(*arguments, variables={"XDG_STATE_HOME": str(tmp_path), **variables})
     assert (status, said.count("\n")) == (code, 1), said
     assert says in said
-
-
-def test_an_unknown_flag_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    code, said = fails("--stat-dir", str(tmp_path))
-    assert code == 2
-    assert said == "kvpool manager: there is no flag --stat-dir; did you mean --state-dir?\n"
-
-
-def test_help_shows_defaults_and_units() -> None:
-    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=30, check=True)
-    text = re.sub(r"\s+", " ", done.stdout)
-    assert "--port int TCP port to listen on; 0: any free one. (default: 50051)" in text
-    assert "--lease-seconds float Seconds without a KeepAlive" in text
-    assert "(default: 6.0)" in text
-    assert "$XDG_STATE_HOME or ~/.local/state" in text
 
 
 def test_variables_set_what_flags_do_not_and_the_clients_variable_is_none_of_them(tmp_path: Path) -> None:

@@ -151,8 +151,7 @@ async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub,
 
 
 async def test_describe_shows_a_fenced_sequence_until_it_is_freed(stub: Stub, worker: Worker) -> None:
-    other = Worker(stub, registration("v"))
-    await other.register()
+    other = await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(9)))
     await other.allocate(item("a", prompt(9), attempt=2))
 
@@ -170,8 +169,7 @@ async def test_the_sequences_of_an_answer_are_shared_evenly_by_its_workers(
 ) -> None:
     """However many workers there are, the answer takes the manager about as long; asked for alone, a worker has all of it."""
     monkeypatch.setattr(servicer, "MAX_SEQUENCES_PER_ANSWER", 5)
-    other = Worker(stub, registration("v"))
-    await other.register()
+    other = await Worker.begin(stub, registration("v"))
     for each in (worker, other):
         for index in range(4):
             await each.allocate(item(f"{each.request.worker_id}{index}", prompt(2, first=10 * index)))
@@ -185,8 +183,7 @@ async def test_the_sequences_of_an_answer_are_shared_evenly_by_its_workers(
 
 
 async def test_route_ranks_the_holder_of_the_prefix_first_and_changes_nothing(stub: Stub, worker: Worker) -> None:
-    other = Worker(stub, registration("v"))
-    await other.register()
+    await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(24)))
     await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=24))
     await worker.free(pb.SequenceUpdate(key=key("a")))
@@ -206,18 +203,16 @@ async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint="other"), tokens=tokens(1))
     engine = registration("engine")
     engine.address = ""
-    await Worker(stub, engine).register()
+    await Worker.begin(stub, engine)
     assert "no worker that serves text is registered" in (await stub.Route(request)).explanation
-    await Worker(stub, registration()).register()
+    await Worker.begin(stub, registration())
     explanation = (await stub.Route(request)).explanation
     assert "'other'" in explanation
     assert "'tiny' (model-a)" in explanation
 
 
 async def test_route_says_that_a_worker_is_still_reporting(stub: Stub) -> None:
-    introduction = registration("w")
-    introduction.holds_state = True
-    await Worker(stub, introduction).register()
+    await Worker.begin(stub, registration("w", holds_state=True))
     for fingerprint in (FINGERPRINT, ""):
         root = common_pb2.Root(model_fingerprint=fingerprint)
         answer = await stub.Route(pb.RouteRequest(root=root, tokens=tokens(1)))
@@ -252,8 +247,7 @@ async def test_deregister_forgets_the_worker_and_is_idempotent(stub: Stub, worke
 
 async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, worker: Worker) -> None:
     """Also while it says nothing of its own; a second order changes nothing; the order is repeated until acknowledged."""
-    other = Worker(stub, registration("v"))
-    await other.register()
+    other = await Worker.begin(stub, registration("v"))
     for grace_ms in (1500, 9000):
         assert (await stub.Drain(pb.DrainRequest(worker_id="w", grace_ms=grace_ms))).session == worker.session
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +14,6 @@ from structlog.testing import capture_logs
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import Server
-from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.core.lockstep import snapshot
@@ -27,14 +25,6 @@ Stub = cache_pb2_grpc.CacheServiceStub
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LARGEST = 2**64 - 1
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> ManagerSettings:
-    """With metrics, for they are read by strangers too."""
-    return ManagerSettings(
-        port=0, metrics_port=0, state_dir=tmp_path / "state", lease_seconds=600, keep_alive_seconds=0.1
-    )
 
 
 class Stranger:
@@ -122,8 +112,7 @@ async def test_without_its_key_a_session_cannot_be_changed(
 ) -> None:
     """Neither tokens nor blocks, nor lease, call_no or downlink; and the worker goes on as if nothing had been."""
     await busy(worker)
-    other = Worker(stub, registration("stranger"))
-    await other.register()
+    other = await Worker.begin(stub, registration("stranger"))
     right = worker.session_key
     wrong = {
         "none": b"",
@@ -149,10 +138,7 @@ async def test_without_its_key_a_session_cannot_be_changed(
 
 async def test_the_report_of_another_worker_cannot_be_told(server: Server, stub: Stub) -> None:
     """A stranger that gets in first would say what the worker's blocks hold."""
-    introduction = registration()
-    introduction.holds_state = True
-    worker = Worker(stub, introduction)
-    await worker.register()
+    worker = await Worker.begin(stub, registration(holds_state=True))
     contents = pb.ContentRun(
         root=common_pb2.Root(model_fingerprint="model-a"), tokens=prompt(4), block_ids=[1], generations=[1]
     )
@@ -252,8 +238,7 @@ async def test_a_register_no_cannot_be_used_up(stub: Stub, worker: Worker) -> No
     """A stranger that knows the incarnation from Describe: the worker is told what to outgrow, and something is left above."""
     victim = await seen(stub)
     for register_no in (LARGEST, (1 << 63) + 1):
-        request = registration(register_no=register_no)
-        request.incarnation = victim.incarnation
+        request = registration(register_no=register_no, incarnation=victim.incarnation)
         assert field_of(await refused(stub.Register(request), INVALID, "BAD_FIELD")) == "register_no"
     furthest = registration(register_no=1 << 63)
     await stub.Register(furthest)

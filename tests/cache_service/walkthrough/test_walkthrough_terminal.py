@@ -54,23 +54,22 @@ def test_going_back_shows_what_was_there_before() -> None:
     assert len(set(seen)) == 8
 
 
-@pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"Q", 0), (b"\x04", 0), (b"\x1b", 0), (b"\x03", 130)])
-def test_a_key_ends_it_and_the_terminal_is_as_before(key: bytes, status: int) -> None:
-    """q, Ctrl-D, Escape, Ctrl-C."""
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        *((b"q", 0), (b"Q", 0), (b"\x04", 0), (b"\x1b", 0), (b"\x03", 130)),
+        *((signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)),
+    ],
+)
+def test_a_key_or_a_signal_ends_it_and_the_terminal_is_as_before(end: bytes | signal.Signals, status: int) -> None:
+    """q, Ctrl-D, Escape, Ctrl-C; and what others send."""
     with at_terminal("allocation") as user:
         user.read_until("allocation 1/7")
         assert user.settings() != user.settings_before
-        user.press(key)
-        assert user.end() == status
-        assert user.settings() == user.settings_before
-        assert user.output.endswith(HIDE)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)])
-def test_a_signal_ends_it_and_the_terminal_is_as_before(number: signal.Signals, status: int) -> None:
-    with at_terminal("allocation") as user:
-        user.read_until("allocation 1/7")
-        user.process.send_signal(number)
+        if isinstance(end, bytes):
+            user.press(end)
+        else:
+            user.process.send_signal(end)
         assert user.end() == status
         assert user.settings() == user.settings_before
         assert user.output.endswith(HIDE)
