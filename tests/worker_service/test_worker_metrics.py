@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
+from tests.until import until
 from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
@@ -120,8 +120,7 @@ async def test_gauges_tell_what_is_here_now() -> None:
     async with world.running():
         gate = world.model.gate = threading.Event()
         running, waiting = world.submit(list(range(9)), 30), world.submit([40, 41], 30)
-        while world.engine.scheduler.num_running < 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.engine.scheduler.num_running >= 1)
         page = look(world)
         assert page.labelled("kvpool_worker_requests", "state") == {"running": 1, "waiting": 1}
         assert page.value("vllm:num_requests_running", **MODEL) == page.value("vllm:num_requests_waiting", **MODEL) == 1
@@ -139,11 +138,9 @@ async def test_an_unanswered_call_is_counted_as_failed() -> None:
     async with world.running():
         world.wire.lose_next_reply = "Allocate"
         request = world.submit([1, 2, 3], 5)
-        while not world.link.num_failed_calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.link.num_failed_calls)
         world.wire.is_cut = False
-        while not request.stream.is_finished:
-            await asyncio.sleep(0.001)
+        await until(lambda: request.stream.is_finished)
         assert look(world).value("kvpool_worker_manager_calls_failed_total") == world.link.num_failed_calls
 
 
@@ -211,8 +208,7 @@ async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeyp
     async with world.running():
         gate = world.model.gate = threading.Event()
         request = world.submit([1, 2, 3], 30)
-        while not world.engine.scheduler.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.engine.scheduler.num_running)
         line = ThroughputLog(world.engine, clock=lambda: now)
         now += 10.0
         line.log_change()
