@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from kvpool.process.metrics import MetricsPage
-from kvpool.worker_service import throughput
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
 from kvpool.worker_service.model.facts import ModelFacts
@@ -156,35 +155,27 @@ async def test_what_requests_say_never_becomes_a_label() -> None:
         assert look(world).values.keys() == before
 
 
-class Line:
-    """What structlog is given."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def info(self, event: str, **values: Any) -> None:
-        self.lines.append({"event": event, **values})
+def logged(line: ThroughputLog) -> list[Any]:
+    """What one look writes to the log."""
+    with capture_logs() as lines:
+        line.log_change()
+    return list(lines)
 
 
-async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_line_has_rates_since_the_look_before_and_nothing_when_idle() -> None:
     """Twelve prompt tokens computed of twenty, ten generated, in ten seconds."""
-    said = Line()
-    monkeypatch.setattr(throughput, "log", said)
     now = 100.0
     world = one_world()
     async with world.running():
         line = ThroughputLog(world.engine, clock=lambda: now)
-        line.log_change()
-        assert said.lines == []
+        assert logged(line) == []
         for _ in range(2):
             await world.generate(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
-        line.log_change()
-        assert said.lines == [
+        assert logged(line) == [
             {
+                "log_level": "info",
                 "event": "throughput",
                 "prompt_tokens_per_s": 1.2,
                 "generated_tokens_per_s": 1.0,
@@ -195,14 +186,11 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
             }
         ]
         now += 10.0
-        line.log_change()
-        assert len(said.lines) == 1
+        assert logged(line) == []
 
 
-async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_is_a_line_while_requests_run_though_nothing_moves() -> None:
     """A worker that is stuck is just the one that an operator looks at."""
-    said = Line()
-    monkeypatch.setattr(throughput, "log", said)
     now = 100.0
     world = one_world()
     async with world.running():
@@ -211,9 +199,8 @@ async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeyp
         await until(lambda: world.engine.scheduler.num_running)
         line = ThroughputLog(world.engine, clock=lambda: now)
         now += 10.0
-        line.log_change()
+        (told,) = logged(line)
         gate.set()
         world.engine.abort(request)
-    (told,) = said.lines
     assert (told["running"], told["generated_tokens_per_s"]) == (1, 0.0)
     assert "hit_rate" not in told  # no prompt came in meanwhile
