@@ -151,7 +151,7 @@ async def test_what_requests_say_never_becomes_a_label() -> None:
         for index in range(8):
             await world.generate([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
         for kind in ErrorKind:
-            world.engine.stats.on_refused(kind)
+            world.engine.stats.refused[kind] += 1
         assert look(world).values.keys() == before
 
 
