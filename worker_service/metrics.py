@@ -57,7 +57,7 @@ class WorkerMetrics:
         for outcome in OUTCOMES:
             page.counter(
                 "kvpool_worker_requests_ended",
-                "Accepted requests that have ended: stop and length are whole answers, cancelled ones lost their reader.",
+                "Accepted requests that have ended: stop and length are complete answers, cancelled ones lost their reader.",
                 stats.ended[outcome],
                 outcome=outcome,
             )
@@ -77,7 +77,7 @@ class WorkerMetrics:
             ("request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
             ("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_seconds),
             ("inter_token_seconds", "From a token to the next of the same request.", stats.inter_token_seconds),
-            ("request_duration_seconds", "From arrival to the last token of a whole answer.", stats.request_seconds),
+            ("request_duration_seconds", "From arrival to the last token of a complete answer.", stats.request_seconds),
             ("step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
             ("step_sequences", "Sequences in a step: the batch.", stats.step_sequences),
             ("step_tokens", "Tokens computed in a step.", stats.step_tokens),
@@ -85,7 +85,7 @@ class WorkerMetrics:
             page.histogram(f"kvpool_worker_{name}", text, histogram)
         num_prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
         for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that have got blocks.", stats.num_admitted_tokens),
+            ("prompt_tokens", "Prompt tokens of requests with blocks.", stats.num_admitted_tokens),
             ("cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
             ("prefilled_tokens", "Tokens computed before a first token or after a preemption.", num_prefilled),
             ("generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
@@ -119,7 +119,7 @@ class WorkerMetrics:
         page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
         page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)
         page.gauge("kvpool_worker_manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch)
-        page.counter("kvpool_worker_sessions", "Registrations that the manager has accepted.", link.num_sessions)
+        page.counter("kvpool_worker_sessions", "Registrations that the manager accepted.", link.num_sessions)
         page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
         page.counter(
             "kvpool_worker_manager_calls_failed",
