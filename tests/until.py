@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], *, pause: float = 0.001, seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], *, pause: float = 0.001, seconds: float = 40.0) -> None:
     """Poll until the condition holds, every `pause` seconds; 0 after each turn of the event loop, for what does not last.
 
     Raises TimeoutError after `seconds`.
