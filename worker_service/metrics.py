@@ -74,43 +74,23 @@ class WorkerMetrics:
             scheduler.num_preemptions,
         )
         for name, text, histogram in (
-            ("kvpool_worker_request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
-            (
-                "kvpool_worker_time_to_first_token_seconds",
-                "From arrival to the first token.",
-                stats.first_token_seconds,
-            ),
-            (
-                "kvpool_worker_inter_token_seconds",
-                "From a token to the next of the same request.",
-                stats.inter_token_seconds,
-            ),
-            (
-                "kvpool_worker_request_duration_seconds",
-                "From arrival to the last token of a complete answer.",
-                stats.request_seconds,
-            ),
-            ("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
-            ("kvpool_worker_step_sequences", "Sequences in a step: the batch.", stats.step_sequences),
-            ("kvpool_worker_step_tokens", "Tokens computed in a step.", stats.step_tokens),
+            ("request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
+            ("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_seconds),
+            ("inter_token_seconds", "From a token to the next of the same request.", stats.inter_token_seconds),
+            ("request_duration_seconds", "From arrival to the last token of a complete answer.", stats.request_seconds),
+            ("step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
+            ("step_sequences", "Sequences in a step: the batch.", stats.step_sequences),
+            ("step_tokens", "Tokens computed in a step.", stats.step_tokens),
         ):
-            page.histogram(name, text, histogram)
+            page.histogram(f"kvpool_worker_{name}", text, histogram)
         num_prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
         for name, text, value in (
-            (
-                "kvpool_worker_prompt_tokens",
-                "Prompt tokens of requests with blocks.",
-                stats.num_admitted_tokens,
-            ),
-            ("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
-            (
-                "kvpool_worker_prefilled_tokens",
-                "Tokens computed before a first token or after a preemption.",
-                num_prefilled,
-            ),
-            ("kvpool_worker_generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
+            ("prompt_tokens", "Prompt tokens of requests with blocks.", stats.num_admitted_tokens),
+            ("cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
+            ("prefilled_tokens", "Tokens computed before a first token or after a preemption.", num_prefilled),
+            ("generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
         ):
-            page.counter(name, text, value)
+            page.counter(f"kvpool_worker_{name}", text, value)
 
     def _fill_cache(self, page: MetricsPage) -> None:
         cache = self._engine.cache

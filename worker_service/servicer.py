@@ -63,12 +63,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             accepted = engine.submit(await self._decode(request))
         except EngineError as error:
-            engine.stats.on_refused(error.kind)
+            engine.stats.refused[error.kind] += 1
             set_status(context, status.of_error(error))
             return
         except Exception:
             log.exception("request failed")
-            engine.stats.on_refused(ErrorKind.INTERNAL)
+            engine.stats.refused[ErrorKind.INTERNAL] += 1
             bug = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
             set_status(context, status.of_error(bug))
             return
@@ -102,7 +102,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def on_unread(self, method: str, reason: str) -> None:
         """A call was refused before its request was read."""
         if method == GENERATE:
-            self._engine.stats.on_refused(ErrorKind.INVALID)
+            self._engine.stats.refused[ErrorKind.INVALID] += 1
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:
         """The request as the engine's parameters. The cheap checks come first, so that a refusal does not wait for tokenising."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,17 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvpool.worker_service.attention.block_tables import BlockTables
 from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, Staging, StepSizes, pack
+from tests.attention.part import Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-
-
-class Part(NamedTuple):
-    token_ids: list[int]
-    start: int
-    block_table: list[int]
 
 
 def check(packing: Packing, parts: list[Part]) -> None:
@@ -42,6 +36,7 @@ def check(packing: Packing, parts: list[Part]) -> None:
         assert packing.slots(index, 0, end).tolist() == [
             table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(end)
         ]
+        assert (packing.offsets[index], packing.context_lens[index]) == (len(positions), end)
         positions += range(part.start, end)
         slots += packing.slots(index, part.start, end).tolist()
     assert packing.slot_mapping.tolist() == slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tests.attention.fake_blas import (
     odd_rows_of_odd_widths,
     rest_first,
 )
+from tests.attention.part import Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -45,12 +45,6 @@ def trials_of_its_own() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     forget_trials()
-
-
-class Part(NamedTuple):
-    token_ids: list[int]
-    start: int
-    block_table: list[int]
 
 
 class Text:
@@ -111,28 +105,16 @@ EACH_PATH = pytest.mark.parametrize("needs", [NEEDS, CAPPED], ids=["fused", "pla
 @pytest.mark.parametrize(
     ("cuts", "partition"),
     [
-        (in_halves(192), 192),
-        (in_halves(128), 128),
-        (in_halves(96), 128),
-        (rest_first(192), 192),
-        (rest_first(128), 128),
-        (rest_first(96), 96),
-        (rest_first(48), 64),
-        (fixed(192), 256),
-        (fixed(96), 256),
-        (fixed(32), 256),
-    ],
-    ids=[
-        *(
-            "halves_192",
-            "halves_128",
-            "halves_96",
-            "rest_first_192",
-            "rest_first_128",
-            "rest_first_96",
-            "rest_first_48",
-        ),
-        *("fixed_192", "fixed_96", "fixed_32"),
+        pytest.param(in_halves(192), 192, id="halves_192"),
+        pytest.param(in_halves(128), 128, id="halves_128"),
+        pytest.param(in_halves(96), 128, id="halves_96"),
+        pytest.param(rest_first(192), 192, id="rest_first_192"),
+        pytest.param(rest_first(128), 128, id="rest_first_128"),
+        pytest.param(rest_first(96), 96, id="rest_first_96"),
+        pytest.param(rest_first(48), 64, id="rest_first_48"),
+        pytest.param(fixed(192), 256, id="fixed_192"),
+        pytest.param(fixed(96), 256, id="fixed_96"),
+        pytest.param(fixed(32), 256, id="fixed_32"),
     ],
 )
 def test_the_largest_partition_that_holds_is_taken(needs: LayerNeeds, cuts: Cuts, partition: int) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from kvpool.worker_service.attention.packing import Packing, pack
 from kvpool.worker_service.attention.tiles import Kind, Tile, make_tiles
-from tests.attention.test_torch_attention import BLOCK_SIZE, Part
+from tests.attention.part import Part
+from tests.attention.test_torch_attention import BLOCK_SIZE
 
 Met = dict[tuple[int, int], list[tuple[int, int]]]
 """(part, position) → the segments that it meets, cut to what it may see."""

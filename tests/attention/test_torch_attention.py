@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from kvpool.worker_service.attention.softmax import (
 )
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
+from tests.attention.part import Part
 
 BLOCK_SIZE = 4
 NEVER = 1 << 60
@@ -33,12 +33,6 @@ EACH_SHAPES = pytest.mark.parametrize(
     [FIXED_SHAPES[0], FIXED_SHAPES[3], SHORT_SHAPES, FREE_SHAPES, OWN_SUMS],
     ids=["256", "96", "short", "free", "own_sums"],
 )
-
-
-class Part(NamedTuple):
-    token_ids: list[int]
-    start: int
-    block_table: list[int]
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,8 @@ async def run_all(cluster: OurCluster, engine: KvpoolEngine) -> Counts:
 async def test_counts_are_of_the_requests_in_between(tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path / "model", tokenizer=True)
     arguments = [
-        *(
-            "--model",
-            str(model.path),
-            "--dtype",
-            "float32",
-            "--device",
-            "cpu",
-            "--block-size",
-            "4",
-            "--num-blocks",
-            "257",
-        ),
-        *("--cache-dir", str(tmp_path / "cache")),
+        *("--dtype", "float32", "--device", "cpu", "--block-size", "4", "--num-blocks", "257"),
+        *("--model", str(model.path), "--cache-dir", str(tmp_path / "cache")),
     ]
     async with OurCluster(arguments, {"OMP_NUM_THREADS": "1"}) as cluster:
         engine = KvpoolEngine(ClientConfig(manager=cluster.address))

@@ -17,6 +17,7 @@ from kvpool.client.bench.load import run_load
 from kvpool.client.bench.workload import Conversation, Turn
 from tests.client.processes import is_alive, state
 from tests.cluster.polling import eventually
+from tests.until import until
 
 SERVED = Served("counting", range(10, 100), 1000)
 
@@ -100,31 +101,20 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
 
 
 async def test_nothing_is_left_of_a_start_that_was_cancelled(tmp_path: Path) -> None:
-    starting = asyncio.create_task(start("never", str(tmp_path / "pid")))
-
-    async def is_there() -> bool:
-        return (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != ""
-
-    await eventually(is_there, "the child runs")
+    pid = tmp_path / "pid"
+    starting = asyncio.create_task(start("never", str(pid)))
+    await until(lambda: pid.exists() and pid.read_text())
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-
-    async def is_gone() -> bool:
-        return not is_alive(int((tmp_path / "pid").read_text()))
-
-    await eventually(is_gone, "the child is gone")
+    await until(lambda: not is_alive(int(pid.read_text())))
 
 
 async def test_a_suspended_engine_does_nothing_until_it_is_resumed() -> None:
     async with counting() as engine:
         engine.suspend()
         waiting = asyncio.create_task(answer(engine, 10, num_tokens=1))
-
-        async def has_stopped() -> bool:
-            return state(engine.pid) == "T"
-
-        await eventually(has_stopped, "the signal has arrived")
+        await until(lambda: state(engine.pid) == "T")
         before = cpu_ticks(engine.pid)
         done, _ = await asyncio.wait({waiting}, timeout=0.5)
         assert not done
@@ -139,8 +129,4 @@ async def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) 
     pids = [engine.pid, int((tmp_path / "pid").read_text())]
     assert all(is_alive(pid) for pid in pids)
     await engine.close()
-
-    async def all_are_gone() -> bool:
-        return not any(is_alive(pid) for pid in pids)
-
-    await eventually(all_are_gone, "both are gone")
+    await until(lambda: not any(is_alive(pid) for pid in pids))

@@ -19,6 +19,7 @@ from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
+from kvpool.worker_service.model.forward.packed_linear import packing_works
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
@@ -27,6 +28,9 @@ from kvpool.worker_service.model.settings import ModelSettings
 BLOCK_SIZE = 4
 NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
 """Of torch. One by default: products are tiny, and tests that run beside others should not wait for their cores."""
+NEEDS_PACKING = pytest.mark.skipif(
+    not packing_works(torch.float32), reason="this torch has no packed float32 products: nothing is packed"
+)
 NEVER = 1 << 60
 """As min_shared_tokens: no prefix is ever attended once for several sequences."""
 SHORT_SEGMENTS = FIXED_SHAPES[0]._replace(partition=8, key_multiple=8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.layers import AttentionLayer
@@ -61,32 +61,6 @@ def test_rope_by_longest_is_served_where_no_sequence_can_be_that_long() -> None:
     check_config(config("llama", rope_parameters=rope("dynamic", original_max_position_embeddings=32)), 32)
 
 
-def save(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_positions_that_are_ignored_are_found_by_behaviour(tmp_path: Path) -> None:
-    """BART's decoder counts positions from 0 in every call: alone it is right, packed it is not."""
-    torch.manual_seed(0)
-    decoder = AutoConfig.for_model(
-        "bart",
-        vocab_size=64,
-        d_model=16,
-        encoder_layers=2,  # where the config looks for num_hidden_layers
-        decoder_layers=2,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=24,
-        max_position_embeddings=64,
-        is_encoder_decoder=False,
-        is_decoder=True,
-        init_std=0.5,
-    )
-    folder = save(AutoModelForCausalLM.from_config(decoder), tmp_path)
-    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
-        load(folder)
-
-
 def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary positions replaced by 0, 1, 2, … of the packed row."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -96,11 +70,11 @@ def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatc
     def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return forward(self, x, torch.arange(position_ids.shape[1])[None])
 
-    folder = save(build_model("llama", 0), tmp_path)
-    load(folder)
+    build_model("llama", 0).save_pretrained(tmp_path)
+    load(tmp_path)
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_zero)
     with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
-        load(folder)
+        load(tmp_path)
 
 
 def layers(*windows: int | None) -> list[AttentionLayer]:

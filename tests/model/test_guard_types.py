@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from kvpool.worker_service.attention.layer import AttentionCall
 from kvpool.worker_service.model.forward.layers import PagedTarget
 from scripts.models import document, trial
 from scripts.models.outcome import Outcome, Result
@@ -53,14 +53,8 @@ def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monke
     """The comparison is not the guard's: with the guard's own blinded, it still sees attention that is a little off."""
     attend = PagedTarget.attend
 
-    def a_little_off(
-        self: PagedTarget,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def a_little_off(self: PagedTarget, module: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        query, key, value, call = arguments
         return attend(self, module, query, key, value, call._replace(scaling=call.scaling * 1.1))
 
     monkeypatch.setattr(PagedTarget, "attend", a_little_off)

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvpool.worker_service import server
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward import packed_linear
-from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works
+from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
 from kvpool.worker_service.model.placement import enter_device
 from kvpool.worker_service.settings import WorkerSettings
-from tests.model.paged import load
+from tests.model.paged import NEEDS_PACKING, load
 from tests.tiny_models import make_tiny_model
 
 # -- the device of the model's thread
@@ -133,9 +133,8 @@ def test_a_cpu_holds_converted_weights_once(large: Path, tmp_path: Path) -> None
     assert growth_mib(large, tiny, "bfloat16", "cpu") < 96
 
 
+@NEEDS_PACKING
 def test_an_unpacked_weight_goes_before_the_next_layer_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not packing_works(torch.float32):
-        pytest.skip("this torch has no oneDNN products: nothing is packed")
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(NUM_LAYERS)]
     model = torch.nn.Sequential(*layers)
     weights = [

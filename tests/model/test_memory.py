@@ -75,20 +75,6 @@ def fits(facts: MemoryFacts, settings: MemorySettings) -> bool:
 # -- the formula
 
 
-def test_a_gpu_gives_what_may_be_used_less_what_is_needed_otherwise() -> None:
-    """⌊(total × utilization − other processes − weights − activations − graphs) / bytes per block⌋."""
-    facts = replace(GPU, graph_bytes=GIB)
-    plan = plan_memory(facts, SETTINGS).kv_cache
-    assert plan.num_blocks == int((80 * 0.9 - 2 - 16 - 3 - 1) * GIB) // (16 << 17)
-
-
-def test_attention_that_copies_what_it_reads_leaves_less_for_the_cache() -> None:
-    facts = replace(GPU, workspace_bytes_per_token=1 << 16)
-    plan = plan_memory(facts, SETTINGS).kv_cache
-    assert plan.num_blocks == pytest.approx(plan_memory(GPU, SETTINGS).kv_cache.num_blocks * 2 / 3, abs=1)
-    assert spent(facts, plan) <= 0.9 * facts.total_bytes
-
-
 def test_a_cpu_gives_a_fifth_of_what_is_free() -> None:
     assert plan_memory(CPU, SETTINGS).kv_cache.total_bytes == pytest.approx(0.2 * 10 * GIB, rel=1e-3)
 
@@ -100,7 +86,7 @@ def test_a_cpu_gives_less_where_a_maximum_batch_needs_nearly_everything() -> Non
 
 @given(FACTS, WISHES)
 def test_never_more_than_fits(facts: MemoryFacts, settings: MemorySettings) -> None:
-    """On a GPU all users together stay below the share; nowhere is more spent than there is."""
+    """On a GPU all users together take the share of it, but for less than a block; nowhere is more spent than there is."""
     try:
         plan = plan_memory(facts, settings).kv_cache
     except KVCacheTooLarge:
@@ -287,11 +273,5 @@ def test_concurrency_counts_whole_blocks() -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert [show_bytes(count) for count in (0, 1023, 1 << 10, 3 << 19, 5 << 30, -(1 << 20))] == [
-        "0 B",
-        "1023 B",
-        "1.00 KiB",
-        "1.50 MiB",
-        "5.00 GiB",
-        "-1.00 MiB",
-    ]
+    shown = [show_bytes(count) for count in (0, 1023, 1 << 10, 3 << 19, 5 << 30, -(1 << 20))]
+    assert shown == ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "5.00 GiB", "-1.00 MiB"]

@@ -9,6 +9,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works
+from tests.model.paged import NEEDS_PACKING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -27,11 +28,10 @@ def test_equals_linear(dtype: torch.dtype, bias: bool, num_rows: int) -> None:
     torch.testing.assert_close(result, linear(inputs), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@NEEDS_PACKING
 @pytest.mark.parametrize("sizes", [(48, 80), (1536, 64), (30, 17)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(sizes: tuple[int, int]) -> None:
     """In float32; long sums are those that would be cut in other places."""
-    if not packing_works(torch.float32):
-        pytest.skip("no packed float32 products on this CPU")
     torch.manual_seed(0)
     linear = torch.nn.Linear(*sizes).requires_grad_(False)
     packed = PackedLinear(linear.weight, linear.bias)
@@ -42,9 +42,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(sizes: tuple[int,
     assert torch.equal(packed(inputs[0, 5]), whole[0, 5])
 
 
+@NEEDS_PACKING
 def test_conv1d_is_a_linear_with_its_weight_transposed() -> None:
-    if not packing_works(torch.float32):
-        pytest.skip("no packed float32 products on this CPU")
     torch.manual_seed(0)
     model = torch.nn.Sequential(Conv1D(80, 48)).requires_grad_(False)
     inputs = torch.randn(1, 5, 48)

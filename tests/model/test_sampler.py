@@ -133,12 +133,8 @@ def test_the_numbers_of_a_batch_are_those_of_numpys_generator(rows: list[tuple[i
     assert uniforms(*zip(*rows, strict=True)) == [uniform(seed, position) for seed, position in rows]
 
 
-def test_seed_and_position_decide_the_number() -> None:
-    rows = [(seed, position) for seed in (0, 1, LAST_WORD) for position in range(200)]
-    numbers = uniforms(*zip(*rows, strict=True))
-    assert len(set(numbers)) == len(numbers)
-    assert all(0 <= number < 1 for number in numbers)
-    # Published with each seed's texts: must never change.
+def test_the_number_of_a_seed_and_a_position_never_changes() -> None:
+    """Whatever numpy does: the texts of a seed were published."""
     assert uniforms([42], [7]) == [0.4074136540795371]
 
 

@@ -12,25 +12,14 @@ import pytest
 from kvpool.client.continuation import another_may_begin, another_may_go_on
 from kvpool.client.errors import from_rpc_error
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.request import Request
+from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error
 from tests.tracer import expected_text
-from tests.worker_service.world import World, read, rpc_error
+from tests.until import until
+from tests.worker_service.world import World, failed, read, read_right, rpc_error
 
 NAN = BadLogits(0, math.nan)
-
-
-async def failed(request: Request) -> tuple[list[int], EngineError]:
-    """The tokens of a stream that ends with an error, and the error."""
-    tokens: list[int] = []
-    try:
-        while (chunk := await request.stream.get()) is not None:
-            tokens += [token.token_id for token in chunk.tokens]
-    except EngineError as error:
-        return tokens, error
-    pytest.fail("it did not fail")
 
 
 @pytest.mark.parametrize("budget", [8, 64], ids=["in_chunks", "at_once"])
@@ -43,9 +32,7 @@ async def test_one_request_ends_and_its_neighbours_get_their_texts(budget: int, 
     world.model.bad_behind[[prompts[2][-1], *text][num_tokens]] = NAN
     async with world.running():
         requests = [world.submit(prompt, 10) for prompt in prompts]
-        bad, good = requests.pop(2), [prompts[i] for i in (0, 1, 3, 4)]
-        (tokens, error), texts = await asyncio.gather(failed(bad), asyncio.gather(*map(read, requests)))
-        assert texts == [expected_text(prompt, 10) for prompt in good]
+        (tokens, error), _ = await asyncio.gather(failed(requests.pop(2)), read_right(*requests))
         assert tokens == text[:num_tokens]
         assert error.kind is ErrorKind.INTERNAL
         assert f"position {len(prompts[2]) + num_tokens}: the largest logit is nan" in error.message
@@ -58,8 +45,7 @@ async def test_a_prompt_that_cannot_be_told_of_ends_its_request_only() -> None:
     async with world.running():
         bad = world.submit(list(range(20)), 4, num_prompt_logprobs=0)
         beside = [world.submit(list(range(20)), 4), world.submit(list(range(30, 50)), 4, num_prompt_logprobs=0)]
-        (tokens, error), texts = await asyncio.gather(failed(bad), asyncio.gather(*map(read, beside)))
-        assert texts == [expected_text(list(range(20)), 4), expected_text(list(range(30, 50)), 4)]
+        (tokens, error), _ = await asyncio.gather(failed(bad), read_right(*beside))
         assert tokens == []
         assert "position 8:" in error.message
 
@@ -101,15 +87,12 @@ async def test_those_who_wait_for_its_prefix_go_on() -> None:
     gate = world.model.gate = threading.Event()
     async with world.running():
         leader = world.submit([*system, 1000], 3)
-        while leader.sequence.state is not SequenceState.LIVE:
-            await asyncio.sleep(0)
+        await until(lambda: leader.sequence.state is SequenceState.LIVE, pause=0)
         others = [world.submit([*system, 1000 + i], 3) for i in range(1, 5)]
-        while any(request.sequence.state is not SequenceState.PARKED for request in others):
-            await asyncio.sleep(0)
+        await until(lambda: all(request.sequence.state is SequenceState.PARKED for request in others), pause=0)
         gate.set()
         await failed(leader)
-        texts = await asyncio.gather(*map(read, others))
-        assert texts == [expected_text([*system, 1000 + i], 3) for i in range(1, 5)]
+        await read_right(*others)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
+from kvpool.worker_service.engine.prompt import byte_letters
 from tests.worker_service.test_detokenizer import BYTES, pieces_of
 
 SPECIALS = ["<s>", "</s>", "[TOOL]"]
@@ -90,7 +91,7 @@ def streams(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
         as_bytes = ids_of(tokenizer, *BYTES)
     else:
         words = ["Ġhello", "Ġworld", "Ġthe", "Ġa", "lo", "Ġ"]
-        as_bytes = byte_level_ids(tokenizer)
+        as_bytes = ids_of(tokenizer, *byte_letters())
     specials = ids_of(tokenizer, *SPECIALS)
     ids: list[int] = []
     for _ in range(draw(st.integers(0, 12))):
@@ -103,14 +104,6 @@ def streams(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
                 for byte in draw(st.sampled_from("a é€𝄞")).encode():
                     ids += [as_bytes[byte]] + [draw(st.sampled_from(specials))] * draw(st.sampled_from([0, 0, 0, 1, 9]))
     return ids
-
-
-def byte_level_ids(tokenizer: Tokenizer) -> list[int]:
-    """The id of each byte: what the pre-tokenizer makes of it, read off one- and two-byte characters and the printable rest."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return ids_of(tokenizer, *(letters[byte] for byte in range(256)))
 
 
 @given(data=st.data())

@@ -1,6 +1,9 @@
-"""The worker's cache side alone, with hand-made answers: what it says, and how often."""
+"""The worker's cache side alone, with hand-made answers: what it says, how often, and which answers it drops."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,21 +15,49 @@ from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState, p
 from kvpool.worker_service.cache.state import CacheSettings
 
 _STEP_SECONDS = 0.001
+_ROOT = common_pb2.Root(model_fingerprint="m")
+
+
+def _cache(**settings: Any) -> EngineCache:
+    """With an open session that has nothing to report."""
+    cache = EngineCache(CacheSettings(**settings))
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
+    return cache
+
+
+def _sequence(name: str, prompt: list[int], max_new_tokens: int) -> CacheSequence:
+    return CacheSequence(name, 1, _ROOT, prompt, max_new_tokens=max_new_tokens)
+
+
+def _call(cache: EngineCache, method: str, *candidates: CacheSequence, now: float = 0.0) -> Any:
+    """The next Call, which must be there; its request is of this method."""
+    call = cache.next_call(lambda: list(candidates), now)
+    assert call is not None
+    assert type(call.request).__name__ == f"{method}Request"
+    return call
+
+
+def _downlink(blocks: Sequence[int], generation: int = 1) -> cache_pb2.Downlink:
+    """Grants the blocks for the reserve."""
+    downlink = cache_pb2.Downlink()
+    grant = downlink.entries.add(number=1).grant
+    grant.block_ids[:], grant.generations[:] = blocks, [generation] * len(blocks)
+    return downlink
+
+
+def _grants(tables: Sequence[int], reserve: Sequence[int], generation: int = 1) -> cache_pb2.AllocateResponse:
+    """The answer to an Allocate: for each item a table of one block, and blocks for the reserve."""
+    answer = cache_pb2.AllocateResponse(downlink=_downlink(reserve, generation))
+    for block in tables:
+        answer.results.add().granted.tables.add(block_ids=[block], generations=[generation])
+    return answer
 
 
 def _live(cache: EngineCache, max_new_tokens: int) -> CacheSequence:
     """A sequence of one prompt token with its table, and the reserve full of all the blocks that it can need."""
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    sequence = CacheSequence("s", 1, common_pb2.Root(model_fingerprint="m"), [1], max_new_tokens=max_new_tokens)
-    call = cache.next_call(lambda: [sequence], 0.0)
-    assert call is not None
-    answer = cache_pb2.AllocateResponse()
-    answer.results.add().granted.tables.add(block_ids=[1], generations=[1])
-    grant = answer.downlink.entries.add(number=1).grant
-    count = -(-max_new_tokens // cache.settings.block_size) - 1
-    grant.block_ids.extend(range(2, 2 + count))
-    grant.generations.extend([1] * count)
-    cache.on_reply(call, answer, 0.0)
+    sequence = _sequence("s", [1], max_new_tokens)
+    num_blocks = -(-max_new_tokens // cache.settings.block_size)
+    cache.on_reply(_call(cache, "Allocate", sequence), _grants([1], range(2, 1 + num_blocks)), 0.0)
     assert sequence.state is SequenceState.LIVE
     return sequence
 
@@ -35,7 +66,7 @@ def _live(cache: EngineCache, max_new_tokens: int) -> CacheSequence:
 @pytest.mark.parametrize("steps_on_the_way", [0, 1, 5])
 def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on_the_way: int) -> None:
     """Each step fills a block; those of `report_seconds` go out in one call, also where the answer takes longer than a step."""
-    cache = EngineCache(CacheSettings(block_size=1, num_blocks=256, report_seconds=report_seconds))
+    cache = _cache(block_size=1, num_blocks=256, report_seconds=report_seconds)
     sequence = _live(cache, 200)
     num_calls, num_steps = 0, 180
     on_the_way: list[tuple[int, Call]] = []
@@ -62,34 +93,24 @@ def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on
 
 def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
     """So that words about the round that ended never mean the one that lives."""
-    cache = EngineCache(CacheSettings(block_size=1, num_blocks=8))
+    cache = _cache(block_size=1, num_blocks=8)
     sequence = _live(cache, 3)
     again = cache.preempt(sequence)
     assert (again.id, again.round, again.state) == (sequence.id, sequence.round + 1, SequenceState.WAITING)
-    free = cache.next_call(lambda: [again], 0.0)
-    assert free is not None
-    assert isinstance(free.request, cache_pb2.FreeRequest), "the old round is freed before the new one is asked for"
-    assert free.request.items[0].update.key.round == sequence.round
+    free = _call(cache, "Free", again)  # before the new round is asked for
+    assert [item.update.key.round for item in free.request.items] == [sequence.round]
     cache.on_reply(free, cache_pb2.FreeResponse(), 0.0)
-    call = cache.next_call(lambda: [again], 0.0)
-    assert call is not None
-    assert isinstance(call.request, cache_pb2.AllocateRequest)
-    assert call.request.items[0].key.round == sequence.round + 1
+    call = _call(cache, "Allocate", again)
+    assert [item.key.round for item in call.request.items] == [sequence.round + 1]
 
 
 def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
     """The Allocate was executed and its answer lost; then the request ends. The manager holds blocks that only a Free lets go."""
-    cache = EngineCache(CacheSettings(block_size=1, num_blocks=8))
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    sequence = CacheSequence("s", 1, common_pb2.Root(model_fingerprint="m"), [1], max_new_tokens=2)
-    call = cache.next_call(lambda: [sequence], 0.0)
-    assert call is not None
-    cache.on_failure(call, "", 0.0)
+    cache, sequence = _cache(block_size=1, num_blocks=8), _sequence("s", [1], 2)
+    cache.on_failure(_call(cache, "Allocate", sequence), "", 0.0)
     cache.free(sequence)
-    free = cache.next_call(list, 10.0)
-    assert free is not None
-    assert isinstance(free.request, cache_pb2.FreeRequest)
-    assert free.request.items[0].update.key.sequence_id == "s"
+    free = _call(cache, "Free", now=10.0)
+    assert [item.update.key.sequence_id for item in free.request.items] == ["s"]
     cache.on_reply(free, cache_pb2.FreeResponse(), 10.0)
     assert sequence.state is SequenceState.ENDED
     assert cache.is_idle
@@ -97,35 +118,26 @@ def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
 
 def test_one_call_speaks_for_all_sequences() -> None:
     """Allocate, Append and Free each name all that there is to say: calls must not grow with the batch."""
-    cache = EngineCache(CacheSettings(block_size=1, num_blocks=32, report_seconds=0.0))
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    root = common_pb2.Root(model_fingerprint="m")
-    sequences = [CacheSequence(name, 1, root, [1], max_new_tokens=3) for name in "abc"]
-    call = cache.next_call(lambda: sequences, 0.0)
-    assert call is not None
-    assert isinstance(call.request, cache_pb2.AllocateRequest)
+    cache = _cache(block_size=1, num_blocks=32, report_seconds=0.0)
+    sequences = [_sequence(name, [1], 3) for name in "abc"]
+    call = _call(cache, "Allocate", *sequences)
     assert [item.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
-    answer = cache_pb2.AllocateResponse()
-    for block in (1, 2, 3):
-        answer.results.add().granted.tables.add(block_ids=[block], generations=[1])
-    grant = answer.downlink.entries.add(number=1).grant
-    grant.block_ids.extend(range(4, 10))
-    grant.generations.extend([1] * 6)
-    cache.on_reply(call, answer, 0.0)
+    cache.on_reply(call, _grants([1, 2, 3], range(4, 10)), 0.0)
     assert all(cache.extend(sequence, 1) for sequence in sequences)
     cache.begin_step(sequences)
     cache.end_step([Computed(sequence, 1, 7) for sequence in sequences], 0.0)
-    call = cache.next_call(list, 0.0)
-    assert call is not None
-    assert isinstance(call.request, cache_pb2.AppendRequest)
+    call = _call(cache, "Append")
     assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
     cache.on_reply(call, cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()] * 3), 0.0)
     for sequence in sequences:
         cache.free(sequence)
-    call = cache.next_call(list, 0.0)
-    assert call is not None
-    assert isinstance(call.request, cache_pb2.FreeRequest)
+    call = _call(cache, "Free")
     assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
+
+
+def _wishes(cache: EngineCache, *candidates: CacheSequence) -> list[int]:
+    """How many blocks for the reserve the Allocate of these sequences asks for."""
+    return [wish.num_blocks for wish in _call(cache, "Allocate", *candidates).request.uplink.reserve_wishes]
 
 
 @pytest.mark.parametrize(
@@ -140,35 +152,28 @@ def test_one_call_speaks_for_all_sequences() -> None:
 def test_a_head_start_comes_with_the_tables_unless_it_would_take_their_blocks(num_blocks: int, wish: int) -> None:
     """Whose prompt fills its blocks needs another one for the token after its first, before any other call is answered. The
     manager fills the reserve first: it must not be asked for what the tables need."""
-    cache = EngineCache(CacheSettings(block_size=2, num_blocks=num_blocks))
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    root = common_pb2.Root(model_fingerprint="m")
-    asked = [CacheSequence(name, 1, root, [1, 2], max_new_tokens=5) for name in "ab"]
-    ends_with_its_first = CacheSequence("c", 1, root, [1, 2], max_new_tokens=1)
-    call = cache.next_call(lambda: asked, 0.0)
-    assert call is not None
-    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [wish]
-    other = EngineCache(CacheSettings(block_size=2, num_blocks=num_blocks))
-    other.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    call = other.next_call(lambda: [ends_with_its_first], 0.0)
-    assert call is not None
-    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]
+    asked = [_sequence(name, [1, 2], 5) for name in "ab"]
+    assert _wishes(_cache(block_size=2, num_blocks=num_blocks), *asked) == [wish]
+    ends_with_its_first = _sequence("c", [1, 2], 1)
+    assert _wishes(_cache(block_size=2, num_blocks=num_blocks), ends_with_its_first) == [0]
+
+
+def _with_complete_blocks(num_complete: int) -> EngineCache:
+    """Blocks 1 … hold the tokens 1, 2 · 3, 4 · … and are in no table."""
+    cache, before = _cache(block_size=2, num_blocks=8), None
+    ledger = cache._state.ledger
+    for block in range(1, 1 + num_complete):
+        ledger.accept_grant(block, 1)
+        ledger.use(block)
+        before = Content(before, _ROOT, pack_tokens([2 * block - 1, 2 * block]))
+        ledger.complete(block, before)
+        ledger.drop(block)
+    return cache
 
 
 def test_a_head_start_takes_no_block_that_may_be_a_hit() -> None:
     """The manager fills the reserve before it looks prompts up, and would evict what the very same Allocate comes back for."""
-    cache = EngineCache(CacheSettings(block_size=2, num_blocks=8))
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    root = common_pb2.Root(model_fingerprint="m")
-    ledger = cache._state.ledger
-    for block in range(1, 6):
-        ledger.accept_grant(block, 1)
-        ledger.use(block)
-        ledger.complete(block, Content(None, root, bytes(8)))
-        ledger.drop(block)
-    call = cache.next_call(lambda: [CacheSequence("a", 1, root, [1, 2, 3], max_new_tokens=5)], 0.0)
-    assert call is not None
-    assert [one.num_blocks for one in call.request.uplink.reserve_wishes] == [0]
+    assert _wishes(_with_complete_blocks(5), _sequence("a", [1, 2, 3], 5)) == [0]
 
 
 def _table(num_cached_tokens: int, *tables: tuple[list[int], list[int]]) -> cache_pb2.AllocateResponse:
@@ -182,9 +187,9 @@ def _table(num_cached_tokens: int, *tables: tuple[list[int], list[int]]) -> cach
 
 
 def _grant() -> cache_pb2.AllocateResponse:
-    answer = _table(2, ([1], [1]))
-    grant = answer.downlink.entries.add(number=1).grant
-    grant.block_ids[:], grant.generations[:] = [4, 5], [1]
+    answer = _grants([1], [4, 5])
+    answer.results[0].granted.num_cached_tokens = 2
+    del answer.downlink.entries[0].grant.generations[1]
     return answer
 
 
@@ -201,21 +206,34 @@ def _grant() -> cache_pb2.AllocateResponse:
 )
 def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.AllocateResponse) -> None:
     """Three blocks of two tokens are held here, and the prompt has six tokens."""
-    cache = EngineCache(CacheSettings(block_size=2, num_blocks=8))
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-    root = common_pb2.Root(model_fingerprint="m")
-    ledger = cache._state.ledger
-    before = None
-    for block in (1, 2, 3):
-        ledger.accept_grant(block, 1)
-        ledger.use(block)
-        before = Content(before, root, pack_tokens([2 * block - 1, 2 * block]))
-        ledger.complete(block, before)
-        ledger.drop(block)
-    sequence = CacheSequence("a", 1, root, [1, 2, 3, 4, 5, 6], max_new_tokens=1)
-    call = cache.next_call(lambda: [sequence], 0.0)
-    assert call is not None
-    cache.on_reply(call, answer, 0.0)
+    cache, sequence = _with_complete_blocks(3), _sequence("a", [1, 2, 3, 4, 5, 6], 1)
+    cache.on_reply(_call(cache, "Allocate", sequence), answer, 0.0)
     assert cache.session == 0, "the session is given up"
     assert sequence.state is SequenceState.WAITING
-    assert not ledger.num_used
+    assert not cache._state.ledger.num_used
+
+
+# -- what comes late is of the past
+
+
+def test_the_reply_to_a_heartbeat_is_for_its_own_session_only() -> None:
+    """The grants of a session that is over are void: the manager has its blocks back."""
+    cache = _cache(block_size=4, num_blocks=8)
+    cache.lose("the lease ran out")
+    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=2))
+    cache.on_keep_alive(1, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
+    assert cache.num_spare_blocks == 0
+    cache.on_keep_alive(2, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
+    assert cache.num_spare_blocks == 1
+
+
+def test_the_reply_to_a_call_that_was_given_up_is_dropped_whole() -> None:
+    """Its state is on the way again under a larger number; grants and tables come with that reply."""
+    cache, sequence = _cache(block_size=4, num_blocks=8), _sequence("s", [1, 2], 1)
+    call, late = _call(cache, "Allocate", sequence), _grants([1], [3], generation=7)
+    cache.on_failure(call, "", 0.0)
+    cache.on_reply(call, late, 0.0)
+    assert sequence.state is SequenceState.WAITING
+    assert (sequence.table, cache.num_spare_blocks) == ([], 0)
+    cache.on_reply(_call(cache, "Allocate", sequence, now=1.0), late, 1.0)
+    assert (sequence.table, cache.num_spare_blocks) == ([1], 1)

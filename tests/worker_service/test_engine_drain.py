@@ -8,7 +8,8 @@ import pytest
 
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from tests.tracer import expected_text
-from tests.worker_service.world import World, read
+from tests.until import until
+from tests.worker_service.world import World, failed, read
 
 PROMPT = list(range(20))
 
@@ -26,14 +27,11 @@ async def test_what_runs_ends_and_what_waits_is_sent_away() -> None:
         waiting = [subject.submit([i, *PROMPT], 40) for i in range(7, 10)]
         subject.engine.begin_drain()
         for request in waiting:
-            with pytest.raises(EngineError) as caught:
-                await read(request)
-            assert caught.value.kind is ErrorKind.DRAINING
+            assert (await failed(request)).error.kind is ErrorKind.DRAINING
         with pytest.raises(EngineError) as refused:
             subject.submit(PROMPT, 1)
         assert refused.value.kind is ErrorKind.DRAINING
-        async with asyncio.timeout(20):
-            await subject.engine.wait_until_empty()
+        await asyncio.wait_for(subject.engine.wait_until_empty(), 20)
         for i, request in enumerate(running):
             rest = [token.token_id for token in (await request.stream.get() or pytest.fail("no chunk")).tokens]
             assert rest == expected_text([i, *PROMPT], 40)[-len(rest) :]
@@ -45,9 +43,7 @@ async def test_a_preempted_request_has_begun_and_may_end() -> None:
     subject = World(num_blocks=14, block_size=4, max_num_seqs=2)
     async with subject.running():
         older, younger = subject.submit([1, *PROMPT], 24), subject.submit([2, *PROMPT], 24)
-        async with asyncio.timeout(20):
-            while not younger.num_preemptions:
-                await asyncio.sleep(0)
+        await until(lambda: younger.num_preemptions, pause=0)
         assert subject.engine.scheduler.num_waiting == 1
         subject.engine.begin_drain()
         assert list(await asyncio.gather(read(older), read(younger))) == [
@@ -60,8 +56,7 @@ async def test_an_idle_engine_is_empty_at_once() -> None:
     async with (subject := world()).running():
         await subject.generate(PROMPT, 3)
         subject.engine.begin_drain()
-        async with asyncio.timeout(30):
-            await subject.engine.wait_until_empty()
+        await asyncio.wait_for(subject.engine.wait_until_empty(), 30)
 
 
 @pytest.mark.parametrize("grace", [None, 2.5])
@@ -69,8 +64,7 @@ async def test_the_managers_order_reaches_the_engine(grace: float | None) -> Non
     """Whatever runs: the order comes with the next heartbeat or reply."""
     async with (subject := world()).running():
         subject.manager.drain("w0", grace)
-        async with asyncio.timeout(30):
-            await subject.engine.drain_asked.wait()
+        await asyncio.wait_for(subject.engine.drain_asked.wait(), 30)
         assert subject.engine.drain_grace_seconds == grace
         assert not subject.engine.is_draining, "the process decides when"
 
@@ -79,6 +73,4 @@ async def test_the_heartbeat_tells_the_manager_at_once() -> None:
     async with (subject := world()).running():
         subject.engine.begin_drain()
         subject.link.send_heartbeat()
-        async with asyncio.timeout(30):
-            while not subject.manager.worker("w0").draining:
-                await asyncio.sleep(0)
+        await until(lambda: subject.manager.worker("w0").draining, pause=0)

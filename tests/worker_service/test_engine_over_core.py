@@ -15,7 +15,8 @@ from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
 from tests.tracer import VOCAB_SIZE, expected_text
-from tests.worker_service.world import Wire, World, read
+from tests.until import until
+from tests.worker_service.world import Wire, World, failed, read, read_right
 
 
 def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
@@ -78,8 +79,7 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
     gate = world.model.gate = threading.Event()
     async with world.running():
         requests = [world.submit([*system, 1000 + i], 3) for i in range(16)]
-        while sum(request.sequence.state is SequenceState.PARKED for request in requests) < 15:
-            await asyncio.sleep(0.001)
+        await until(lambda: sum(request.sequence.state is SequenceState.PARKED for request in requests) >= 15)
         leader = next(request for request in requests if request.sequence.state is SequenceState.LIVE)
         others = [request for request in requests if request is not leader]
         if how == "cancelled":
@@ -92,14 +92,11 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
                 text = await elsewhere.generate([*system, 7], 3, sequence_id=leader.params.sequence_id, attempt=2)
                 assert text == expected_text([*system, 7], 3)
         gate.set()
-        texts = await asyncio.gather(*map(read, others))
-        assert texts == [expected_text(request.params.token_ids, 3) for request in others]
+        await read_right(*others)
         if how == "preempted":
             assert await read(leader) == expected_text(leader.params.token_ids, 3)
         if how == "stopped":
-            with pytest.raises(EngineError) as caught:
-                await read(leader)
-            assert caught.value.kind is ErrorKind.SUPERSEDED
+            assert (await failed(leader)).error.kind is ErrorKind.SUPERSEDED
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -183,9 +180,7 @@ async def test_a_leader_without_progress_is_not_waited_for_for_ever() -> None:
     async with world.running():
         first = world.submit(list(range(40)), 2)
         second = world.submit([*range(40), 7], 2)
-        async with asyncio.timeout(30):
-            while second.sequence.state is not SequenceState.LIVE:
-                await asyncio.sleep(0.005)
+        await until(lambda: second.sequence.state is SequenceState.LIVE)
         assert first.sequence.in_step, "the leader has not got anywhere"
         gate.set()
         assert await read(first) == expected_text(list(range(40)), 2)
@@ -198,12 +193,10 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
     gate = world.model.gate = threading.Event()
     async with world.running():
         first = world.submit(list(range(10)), 20)
-        while first.sequence.state is not SequenceState.LIVE:
-            await asyncio.sleep(0)
+        await until(lambda: first.sequence.state is SequenceState.LIVE, pause=0)
         world.wire.lose_next_reply = "Allocate"
         second = world.submit(list(range(100, 120)), 2)
-        while not world.wire.is_cut:
-            await asyncio.sleep(0)
+        await until(lambda: world.wire.is_cut, pause=0)
         gate.set()
         # Now let the first run into the end of the pool, and keep Allocate back until it has.
         world.cache._state.ask_again_at = world.wire.now() + 3600
@@ -218,13 +211,12 @@ async def test_never_more_sequences_in_the_batch_than_allowed_even_while_a_step_
     gate = world.model.gate = threading.Event()
     async with world.running():
         requests = [world.submit([i, *range(9)], 3) for i in range(20)]
-        while not requests[0].sequence.in_step:
-            await asyncio.sleep(0)
+        await until(lambda: requests[0].sequence.in_step, pause=0)
         for _ in range(50):
             await asyncio.sleep(0.001)
             assert sum(request.sequence.state is SequenceState.LIVE for request in requests) <= 4
         gate.set()
-        assert await asyncio.gather(*map(read, requests)) == [expected_text([i, *range(9)], 3) for i in range(20)]
+        await read_right(*requests)
 
 
 async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
@@ -235,8 +227,7 @@ async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
     async with world.running(), other.running():
         world.wire.lose_next_reply = "Allocate"
         first = world.submit(list(range(20)), 4, sequence_id="a")
-        while not world.wire.is_cut:
-            await asyncio.sleep(0)
+        await until(lambda: world.wire.is_cut, pause=0)
         # The worker hears nothing while the client moves on.
         world.cache._state.link.retry_at = world.wire.now() + 3600  # type: ignore[union-attr]
         world.wire.is_cut = False
@@ -270,9 +261,7 @@ async def test_what_goes_wrong_with_one_text_ends_that_request_only() -> None:
     async with world.running():
         bad, good = world.submit([1, 2, 3], 6), world.submit([4, 5, 6], 6)
         bad._decoder = object()  # type: ignore[assignment]
-        with pytest.raises(EngineError) as caught:
-            await read(bad)
-        assert caught.value.kind is ErrorKind.INTERNAL
+        assert (await failed(bad)).error.kind is ErrorKind.INTERNAL
         assert await read(good) == expected_text([4, 5, 6], 6)
 
 
@@ -281,7 +270,7 @@ async def test_a_call_never_outgrows_a_message() -> None:
     world = World(num_blocks=4000, block_size=4, max_call_bytes=2000)
     async with world.running():
         requests = [world.submit([i, *range(200)], 2) for i in range(12)]
-        assert await asyncio.gather(*map(read, requests)) == [expected_text([i, *range(200)], 2) for i in range(12)]
+        await read_right(*requests)
         assert world.wire.num_calls["Allocate"] >= 8
 
 

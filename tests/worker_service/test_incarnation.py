@@ -48,16 +48,20 @@ def test_the_key_is_nobody_else_s_to_read(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state" / "incarnation").stat().st_mode) == 0o600
 
 
+def process_of(script: str, folder: Path) -> subprocess.Popen[str]:
+    """Another process, which runs the script with the folder as its argument."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
 def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
     """Another process holds the lock; the kernel gives it back when that one dies, however that happens."""
     script = (
         "import sys, time; from pathlib import Path; from kvpool.worker_service.incarnation import WorkerState; "
         "state = WorkerState.open(Path(sys.argv[1])); print(state.identity.process_key.hex(), flush=True); time.sleep(600)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
-    first = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    first = process_of(script, tmp_path)
     assert first.stdout is not None
     try:
         key = first.stdout.readline().strip()
@@ -69,8 +73,7 @@ def test_a_second_process_is_refused_as_long_as_the_first_lives(tmp_path: Path) 
             assert str(tmp_path) in str(caught.value)
     finally:
         first.kill()
-        first.wait()
-        first.stdout.close()
+        first.communicate()
     assert begin(tmp_path).predecessor_key.hex() == key
 
 
@@ -82,13 +85,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         "state = WorkerState.open(Path(sys.argv[1]), wait_seconds=60.0); print(state.identity.predecessor_key.hex())"
     )
     first = WorkerState.open(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])},
-    )
+    process = process_of(script, tmp_path)
     try:
         assert process.stderr is not None
         assert f"process {os.getpid()} still runs this worker: waiting for its end" in process.stderr.readline()

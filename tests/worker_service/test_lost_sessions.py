@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -17,16 +17,10 @@ from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.keys import make_session_key
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS
 from tests.tracer import expected_text
+from tests.until import until
 from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
 
 PROMPT = list(range(20))
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Poll, for at most 20 s."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager

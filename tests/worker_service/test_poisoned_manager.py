@@ -7,6 +7,7 @@ import threading
 
 from kvpool.cache_service.core.messages import AppendItem, SequenceUpdate, Uplink
 from tests.tracer import expected_text
+from tests.until import until
 from tests.worker_service.world import World, read
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -32,8 +33,7 @@ async def test_a_block_sealed_under_invented_tokens_is_never_served() -> None:
     step = world.model.gate = threading.Event()  # the first step waits: without it the victim may end before it is seen
     async with world.running():
         victim = world.submit(PROMPT, 3)
-        while not world.manager.sessions[0].sequences:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.manager.sessions[0].sequences)
         world.wire.gate = asyncio.Event()  # the next call of the worker is its Free
         step.set()
         assert await read(victim) == expected_text(PROMPT, 3)

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from kvpool.worker_service.reader import WINDOW_BYTES, ReaderWatch
-from tests.cluster.polling import eventually
+from tests.until import until
 
 LIMIT = 0.2
 
@@ -21,14 +21,11 @@ class Watched:
     def _count(self) -> None:
         self.num_calls += 1
 
-    async def is_slow(self) -> bool:
-        return self.watch.is_slow
-
 
 async def test_a_message_that_waits_for_ever_makes_its_reader_slow_once() -> None:
     watched = Watched()
     watched.watch.begin(10)
-    await eventually(watched.is_slow, "the reader is slow")
+    await until(lambda: watched.watch.is_slow)
     await asyncio.sleep(2 * LIMIT)
     watched.watch.end()
     watched.watch.end()
@@ -67,6 +64,6 @@ async def test_a_long_message_has_more_time() -> None:
     short, long = Watched(), Watched()
     short.watch.begin(WINDOW_BYTES)
     long.watch.begin(100 * WINDOW_BYTES)
-    await eventually(short.is_slow, "the reader of the short one is slow")
+    await until(lambda: short.watch.is_slow)
     assert not long.watch.is_slow
     long.watch.end()

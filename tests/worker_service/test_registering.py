@@ -15,12 +15,12 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.v1 import cache_pb2
-from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.manager_link import RegistrationRefused
 from kvpool.worker_service.patience import POLL_SECONDS, Patience
 from tests.tracer import expected_text
-from tests.worker_service.test_engine_recovery import until
-from tests.worker_service.world import Wire, World, read
+from tests.until import until
+from tests.worker_service.world import Wire, World, failed
 
 LEASE_SECONDS = 0.4
 
@@ -147,10 +147,9 @@ async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> N
         await until(lambda: wire.requests[-1].highest_epoch_seen == 1 << 20 and wire.requests[-1].holds_state)
         assert not world.is_open.is_set()
         gate.set()
-        with pytest.raises(EngineError) as caught:
-            await read(request)
-        assert caught.value.kind is ErrorKind.UNAVAILABLE
-        assert "drop all blocks" in caught.value.message
+        _, error = await failed(request)
+        assert error.kind is ErrorKind.UNAVAILABLE
+        assert "drop all blocks" in error.message
         await until(world.is_open.is_set)
         last = wire.requests[-1]
         assert (last.highest_epoch_seen, last.last_session, last.holds_state) == (0, 0, False)

@@ -6,12 +6,13 @@ Which texts are tokenised, whatever the tokenizer does to them, is in test_promp
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import normalizers
 
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.prompt import TextBound, text_bound
 from kvpool.worker_service.request_sizes import max_prompt_bytes
+from tests.worker_service.test_detokenizer_kinds import byte_level
 
 MAX_MODEL_LEN = 1000
 VOCAB_SIZE = 50_000
@@ -39,9 +40,7 @@ def test_a_text_of_which_bytes_are_dropped_may_fill_a_message() -> None:
 
 def test_a_tokenizer_that_shortens_texts_gets_room_for_them() -> None:
     """A megabyte of spaces may be one token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = byte_level()
     assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_bound(tokenizer, MAX_MODEL_LEN)) < 10 * MAX_MODEL_LEN
     tokenizer.normalizer = normalizers.Strip()
     assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_bound(tokenizer, MAX_MODEL_LEN)) >= 1 << 20

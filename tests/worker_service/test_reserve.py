@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.worker_service.cache.reserve import DecodingRate, spare_target
 from tests.tracer import expected_text
-from tests.worker_service.test_engine_recovery import until
+from tests.until import until
 from tests.worker_service.world import World, read
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from kvpool.worker_service.cache.sequence import SequenceState as State
 from kvpool.worker_service.engine.request import Request
 from tests.tracer import expected_text
-from tests.worker_service.world import World, read
+from tests.until import until
+from tests.worker_service.world import World, read, read_right
 
 PROMPT = list(range(40))
 
@@ -41,16 +41,13 @@ async def test_a_request_can_end_at_any_point(point: str) -> None:
         shift = 0 if point == "waiting for a prefix in flight" else 100
         others = [world.submit([i + shift * (i > 0), *PROMPT[1:]], 20, tenant="a") for i in (0, 1)]
         request = world.submit([shift, *PROMPT[1:]], 20, tenant="b", sequence_id="x")
-        async with asyncio.timeout(20):
-            while not is_reached(request):
-                await asyncio.sleep(0)
+        await until(lambda: is_reached(request), pause=0)
         before = request.num_generated
         world.engine.abort(request)
         world.engine.abort(request)
         again = world.submit([7, *PROMPT], 3, sequence_id="x")
         world.engine.abort(request)
         assert await read(again) == expected_text([7, *PROMPT], 3)
-        texts = await asyncio.gather(*map(read, others))
-        assert texts == [expected_text(other.params.token_ids, 20) for other in others]
+        await read_right(*others)
         assert request.num_generated == before
         assert request not in list(world.engine.scheduler)

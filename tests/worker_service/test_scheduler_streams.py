@@ -10,7 +10,8 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
 from tests.tracer import expected_text
-from tests.worker_service.world import World, read
+from tests.until import until
+from tests.worker_service.world import World, read_right
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
@@ -39,9 +40,7 @@ async def test_a_reader_that_comes_at_the_end_gets_one_chunk() -> None:
     world = World(num_blocks=100, block_size=4)
     async with world.running():
         request = world.submit([1, 2, 3], 20)
-        async with asyncio.timeout(20):
-            while request.finish_reason is None:
-                await asyncio.sleep(0)
+        await until(lambda: request.finish_reason is not None, pause=0)
         chunk = await request.stream.get()
         assert chunk is not None
         assert [token.token_id for token in chunk.tokens] == expected_text([1, 2, 3], 20)
@@ -69,8 +68,7 @@ async def test_calls_to_the_manager_go_by_blocks_not_by_tokens() -> None:
     world = World(num_blocks=400, block_size=16)
     async with world.running():
         requests = [world.submit([i, 2, 3], 160) for i in range(4)]
-        texts = await asyncio.gather(*map(read, requests))
-        assert texts == [expected_text([i, 2, 3], 160) for i in range(4)]
+        await read_right(*requests)
         num_calls = sum(world.wire.num_calls.get(name, 0) for name in ("Allocate", "Append", "Free"))
         num_blocks = 4 * -(-163 // 16)
         assert num_calls <= num_blocks + 8

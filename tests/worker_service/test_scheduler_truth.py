@@ -9,8 +9,9 @@ import pytest
 
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests.tracer import expected_text
+from tests.until import until
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import World, read
+from tests.worker_service.world import World, read, read_right
 
 
 @pytest.mark.parametrize("policy", list(SchedulingPolicy))
@@ -35,7 +36,7 @@ async def test_every_text_is_right(policy: SchedulingPolicy, chunk: int, budget:
                 world.submit(prompt, 10, tenant=rng.choice(["", "a", "b"]), priority=rng.choice([-1, 0, 1]))
                 for prompt in prompts
             ]
-            assert await asyncio.gather(*map(read, requests)) == [expected_text(prompt, 10) for prompt in prompts]
+            await read_right(*requests)
             # Nearly always at once; who holds what when is not ours to say.
             if world.engine.scheduler.num_preemptions or num_blocks == 400:
                 break
@@ -55,8 +56,7 @@ async def test_a_better_priority_overtakes_those_that_wait_and_not_those_that_ru
             ended.append(name)
 
         tasks = [asyncio.create_task(ask("running", 5))]
-        while not world.engine.scheduler.num_running:
-            await asyncio.sleep(0)
+        await until(lambda: world.engine.scheduler.num_running, pause=0)
         tasks += [
             asyncio.create_task(ask(name, priority)) for name, priority in [("worse", 1), ("usual", 0), ("best", -1)]
         ]

@@ -18,6 +18,7 @@ from kvpool.worker_service.engine.request import GenerationParams
 from kvpool.worker_service.engine.stats import EngineStats
 from kvpool.worker_service.servicer import TOKENISE_ALONE_CHARS, TOKENISE_IN_THREAD_CHARS, WorkerServicer
 from tests.client.storyteller import byte_tokenizer
+from tests.until import until
 
 BOUNDS_SECONDS = 60
 MAX_MODEL_LEN = 4 << 20
@@ -101,12 +102,6 @@ async def answer_to(stub: worker_pb2_grpc.WorkerServiceStub, text: str) -> tuple
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     return caught.value.code(), caught.value.details() or ""
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(BOUNDS_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_two_long_texts_are_never_tokenised_at_the_same_time() -> None:

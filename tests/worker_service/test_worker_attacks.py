@@ -23,9 +23,9 @@ from kvpool.worker_service.server import SERVICE
 from tests import http2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
 from tests.cluster.truth import Truth
 from tests.tiny_models import Oracle, TinyModel
+from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,12 +69,14 @@ def request(sequence_id: str, max_tokens: int = 1000, **fields: Any) -> worker_p
 
 async def outcome(cluster: InProcessCluster, name: str) -> None:
     """Wait until a request has ended so."""
+    ended = cluster.worker.engine.stats.ended
+    await until(lambda: ended[name])
+    ended.clear()
 
-    async def ended() -> bool:
-        return cluster.worker.engine.stats.ended[name] > 0
 
-    await eventually(ended, f"a request ends as {name}")
-    cluster.worker.engine.stats.ended.clear()
+async def with_window(cluster: InProcessCluster, num_bytes: int) -> http2.Connection:
+    """A connection to the worker that takes so many bytes of each stream until it opens its window further."""
+    return await http2.Connection.open(cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: num_bytes})
 
 
 # -- malformed paths
@@ -109,11 +111,11 @@ async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
         chunks = [await anext(stream)]
         connections = await bad_paths(cluster)
 
-        async def rebuilt() -> bool:
+        def rebuilt() -> bool:
             return all(server._grpc.num_rebuilds for server in (cluster.worker, cluster.manager))
 
         if not known:
-            await eventually(rebuilt, "both servers are built anew")
+            await until(rebuilt)
         chunks += [chunk async for chunk in stream]
         for connection in connections:
             await connection.__aexit__(None, None, None)
@@ -126,7 +128,7 @@ async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
             again = await fresh.generate(prompt, max_tokens=num_tokens, ignore_eos=True).collect()
         assert list(again.token_ids) == list(undisturbed.token_ids)
         assert again.num_cached_tokens > 0
-        assert await rebuilt() is not bool(known)
+        assert rebuilt() is not bool(known)
         await cluster.until_idle()
         assert cluster.manager.manager.check().violations == []
 
@@ -209,9 +211,7 @@ async def test_the_largest_legal_request_is_taken(cluster: InProcessCluster, cha
 
 async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cluster: InProcessCluster) -> None:
     """No DATA may be sent to it, so its first token waits. When it opens its window it gets the status, after what waited."""
-    async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
-    ) as connection:
+    async with await with_window(cluster, 0) as connection:
         stream = await connection.request(GENERATE, request("slow").SerializeToString())
         await outcome(cluster, "slow_reader")
         await cluster.until_idle()  # while the stream is still open
@@ -234,18 +234,14 @@ async def test_a_reader_without_a_window_is_given_up_and_its_blocks_come_back(cl
 
 async def test_a_reader_that_takes_the_first_tokens_only_is_given_up(cluster: InProcessCluster) -> None:
     """A window of one message or so: some is taken, then nothing."""
-    async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 300}
-    ) as connection:
+    async with await with_window(cluster, 300) as connection:
         await connection.request(GENERATE, request("some", logprobs=20).SerializeToString())
         await outcome(cluster, "slow_reader")
 
 
 async def test_a_reader_that_is_slow_but_reads_gets_everything(cluster: InProcessCluster) -> None:
     """It never lets more than 2,000 bytes come before it has looked at them, which it does for longer than the limit."""
-    async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 2_000}
-    ) as connection:
+    async with await with_window(cluster, 2_000) as connection:
         stream = await connection.request(GENERATE, request("steady", max_tokens=700, logprobs=1).SerializeToString())
         data = bytearray()
 
@@ -279,9 +275,7 @@ async def test_a_request_that_waits_for_blocks_has_no_slow_reader(
     """There is nothing to read yet, for several times the limit: that its reader has no window does not matter until there is."""
     scheduler = cluster.worker.engine.scheduler
     monkeypatch.setattr(scheduler, "candidates", lambda *_: [])
-    async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
-    ) as connection:
+    async with await with_window(cluster, 0) as connection:
         await connection.request(GENERATE, request("patient").SerializeToString())
         await asyncio.sleep(3 * READER_SECONDS)
         assert scheduler.num_waiting == 1
@@ -307,17 +301,11 @@ async def test_our_client_does_not_go_on_elsewhere_for_a_reader_that_does_not_re
 
 async def test_readers_that_do_not_read_keep_nobody_waiting(cluster: InProcessCluster) -> None:
     """Many of them, each with a fifth of the pool if it were let: a good client's answers come all the while."""
-    async with await http2.Connection.open(
-        cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0}
-    ) as connection:
+    async with await with_window(cluster, 0) as connection:
         for number in range(30):
             await connection.request(GENERATE, request(f"slow-{number}", logprobs=20).SerializeToString())
         for _ in range(3):
             answer = await cluster.complete([7, 8, 9], max_tokens=50)
             assert len(answer.token_ids) == 50
-
-        async def all_given_up() -> bool:
-            return cluster.worker.engine.stats.ended["slow_reader"] == 30
-
-        await eventually(all_given_up, "all of them are given up")
+        await until(lambda: cluster.worker.engine.stats.ended["slow_reader"] == 30)
         await cluster.until_idle()

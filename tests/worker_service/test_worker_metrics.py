@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
-import pytest
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from kvpool.process.metrics import MetricsPage
-from kvpool.worker_service import throughput
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
+from tests.until import until
 from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
@@ -120,8 +119,7 @@ async def test_gauges_tell_what_is_here_now() -> None:
     async with world.running():
         gate = world.model.gate = threading.Event()
         running, waiting = world.submit(list(range(9)), 30), world.submit([40, 41], 30)
-        while world.engine.scheduler.num_running < 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.engine.scheduler.num_running >= 1)
         page = look(world)
         assert page.labelled("kvpool_worker_requests", "state") == {"running": 1, "waiting": 1}
         assert page.value("vllm:num_requests_running", **MODEL) == page.value("vllm:num_requests_waiting", **MODEL) == 1
@@ -139,11 +137,9 @@ async def test_an_unanswered_call_is_counted_as_failed() -> None:
     async with world.running():
         world.wire.lose_next_reply = "Allocate"
         request = world.submit([1, 2, 3], 5)
-        while not world.link.num_failed_calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.link.num_failed_calls)
         world.wire.is_cut = False
-        while not request.stream.is_finished:
-            await asyncio.sleep(0.001)
+        await until(lambda: request.stream.is_finished)
         assert look(world).value("kvpool_worker_manager_calls_failed_total") == world.link.num_failed_calls
 
 
@@ -155,39 +151,31 @@ async def test_what_requests_say_never_becomes_a_label() -> None:
         for index in range(8):
             await world.generate([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
         for kind in ErrorKind:
-            world.engine.stats.on_refused(kind)
+            world.engine.stats.refused[kind] += 1
         assert look(world).values.keys() == before
 
 
-class Line:
-    """What structlog is given."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def info(self, event: str, **values: Any) -> None:
-        self.lines.append({"event": event, **values})
+def logged(line: ThroughputLog) -> list[Any]:
+    """What one look writes to the log."""
+    with capture_logs() as lines:
+        line.log_change()
+    return list(lines)
 
 
-async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_line_has_rates_since_the_look_before_and_nothing_when_idle() -> None:
     """Twelve prompt tokens computed of twenty, ten generated, in ten seconds."""
-    said = Line()
-    monkeypatch.setattr(throughput, "log", said)
     now = 100.0
     world = one_world()
     async with world.running():
         line = ThroughputLog(world.engine, clock=lambda: now)
-        line.log_change()
-        assert said.lines == []
+        assert logged(line) == []
         for _ in range(2):
             await world.generate(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
-        line.log_change()
-        assert said.lines == [
+        assert logged(line) == [
             {
+                "log_level": "info",
                 "event": "throughput",
                 "prompt_tokens_per_s": 1.2,
                 "generated_tokens_per_s": 1.0,
@@ -198,26 +186,21 @@ async def test_the_line_tells_rates_since_the_look_before_and_nothing_when_idle(
             }
         ]
         now += 10.0
-        line.log_change()
-        assert len(said.lines) == 1
+        assert logged(line) == []
 
 
-async def test_the_line_speaks_while_somebody_waits_though_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_is_a_line_while_requests_run_though_nothing_moves() -> None:
     """A worker that is stuck is just the one that an operator looks at."""
-    said = Line()
-    monkeypatch.setattr(throughput, "log", said)
     now = 100.0
     world = one_world()
     async with world.running():
         gate = world.model.gate = threading.Event()
         request = world.submit([1, 2, 3], 30)
-        while not world.engine.scheduler.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.engine.scheduler.num_running)
         line = ThroughputLog(world.engine, clock=lambda: now)
         now += 10.0
-        line.log_change()
+        (told,) = logged(line)
         gate.set()
         world.engine.abort(request)
-    (told,) = said.lines
     assert (told["running"], told["generated_tokens_per_s"]) == (1, 0.0)
     assert "hit_rate" not in told  # no prompt came in meanwhile

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
+import pytest
 from google.rpc import status_pb2
 
 from kvpool.cache_service import status
@@ -20,11 +21,12 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.state import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.manager_link import ManagerLink
 from tests import manager_calls
-from tests.tracer import VOCAB_SIZE
+from tests.tracer import VOCAB_SIZE, expected_text
 from tests.worker_service.tracer_model import TracerModel
 
 FINGERPRINT = "tracer"
@@ -204,3 +206,25 @@ async def read(request: Request) -> list[int]:
         assert chunk.start_index == len(tokens)
         tokens += [token.token_id for token in chunk.tokens]
     return tokens
+
+
+async def read_right(*requests: Request) -> None:
+    """Read all streams to their ends: each must have its one right text."""
+    texts = await asyncio.gather(*map(read, requests))
+    assert texts == [expected_text(request.params.token_ids, request.params.max_tokens) for request in requests]
+
+
+class Failed(NamedTuple):
+    """What came of a stream that has failed."""
+
+    tokens: list[int]
+    error: EngineError
+
+
+async def failed(request: Request) -> Failed:
+    """Read a stream that must end with an error."""
+    tokens: list[int] = []
+    with pytest.raises(EngineError) as caught:  # noqa: PT012 - the stream fails in one of these reads
+        while (chunk := await request.stream.get()) is not None:
+            tokens += [token.token_id for token in chunk.tokens]
+    return Failed(tokens, caught.value)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .layer import AttentionCall, KVLayer, LayerNeeds
-from .packing import Packer
+from .packing import BlankPart, Packer
 from .torch_backend import TorchAttention
 from .torch_plan import Shapes
 
@@ -139,23 +139,6 @@ def forget_trials() -> None:
     _difference.cache_clear()
 
 
-class _Part(NamedTuple):
-    """Positions first … end − 1 of a text in a step; see PackedPart."""
-
-    text: int
-    first: int
-    end: int
-    block_table: list[int]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [0] * (self.end - self.first)
-
-    @property
-    def start(self) -> int:
-        return self.first
-
-
 class _Text(NamedTuple):
     """Random q, k and v [T, H, D] of a sequence, and the attention of all its rows computed at once."""
 
@@ -236,16 +219,17 @@ class _Trial:
 
     def _attend(self, pieces: _Pieces) -> list[torch.Tensor]:
         """[T, Hq, Dv] of each piece, computed in one step."""
-        parts = [_Part(index, first, end, self._texts[index].block_table) for index, first, end in pieces]
-        packing = self._packer.pack(parts)
+        packing = self._packer.pack(
+            [BlankPart(first, end, self._texts[index].block_table) for index, first, end in pieces]
+        )
         query, key, value = (
-            torch.cat([getattr(self._texts[part.text], name)[part.first : part.end] for part in parts])
+            torch.cat([getattr(self._texts[index], name)[first:end] for index, first, end in pieces])
             for name in ("query", "key", "value")
         )
         self._backend.begin(packing)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         out = self._backend.attend(self._layer, query, key, value, self._call)[0]
-        return list(torch.split(out, [part.end - part.first for part in parts]))
+        return list(torch.split(out, packing.query_lens))
 
     def _make_texts(self) -> list[_Text]:
         partition = self._partition

@@ -28,6 +28,18 @@ class PackedPart(Protocol):
     def block_table(self) -> list[int]: ...
 
 
+class BlankPart(NamedTuple):
+    """A PackedPart for trials of attention, which looks at no token id."""
+
+    start: int
+    end: int
+    block_table: list[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [0] * (self.end - self.start)
+
+
 class StepSizes(NamedTuple):
     """Largest sizes of a step."""
 

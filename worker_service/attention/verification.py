@@ -8,7 +8,7 @@ import torch
 
 from .backend import AttentionBackend
 from .layer import AttentionCall, KVLayer, LayerNeeds
-from .packing import Packer
+from .packing import BlankPart, Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
@@ -24,15 +24,6 @@ _CAPPED_SHARE = 0.5
 
 class SelfTestFailed(RuntimeError):
     """The backend's results are wrong, or it fails."""
-
-
-class _Part:
-    """A sequence's part of a step; see PackedPart."""
-
-    def __init__(self, start: int, length: int, block_table: list[int]) -> None:
-        self.token_ids = [0] * length
-        self.start = start
-        self.block_table = block_table
 
 
 def run_self_test(
@@ -121,7 +112,7 @@ class _Trial:
 
     def run(self) -> None:
         for step in self._steps():
-            packing = self._packer.pack([_Part(first, end - first, self._tables[index]) for index, first, end in step])
+            packing = self._packer.pack([BlankPart(first, end, self._tables[index]) for index, first, end in step])
             query, key, value = self._inputs(packing.num_tokens)
             self._backend.begin(packing)
             ours = self._backend.attend(self._layer, query, key, value, self._call)

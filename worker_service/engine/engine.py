@@ -375,7 +375,7 @@ class Engine:
 
     def _break_off(self, request: Request, outcome: str) -> None:
         if self.scheduler.find(request.sequence.id) is request:
-            self.stats.on_broken_off(outcome)
+            self.stats.ended[outcome] += 1
             self._remove(request)
 
 

@@ -55,7 +55,7 @@ class EngineStats:
         """Prompt tokens of requests that have got their first token."""
         self.num_generated_tokens = 0
         self.ended: Counter[str] = Counter()
-        """Accepted requests that have ended, by outcome."""
+        """Accepted requests that have ended, by outcome: a FinishReason, CANCELLED, or an ErrorKind's name in lower case."""
         self.refused: Counter[ErrorKind] = Counter()
         """Requests not accepted, by reason."""
         self.step_seconds = Histogram(INTER_TOKEN_SECONDS)
@@ -75,9 +75,6 @@ class EngineStats:
         """From the first token to the last."""
         self.request_prompt_tokens = Histogram(REQUEST_TOKENS)
         self.request_generated_tokens = Histogram(REQUEST_TOKENS)
-
-    def on_refused(self, kind: ErrorKind) -> None:
-        self.refused[kind] += 1
 
     def on_granted(self, request: Request, now: float) -> None:
         """A request has got a block table; only the first one counts."""
@@ -120,7 +117,3 @@ class EngineStats:
         if times.granted_at is not None and times.first_token_at is not None:
             self.prefill_seconds.observe(times.first_token_at - times.granted_at)
             self.decode_seconds.observe(times.last_token_at - times.first_token_at)
-
-    def on_broken_off(self, outcome: str) -> None:
-        """A request was aborted or has failed. `outcome`: CANCELLED or the name of an ErrorKind, in lower case."""
-        self.ended[outcome] += 1
