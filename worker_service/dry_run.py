@@ -46,7 +46,7 @@ def _model_table(outline: Outline) -> Table:
     table = _table("Model", "")
     table.add_row("name", Text(printable(outline.name)))
     table.add_row("architecture", Text(printable(outline.architecture)))
-    table.add_row("parameters", f"{outline.blueprint.num_parameters:,}")
+    table.add_row("parameters", f"{outline.meta_model.num_parameters:,}")
     for name, num_bytes in outline.weight_bytes().items():
         chosen = name == dtype_name(outline.dtype)
         table.add_row(f"weights in {name}", show_bytes(num_bytes) + (" (chosen)" if chosen else ""))

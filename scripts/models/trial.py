@@ -14,13 +14,13 @@ import torch
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.guard.support import check_config, check_twin
+from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import (
     NUM_PLAIN_TOKENS,
     THRESHOLD,
-    build_twin,
-    twin_config,
-    twin_length,
+    build_replica,
+    replica_config,
+    replica_length,
 )
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.placement import choose_max_model_len
@@ -84,15 +84,15 @@ def _try(kind: str, folder: Path) -> Outcome:
     # Such that all thresholds are within the prompts, unless texts that long would be refused.
     length = limit or longest_exact(config) or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
     try:
-        save(twin_config(config, length), folder)
+        save(replica_config(config, length), folder)
     except Exception as error:
         return Outcome(kind, Result.NOT_BUILT, _shown(error))
-    return _compare(kind, folder, twin_length(config, length), limit or longest_exact(config))
+    return _compare(kind, folder, replica_length(config, length), limit or longest_exact(config))
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
     """Save a random model of the config as a folder of safetensors."""
-    build_twin(config, seed).save_pretrained(folder)
+    build_replica(config, seed).save_pretrained(folder)
     config.save_pretrained(folder)  # some composite models save only their text's config
 
 
@@ -109,7 +109,7 @@ def _refusal(config: Any, max_model_len: int) -> str | None:
     fix_longrope(config, max_model_len)
     try:
         check_config(config, max_model_len)
-        check_twin(config, max_model_len)
+        check_replica(config, max_model_len)
     except ModelError as error:
         return " ".join(str(error).split())
     return None

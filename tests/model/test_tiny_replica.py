@@ -11,8 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard.support import check_twin, guarded_layers
-from kvpool.worker_service.model.guard.tiny_replica import THRESHOLD, UNREACHED, build_twin, twin_config, twin_length
+from kvpool.worker_service.model.guard.support import check_replica, guarded_layers
+from kvpool.worker_service.model.guard.tiny_replica import (
+    THRESHOLD,
+    UNREACHED,
+    build_replica,
+    replica_config,
+    replica_length,
+)
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.rope import fix_longrope
 from kvpool.worker_service.model.settings import ModelSettings
@@ -92,25 +98,25 @@ def config(kind: str, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_a_twin_that_runs(name: str) -> None:
+def test_published_models_have_a_replica_that_runs(name: str) -> None:
     """Each kind of layer is in it, everything that begins at some length does, and it is small."""
     kind, fields = PUBLISHED[name]
     large = config(kind, **fields)
     length = large.max_position_embeddings
     fix_longrope(large, length)
-    check_twin(large, length)
-    small = twin_config(large, length)
-    assert sum(parameter.numel() for parameter in build_twin(small).parameters()) < 1_000_000
+    check_replica(large, length)
+    small = replica_config(large, length)
+    assert sum(parameter.numel() for parameter in build_replica(small).parameters()) < 1_000_000
     assert set(small.layer_types or ()) == set(large.layer_types or ()) if hasattr(large, "layer_types") else True
     if large.to_dict().get("sliding_window") is not None and large.sliding_window < length:
-        assert small.sliding_window == THRESHOLD < twin_length(large, length)
+        assert small.sliding_window == THRESHOLD < replica_length(large, length)
 
 
-def test_a_rule_beyond_the_longest_text_begins_within_the_twin_s_row() -> None:
+def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> None:
     """A window of 4,096 tokens plays no part in texts of 2,048; but several of them make a longer row."""
     windowed = config("mistral", sliding_window=4096)
-    assert twin_config(windowed, 2048).sliding_window == UNREACHED == twin_length(windowed, 2048)
-    assert twin_config(windowed, 8192).sliding_window == THRESHOLD
+    assert replica_config(windowed, 2048).sliding_window == UNREACHED == replica_length(windowed, 2048)
+    assert replica_config(windowed, 8192).sliding_window == THRESHOLD
 
 
 @pytest.mark.parametrize(
@@ -133,14 +139,14 @@ def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) 
     # BART's decoder counts positions from 0 in every call: alone it is right, packed it is not.
     why = "computes other logits over paged KV" if kind == "bart" else "according to a tiny model of its kind"
     with pytest.raises(UnsupportedModel, match=why):
-        check_twin(large, getattr(large, "max_position_embeddings", 4096))
+        check_replica(large, getattr(large, "max_position_embeddings", 4096))
 
 
 def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:
     """llama4 scales queries beyond position 8,191, and counts in the packed row: shorter texts are not safe either."""
     chunked = config("llama4_text", attention_chunk_size=8192, floor_scale=8192)
     with pytest.raises(UnsupportedModel, match="computes other logits over paged KV") as refused:
-        check_twin(chunked, 4096)
+        check_replica(chunked, 4096)
     assert "--max-model-len" not in str(refused.value)
 
 
@@ -158,11 +164,11 @@ def test_a_length_is_named_if_it_makes_the_model_right(monkeypatch: pytest.Monke
             self.config.sliding_window = window
 
     large = config("mistral", sliding_window=4096)
-    check_twin(large, 8192)
+    check_replica(large, 8192)
     monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", forward)
     with pytest.raises(UnsupportedModel, match="--max-model-len 4096 or less"):
-        check_twin(large, 8192)
-    check_twin(large, 4096)
+        check_replica(large, 8192)
+    check_replica(large, 4096)
 
 
 def rope_model(kind: str, rope_type: str, length: int, head_dim: int = 16) -> Any:
@@ -187,7 +193,7 @@ def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kin
     length = ORIGINAL if rope_type == "dynamic" else 2 * ORIGINAL
     changing = rope_model(kind, rope_type, length)
     register()
-    model = build_twin(changing)
+    model = build_replica(changing)
     guarded_layers(model, changing, torch.float32, CPU, ORIGINAL)
     with pytest.raises(UnsupportedModel, match=r"with a neighbour at position 63.*smaller --max-model-len"):
         guarded_layers(model, changing, torch.float32, CPU, 2 * ORIGINAL)
@@ -196,7 +202,7 @@ def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kin
 @pytest.fixture
 def longrope(tmp_path: Path) -> Path:
     """A tiny phi3 on disk."""
-    build_twin(rope_model("phi3", "longrope", 4 * ORIGINAL)).save_pretrained(tmp_path)
+    build_replica(rope_model("phi3", "longrope", 4 * ORIGINAL)).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -235,19 +241,19 @@ def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, wo
     assert any(words in line for line in lines), lines
 
 
-def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_twin() -> None:
+def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_replica() -> None:
     """Phi-3.5-MoE scales its rotations by the length of the row: refused before weights are read, with the length that works."""
     moe = default_config("phimoe+longrope")
     fix_longrope(moe, 8192)
     with pytest.raises(UnsupportedModel, match=r"computes other logits[^G]*Give --max-model-len 4096 or less"):
-        check_twin(moe, 8192)
-    check_twin(moe, 4096)
+        check_replica(moe, 8192)
+    check_replica(moe, 4096)
 
 
-def test_lists_of_factors_for_small_heads_are_long_enough_for_the_twin() -> None:
-    """Heads of 12 have 6 factors, heads of the twin more."""
+def test_lists_of_factors_for_small_heads_are_long_enough_for_the_replica() -> None:
+    """Heads of 12 have 6 factors, heads of the replica more."""
     for kind in ("llama", "phi3"):
-        check_twin(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
+        check_replica(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
 
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
@@ -258,7 +264,7 @@ def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
 
 def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
     """diffllama does; each call has KV of its own, also behind a step that broke off in the middle."""
-    build_twin(twin_config(config("diffllama"), 4096)).save_pretrained(tmp_path)
+    build_replica(replica_config(config("diffllama"), 4096)).save_pretrained(tmp_path)
     loaded = load(tmp_path, max_model_len=64)
     prompt = list(range(30, 50))
     truth, _ = Oracle.of(tmp_path).logits(tuple(prompt), 8)
@@ -279,7 +285,7 @@ def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
 
 def test_the_model_is_as_it_was_after_the_check() -> None:
     """Bound to nothing, and back on our attention."""
-    model = AutoModelForCausalLM.from_config(twin_config(config("llama"), 2048), attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_config(replica_config(config("llama"), 2048), attn_implementation=ATTENTION_NAME)
     guarded_layers(model.eval(), model.config, torch.float32, CPU, 64)
     assert model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(Exception, match="was not bound at load"):

@@ -26,7 +26,7 @@ from .forward.layers import AttentionLayer
 from .forward.packed_linear import pack_linears
 from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
-from .guard.support import check_config, check_twin, guarded_layers
+from .guard.support import check_config, check_replica, guarded_layers
 from .memory.facts import facts_of_loaded
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .placement import choose_device, choose_dtype, choose_max_model_len, dtype_name, own_dtype, read_config
@@ -133,7 +133,7 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
     check_config(config, max_model_len)
-    check_twin(config, max_model_len)
+    check_replica(config, max_model_len)
     return Prepared(device, dtype, max_model_len, rope_regime)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from .candidate import Candidate
 from .load import prepare
-from .memory.facts import facts_of_blueprint
-from .memory.meta_model import Blueprint, draw_blueprint
+from .memory.facts import facts_of_meta_model
+from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .placement import DTYPES, choose_dtype
 from .settings import ModelSettings
@@ -27,14 +27,14 @@ class Outline:
     dtype: torch.dtype
     """The dtype that it would be loaded in."""
     max_model_len: int
-    blueprint: Blueprint
+    meta_model: MetaModel
 
     def weight_bytes(self) -> dict[str, int]:
-        return {name: self.blueprint.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
+        return {name: self.meta_model.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
 
     def plan(self, settings: MemorySettings) -> MemoryBudget:
         """As LoadedModel.plan, with estimated activations. Raises ModelError."""
-        return plan_memory(facts_of_blueprint(self.blueprint, self.dtype, self.device, settings), settings)
+        return plan_memory(facts_of_meta_model(self.meta_model, self.dtype, self.device, settings), settings)
 
 
 def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
@@ -48,12 +48,12 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
     if source.gguf is not None and prepared.device.type == "cuda":
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
         dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
-    blueprint = draw_blueprint(config)
+    meta_model = build_meta_model(config)
     return Outline(
         name=source.name,
         architecture=config.model_type,
         device=prepared.device,
         dtype=dtype,
         max_model_len=prepared.max_model_len,
-        blueprint=blueprint,
+        meta_model=meta_model,
     )

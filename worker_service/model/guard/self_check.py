@@ -24,9 +24,9 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
 _LENGTHS = (24, 14, 9, 5)
-"""Lengths of the texts; the last is below every threshold of a twin."""
+"""Lengths of the texts; the last is below every threshold of a replica."""
 _FEW_TOKENS = (12, 9, 5)
-"""Lengths for a large model, whose forward passes are slow; its twin was checked with all."""
+"""Lengths for a large model, whose forward passes are slow; its replica was checked with all."""
 # Steps of (sequence, first token, end): in chunks and at once, packed in changing orders, after others in the row, prefill
 # mixed with decode, and alone.
 _STEPS = (
@@ -38,8 +38,8 @@ _STEPS = (
 _FAR = 2
 """The sequence that runs at the last positions of the longest text, with another one in the row."""
 _NEAR, _BRIEF = 0, 3
-"""The other ones, at the first positions: the longest text, and one below every threshold of a twin, so that a rule that depends on
-the longest position of the row shows at any length."""
+"""The other ones, at the first positions: the longest text, and one below every threshold of a replica, so that a rule that depends
+on the longest position of the row shows at any length."""
 
 
 class _Trial(NamedTuple):

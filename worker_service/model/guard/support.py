@@ -16,7 +16,7 @@ from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..rope import original_length, rope_sets
 from .self_check import probe
-from .tiny_replica import THRESHOLD, build_twin, thresholds, twin_config, twin_length
+from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Its frequencies depend on the longest position in the packed row, so a long neighbour would change the K of all others, unless no
@@ -75,14 +75,14 @@ def _check_rope(kind: str, text: Any, max_model_len: int) -> None:
             )
 
 
-def check_twin(config: Any, max_model_len: int) -> None:
+def check_replica(config: Any, max_model_len: int) -> None:
     """Check the behaviour of a tiny model with the same rules, before weights are read. Takes tenths of a second.
 
     It runs in float32, and its windows and other thresholds are within the lengths of the check. Raises UnsupportedModel.
     """
     started = time.monotonic()
     try:
-        _check_twin(config, max_model_len)
+        _check_replica(config, max_model_len)
     except UnsupportedModel as error:
         length = _length_that_works(config, max_model_len)
         advice = f" Give --max-model-len {length} or less (it is {max_model_len})." if length else ""
@@ -92,16 +92,16 @@ def check_twin(config: Any, max_model_len: int) -> None:
     _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
 
 
-def _check_twin(config: Any, max_model_len: int) -> None:
+def _check_replica(config: Any, max_model_len: int) -> None:
     cpu = torch.device("cpu")
     try:
-        small = twin_config(config, max_model_len)
-        twin = build_twin(small)
+        small = replica_config(config, max_model_len)
+        replica = build_replica(small)
     except Exception as error:  # config classes raise all kinds of errors
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise UnsupportedModel("it selects its attention from a table of its own.") from error
         raise UnsupportedModel(f"it cannot be built: {type(error).__name__}: {error}") from error
-    guarded_layers(twin, small, torch.float32, cpu, twin_length(config, max_model_len), is_thorough=True)
+    guarded_layers(replica, small, torch.float32, cpu, replica_length(config, max_model_len), is_thorough=True)
 
 
 def _length_that_works(config: Any, max_model_len: int) -> int | None:
@@ -109,7 +109,7 @@ def _length_that_works(config: Any, max_model_len: int) -> int | None:
     for length in sorted((value for value in thresholds(config) if THRESHOLD < value < max_model_len), reverse=True):
         try:
             check_config(config, length)
-            _check_twin(config, length)
+            _check_replica(config, length)
         except UnsupportedModel:
             continue
         return length

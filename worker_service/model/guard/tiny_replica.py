@@ -18,7 +18,7 @@ NUM_PLAIN_TOKENS = 256
 THRESHOLD = 8
 """Length in tokens of sliding windows, chunks and other thresholds, if texts can be that long."""
 UNREACHED = 24
-"""The same if no text can be that long: the length of the twin's longest texts, but shorter than a packed row of them."""
+"""The same if no text can be that long: the length of the replica's longest texts, but shorter than a packed row of them."""
 MAX_POSITIONS = 128
 
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
@@ -51,7 +51,7 @@ _NOT_OF_THE_MODEL = frozenset(
 )
 
 
-def twin_config(config: Any, max_model_len: int) -> Any:
+def replica_config(config: Any, max_model_len: int) -> Any:
     """The config with small sizes. Thresholds below max_model_len become THRESHOLD, others UNREACHED.
 
     Raises the config class's own errors if the small sizes do not fit together.
@@ -59,13 +59,13 @@ def twin_config(config: Any, max_model_len: int) -> Any:
     return type(config).from_dict(_shrunk(config, max_model_len))
 
 
-def twin_length(config: Any, max_model_len: int) -> int:
-    """Tokens of the twin's longest texts; UNREACHED if a threshold is above the model's longest text."""
+def replica_length(config: Any, max_model_len: int) -> int:
+    """Tokens of the replica's longest texts; UNREACHED if a threshold is above the model's longest text."""
     is_all_reached = all(value < max_model_len for value in thresholds(config) if value > THRESHOLD)
     return min(max_model_len, MAX_POSITIONS if is_all_reached else UNREACHED)
 
 
-def build_twin(config: Any, seed: int = 0) -> Any:
+def build_replica(config: Any, seed: int = 0) -> Any:
     """The model of a config, in float32 on the CPU, with random weights that make every part have an effect."""
     register()
     generator = torch.Generator().manual_seed(seed)
@@ -189,7 +189,7 @@ def _shrunk_rope(rope: dict[str, Any], fields: dict[str, Any], sizes: _Sizes) ->
         if isinstance(value, dict):
             shrunk[name] = _shrunk_rope(value, fields, sizes)
         elif isinstance(value, list) and all(isinstance(entry, float | int) for entry in value):
-            # Lists for heads smaller than the twin's are too short: their last entry is repeated.
+            # Lists for heads smaller than the replica's are too short: their last entry is repeated.
             longer = value + value[-1:] * (pairs - len(value))
             shrunk[name] = _sections(value, pairs) if "section" in name else longer[:pairs]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -216,7 +216,7 @@ class _Sizes:
         self._hidden = next((fields[n] for n in fields if _HIDDEN_SIZES.fullmatch(n) and isinstance(fields[n], int)), 0)
         heads = next((fields[n] for n in fields if _RULES[0][0].fullmatch(n) and isinstance(fields[n], int)), 0)
         self._heads = heads
-        # If the head size is not hidden size / heads, it is not in the twin either.
+        # If the head size is not hidden size / heads, it is not in the replica either.
         plain = fields.get("head_dim") in (None, self._hidden // heads if heads else None)
         self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
 

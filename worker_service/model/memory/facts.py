@@ -11,7 +11,7 @@ from ..errors import UnsupportedModel
 from ..forward.layers import AttentionLayer
 from ..forward.packed_linear import PackedLinear
 from .cpu import read_cpu_memory
-from .meta_model import Blueprint, draw_blueprint
+from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
 
@@ -72,8 +72,8 @@ def facts_of_loaded(
     )
 
 
-def facts_of_blueprint(
-    blueprint: Blueprint, dtype: torch.dtype, device: torch.device, settings: MemorySettings
+def facts_of_meta_model(
+    meta_model: MetaModel, dtype: torch.dtype, device: torch.device, settings: MemorySettings
 ) -> MemoryFacts:
     """The same without weights; allocates nothing. Raises ModelError if a fact is unknown."""
     if device.type == "cuda":
@@ -84,17 +84,17 @@ def facts_of_blueprint(
         device=str(device),
         total_bytes=total,
         other_bytes=total - free,
-        weight_bytes=blueprint.weight_bytes(dtype, device),
-        activation_bytes=blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
-        bytes_per_token=kv_bytes_per_token(blueprint.layers, dtype),
+        weight_bytes=meta_model.weight_bytes(dtype, device),
+        activation_bytes=meta_model.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
+        bytes_per_token=kv_bytes_per_token(meta_model.layers, dtype),
         activations_from=_ESTIMATED,
     )
 
 
 def _estimated(config: Any, dtype: torch.dtype, settings: MemorySettings) -> tuple[int, str]:
     try:
-        blueprint = draw_blueprint(config)
-        estimate = blueprint.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
+        meta_model = build_meta_model(config)
+        estimate = meta_model.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
     except UnsupportedModel:
         return 0, "unknown: the model does not run without values"
     return estimate, _ESTIMATED

@@ -30,7 +30,7 @@ _DRAWN_IN = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blueprint:
+class MetaModel:
     """A model without its weights."""
 
     model: Any
@@ -80,7 +80,7 @@ class Blueprint:
         return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
 
 
-def draw_blueprint(config: Any) -> Blueprint:
+def build_meta_model(config: Any) -> MetaModel:
     """Build the model on the meta device. Takes tenths of a second and little memory for models of any size.
 
     Raises UnsupportedModel if its code cannot run there.
@@ -91,7 +91,7 @@ def draw_blueprint(config: Any) -> Blueprint:
             model = AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME
             ).eval()
-        return Blueprint(model, find_attention_layers(model, META))
+        return MetaModel(model, find_attention_layers(model, META))
     except UnsupportedModel:
         raise
     except Exception as error:  # not all models' code supports tensors without values
