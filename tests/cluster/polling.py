@@ -19,12 +19,3 @@ async def eventually(check: Callable[[], Awaitable[Found | None]], what: str, se
             return found
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"
         await asyncio.sleep(0.02)
-
-
-async def until(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    """Wait until `holds` returns true. AssertionError, which names `what`, after `seconds`."""
-
-    async def check() -> bool:
-        return holds()
-
-    await eventually(check, what, seconds)

@@ -19,7 +19,7 @@ from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.server_settings import ServerSettings
 from tests import http2
-from tests.cluster.polling import until
+from tests.until import until
 
 HOST = "127.0.0.1"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -102,7 +102,7 @@ class Served:
         before = self.server.num_rebuilds
         connection = await http2.Connection.open(self.port)
         await connection.request(BAD_PATH)
-        await until(lambda: self.server.num_rebuilds > before, "the server is built anew")
+        await until(lambda: self.server.num_rebuilds > before)
         return connection
 
 
@@ -163,7 +163,7 @@ async def test_calls_of_one_method_are_served_at_once(served: Served) -> None:
         call.cancel()
     life = served.server._life
     assert life is not None
-    await until(lambda: life.guard.num_calls == 0, "the handlers of cancelled calls end")
+    await until(lambda: life.guard.num_calls == 0)
 
 
 async def test_what_the_core_writes_to_outlives_a_loop_that_ends(
@@ -372,7 +372,7 @@ async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_atta
     """The connection of the attack stays open, with the stream that was never answered."""
     connections = [await mortal.attack() for _ in range(3)]
     try:
-        await until(lambda: not mortal.server._retired, "the replaced servers are gone")
+        await until(lambda: not mortal.server._retired)
         for connection in connections:
             async with asyncio.timeout(20):
                 while await connection.read() is not None:
@@ -410,7 +410,7 @@ async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> 
         await served.channel.channel_ready()  # now the caller knows the bound
         calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(5)]
         begun = [asyncio.create_task(call.read()) for call in calls]
-        await until(lambda: sum(task.done() for task in begun) >= 2, "two streams have begun")
+        await until(lambda: sum(task.done() for task in begun) >= 2)
         await asyncio.sleep(0.3)
         # No stream is ended: one that takes the place of another at once may be refused by gRPC, which still counts the other.
         assert [task.result() for task in begun if task.done()] == [b"begun"] * 2

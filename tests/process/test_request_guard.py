@@ -16,7 +16,7 @@ from kvpool.process.call_status import details_of
 from kvpool.process.rare_line import RareLine
 from kvpool.process.request_guard import SMALL, RequestGuard, RequestLimit
 from tests import http2
-from tests.cluster.polling import until
+from tests.until import until
 
 NO_MESSAGE = bytes.fromhex("0a04fffefdfc")
 """A field of four bytes that are no UTF-8."""
@@ -205,5 +205,5 @@ async def test_the_count_is_logged_though_nothing_follows() -> None:
     with structlog.testing.capture_logs() as logged:
         for _ in range(5):
             line.note()
-        await until(lambda: sum(entry["count"] for entry in logged) == 5, "a line with the rest")
+        await until(lambda: sum(entry["count"] for entry in logged) == 5)
     assert logged[0]["count"] == 1

@@ -22,7 +22,7 @@ from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
 from tests.cache_service.edge.test_edge_process import manager
-from tests.cluster.polling import until
+from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -43,7 +43,7 @@ async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
 
 
 async def until_rebuilt(server: Server, number: int) -> None:
-    await until(lambda: server._grpc.num_rebuilds >= number, "the gRPC server is built anew")
+    await until(lambda: server._grpc.num_rebuilds >= number)
 
 
 async def test_sessions_blocks_and_leases_outlive_the_server(
