@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from contextlib import AsyncExitStack
 from typing import Unpack
 
 import pytest
@@ -13,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
-from kvpool.client.config import ClientConfig
-from kvpool.client.sync_client import SyncClient
 from tests.client.clients import quick
-from tests.client.fakes import UNAVAILABLE, FakeManager, error_status, fake_cluster, serving
+from tests.client.fakes import error_status, fake_cluster
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
 
 PROMPT = tuple(b"tell me")
@@ -24,11 +20,6 @@ WORDS = tuple("a€𝄞bé, abc abd abce!".encode())
 NEVER_FITS = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "this worker has 3 blocks")
 STALE_ATTEMPT = error_status(code_pb2.FAILED_PRECONDITION, "STALE_ATTEMPT", "goes on elsewhere")
 BUSY = error_status(code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", "1024 requests are waiting")
-
-
-def drawn(seed: int, position: int) -> int:
-    """A letter that only seed and position decide, as a sampled token of a real worker."""
-    return random.Random(f"{seed} {position}").randrange(ord("a"), ord("z") + 1)
 
 
 def joined(chunks: list[Chunk]) -> tuple[tuple[int, ...], str]:
@@ -96,16 +87,6 @@ async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     assert [tuple(memoryview(route.tokens).cast("I")) for route in manager.routes] == [PROMPT, PROMPT + WORDS[:3]]
 
 
-async def test_a_seed_that_nobody_gave_is_kept() -> None:
-    """Sampling draws by seed and position: a continuation with another seed would be another text."""
-    first, second = Storyteller("w1", drawn, Telling(5)), Storyteller("w2", drawn)
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        _, completion = await read(client, temperature=0.8, max_tokens=20)
-    seed = first.requests[0].sampling.seed
-    assert seed == second.requests[0].sampling.seed != 0
-    assert completion.token_ids == tuple(drawn(seed, len(PROMPT) + index) for index in range(20))
-
-
 async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
     """Two workers in turn; each time the other one goes on, and the usage is that of the whole answer."""
     story = written(PROMPT, *WORDS)
@@ -128,21 +109,6 @@ async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
         (7, 6),
         (7, len(WORDS) + 1),
     ]
-
-
-async def test_a_drained_worker_is_left_without_the_manager_naming_it() -> None:
-    """Its grace has ended: UNAVAILABLE with the reason DRAINING; Route names it no more."""
-    story = written(PROMPT, *WORDS)
-    may_break = asyncio.Event()
-    leaving = Storyteller("w1", story, Telling(2, UNAVAILABLE, may_break))
-    async with fake_cluster(leaving, Storyteller("w2", story)) as manager, quick(manager) as client:
-        stream = client.generate(PROMPT)
-        for _ in range(3):
-            await anext(stream)
-        manager.workers = manager.workers[1:]
-        may_break.set()
-        completion = await stream.collect()
-    assert (completion.worker_id, completion.text) == ("w2", bytes(WORDS).decode())
 
 
 async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_ended() -> None:
@@ -244,26 +210,6 @@ async def test_when_no_worker_is_left_the_error_says_so() -> None:
     assert caught.value.reason == "NO_WORKER"
 
 
-async def test_a_manager_that_is_away_is_waited_for() -> None:
-    """Worker and manager die together: the stream goes on when the manager is back."""
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    manager = FakeManager([first, second])
-    async with serving(first, second), AsyncExitStack() as first_life:
-        await first_life.enter_async_context(serving(manager))
-        async with quick(manager) as client:
-            stream = client.generate(PROMPT, timeout=30)
-            for _ in range(4):
-                await anext(stream)
-            await first_life.aclose()
-            task = asyncio.create_task(stream.collect())
-            done, _ = await asyncio.wait({task}, timeout=0.7)
-            assert not done
-            async with serving(manager, port=int(manager.address.rpartition(":")[2])):
-                completion = await asyncio.wait_for(task, 30)
-    assert (completion.worker_id, completion.text) == ("w2", bytes(WORDS).decode())
-
-
 async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
     """All tokens that were asked for are there, so nobody is asked for more."""
     story = written(PROMPT, *b"abcdef")
@@ -340,18 +286,6 @@ async def test_an_error_that_is_nobodys_absence_is_not_carried_on() -> None:
         with pytest.raises(Exception, match="the model step failed"):
             await read(client)
     assert not second.requests
-
-
-async def test_the_blocking_client_goes_on_too() -> None:
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-
-    def chunks(manager: FakeManager) -> list[Chunk]:
-        with SyncClient(config=ClientConfig(manager=manager.address)) as client, client.generate(PROMPT) as stream:
-            return list(stream)
-
-    async with fake_cluster(first, second) as manager:
-        assert joined(await asyncio.to_thread(chunks, manager)) == (WORDS, bytes(WORDS).decode())
 
 
 @settings(max_examples=40)

@@ -228,19 +228,6 @@ def test_the_life_that_is_told() -> None:
     assert worker.free_list[-2:] == [table[1], table[0]]
 
 
-# -- exercises
-
-
-@pytest.mark.parametrize(
-    ("block_size", "num_tokens", "num_cached"), [(4, 18, 16), (4, 16, 12), (16, 16, 0), (16, 17, 16)]
-)
-def test_a_repeated_prompt_computes_at_least_one_token(block_size: int, num_tokens: int, num_cached: int) -> None:
-    """The second exercise, and the rule of counting."""
-    worker = Desk(block_size=block_size)
-    worker.serve("first", list(range(num_tokens)))
-    assert worker.serve("second", list(range(num_tokens))) == num_cached
-
-
 # -- commands
 
 _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,15 +16,9 @@ from kvpool.cache_service.core import allocation, updates
 from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
-    AllocateItem,
     Appended,
-    ContentRun,
     Granted,
     Limits,
-    PoolConfig,
-    Registration,
-    ReportPart,
-    ReservedBlock,
     Root,
     SequenceKey,
     TableEntry,
@@ -339,26 +332,6 @@ def test_only_keep_alive_renews_the_lease() -> None:
     assert [session.number for session in expired] == [desk.number]
 
 
-def test_the_reserve_is_filled_before_the_items_of_allocate_and_surplus_comes_again_with_the_old_wish() -> None:
-    desk = Desk(9)
-    (table,), _ = desk.manager.allocate(desk.uplink(reserve_wish=3), [desk.item("a", range(4))])
-    assert isinstance(table, Granted)
-    (grant,) = entries_of(desk)
-    assert (grant.blocks, table.blocks) == ((1, 2, 3), (4,))
-
-    def give_back(grant: Any, reserve_wish: int | None) -> None:
-        returned = [ReservedBlock(block, grant.generation) for block in grant.blocks]
-        desk.manager.append(desk.uplink(reserve_wish=reserve_wish, returned=returned), [])
-
-    give_back(grant, None)
-    assert states_of(desk) == (4, 0, 1, 3)
-    _, second = entries_of(desk)
-    give_back(second, 0)
-    assert states_of(desk) == (7, 0, 1, 0)
-    desk.manager.append(desk.uplink(reserve_wish=100), [])
-    assert states_of(desk) == (0, 0, 1, 7)
-
-
 def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     """A hit keeps its generation; a grant gives a larger one; what is sealed is cached, what is not is free."""
     desk = Desk(9)
@@ -373,43 +346,6 @@ def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     everything = desk.grant("c", range(500, 532))
     assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
     assert desk.session.pool.num_evicted == 1
-
-
-def test_a_report_is_taken_in_as_the_document_says() -> None:
-    """Nothing is served before the last part; a part repeated does nothing; a gap names the part; a lie ends the session."""
-    manager = CacheManager(2)
-    pool = PoolConfig(block_size=4, num_blocks=9)
-    hello = Registration("w", 1, 1, "a:1", "", "m", pool, holds_state=True)
-    session = manager.register(hello, now=0.0).session
-    tokens = struct.pack("<8I", *range(8))
-    generation = 1 << 40 | 7  # of the life before
-    content = ContentRun(0, Root("m"), tokens, (3, 5), (generation, generation))
-    item = AllocateItem(SequenceKey("a", 1, 0), Root("m"), tokens + tokens, no_wait=True)
-
-    def refused(call: Callable[[], object]) -> Refusal:
-        with pytest.raises(Refusal) as caught:
-            call()
-        return caught.value
-
-    def report(call_no: int, part: int, *contents: ContentRun, last: bool = False) -> Any:
-        return manager.report(Uplink(session, call_no), ReportPart(part, last, contents))
-
-    assert refused(lambda: report(1, 1)).position == 0
-    report(2, 0, content)
-    assert refused(lambda: manager.allocate(Uplink(session, 3), [item])).reason is Reason.RECOVERING
-    assert manager.route(Root("m"), tokens + tokens) == []
-    report(4, 0, content)
-    report(5, 1, last=True)
-    report(6, 1, last=True)
-    (granted,), _ = manager.allocate(Uplink(session, 7), [item])
-    assert isinstance(granted, Granted)
-    assert (granted.num_cached_tokens, granted.blocks[:2]) == (8, (3, 5))
-    assert granted.generations[:2] == (generation, generation)
-    assert manager.check().violations == []
-
-    session = manager.register(hello._replace(register_no=2), now=0.0).session
-    assert refused(lambda: report(1, 0, content, content)).reason is Reason.BAD_REPORT
-    assert manager.sessions == ()
 
 
 # -- the shell commands
