@@ -26,7 +26,6 @@ from kvpool.client.cli.launch.cluster import free_port
 from tests.client.clients import quick
 from tests.client.fakes import (
     CAT,
-    HANG,
     THE,
     UNAVAILABLE,
     FakeManager,
@@ -70,19 +69,6 @@ async def test_a_dead_worker_is_passed_over() -> None:
         manager.workers = [dead, live]
         completion = await client.generate("the").collect()
     assert completion.worker_id == "live"
-
-
-async def test_a_frozen_worker_is_passed_over_when_its_lease_has_ended() -> None:
-    """It took the stream and says nothing: it looks like a busy one until the manager no longer knows it."""
-    frozen, live = FakeWorker("frozen", [HANG]), FakeWorker("live")
-    async with fake_cluster(frozen, live) as manager, quick(manager) as client:
-        task = asyncio.create_task(client.generate("the").collect())
-        await asyncio.sleep(0.5)
-        assert not task.done(), "a busy worker with a lease was given up"
-        manager.workers = [live]
-        completion = await asyncio.wait_for(task, 30)
-        assert completion.worker_id == "live"
-        await asyncio.wait_for(frozen.cancelled.wait(), 30)
 
 
 async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> None:

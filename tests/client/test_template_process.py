@@ -127,18 +127,6 @@ def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplatePro
         assert text == "".join(f"<user>{message['content']}" for message in messages)
 
 
-def test_the_process_is_kept() -> None:
-    with contextlib.closing(TemplateProcess()) as process:
-        before = children()
-        template = ChatTemplate(HONEST, {}, process=process)
-        assert template.render(USER)
-        (started,) = children() - before
-        for _ in range(3):
-            template.render(USER)
-        assert children() - before == {started}
-    assert not is_alive(started)
-
-
 def test_a_process_that_was_killed_is_replaced() -> None:
     with contextlib.closing(TemplateProcess()) as process:
         template = ChatTemplate(HONEST, {}, process=process)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from kvpool.cache_service.core.messages import (
     Limits,
     Root,
     SequenceKey,
-    TableEntry,
     Uplink,
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -293,32 +292,6 @@ def entries_of(desk: Desk) -> list[Any]:
 def states_of(desk: Desk) -> tuple[int, int, int, int]:
     counts = desk.counts
     return counts.free, counts.cached, counts.held, counts.reserved
-
-
-def test_no_blocks_refuses_the_report_too_and_without_the_wish_it_is_taken() -> None:
-    desk = Desk(9)
-    desk.grant("a", range(8))
-    desk.grant("b", range(100, 124))
-    assert reasons_of(desk.report("a", want_blocks=3)) == {"NO_BLOCKS"}
-    assert desk.session.sequences["a", 1].num_sealed == 0
-    assert desk.report("a") == Appended(8, ())
-    assert reasons_of(desk.report("a", want_blocks=9)) == {"NEVER_FITS"}
-
-
-def test_entries_are_sent_until_they_are_named() -> None:
-    desk = Desk(9)
-    desk.grant("a", range(8))
-
-    def grow(want_blocks: int, bound: Sequence[TableEntry] = ()) -> Sequence[TableEntry]:
-        grown = desk.report("a", want_blocks=want_blocks, bound=bound)
-        assert isinstance(grown, Appended)
-        return grown.new_entries
-
-    first = grow(4)
-    assert [entry.table_index for entry in first] == [2, 3]
-    assert grow(4) == first == grow(1)
-    assert grow(4, first[:1]) == first[1:]
-    assert grow(4, first) == ()
 
 
 def test_only_keep_alive_renews_the_lease() -> None:
