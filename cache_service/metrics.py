@@ -41,7 +41,7 @@ class ManagerMetrics:
 
     def _fill_manager(self, page: MetricsPage) -> None:
         manager = self._manager
-        page.gauge("kvpool_manager_info", "The version that runs.", 1, version=installed_version())
+        page.gauge("kvpool_manager_info", "Version of the process.", 1, version=installed_version())
         page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
         page.gauge(
             "kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes
@@ -57,8 +57,13 @@ class ManagerMetrics:
             ("token_slots", budget.num_slots, budget.max_tokens),
             ("sequence_tokens", budget.num_sequence_tokens, budget.max_tokens),
         ):
-            page.gauge("kvpool_manager_budget_used", "What all workers have of a budget.", used, kind=kind)
-            page.gauge("kvpool_manager_budget_limit", "What all workers may have of it.", limit, kind=kind)
+            page.gauge(
+                "kvpool_manager_budget_used",
+                "What all workers use of a budget: blocks granted, their token_slots, sequence_tokens of live sequences.",
+                used,
+                kind=kind,
+            )
+            page.gauge("kvpool_manager_budget_limit", "What all workers may use of it.", limit, kind=kind)
         states = [_state(session) for session in manager.sessions]
         for state in ("serving", "recovering", "draining"):
             page.gauge("kvpool_manager_sessions", "Live sessions.", states.count(state), state=state)
@@ -75,7 +80,7 @@ class ManagerMetrics:
             self._num_server_rebuilds(),
         )
         page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
-        page.counter("kvpool_manager_violations", "Violations that audits have found.", self._audits.num_violations)
+        page.counter("kvpool_manager_violations", "Broken laws that audits have found.", self._audits.num_violations)
 
     def _fill_calls(self, page: MetricsPage) -> None:
         counts = self._counts
@@ -128,7 +133,13 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     )
     page.gauge("kvpool_manager_capacity_blocks", "Blocks that can be granted.", counts.capacity, worker=worker)
     for state in ("free", "cached", "held", "reserved", "withheld"):
-        page.gauge("kvpool_manager_blocks", "Blocks by state.", getattr(counts, state), worker=worker, state=state)
+        page.gauge(
+            "kvpool_manager_blocks",
+            "Blocks by state; withheld: never granted, and beyond the budget of all workers.",
+            getattr(counts, state),
+            worker=worker,
+            state=state,
+        )
     page.gauge("kvpool_manager_shared_blocks", "Held blocks in several tables.", counts.shared, worker=worker)
     page.gauge("kvpool_manager_sequences", "Live sequences.", len(session.sequences), worker=worker)
     for state, number in (("running", load.num_running), ("waiting", load.num_waiting)):

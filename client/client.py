@@ -77,7 +77,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> GenerateStream:
         """Let the assistant speak next: `messages` are {"role": …, "content": …}, put into the model's own form by its
-        chat template; `template_arguments` are further variables for it. A content may be a list of text parts, as in the OpenAI
+        chat template; `template_arguments` are more variables for it. A content may be a list of text parts, as in the OpenAI
         API. Messages and options are checked here (InvalidRequest)."""
         messages = as_messages(messages)
         return self._stream(lambda model: model.encode_chat(messages, template_arguments), options)
@@ -124,7 +124,7 @@ class Client:
         return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), root, token_ids)
 
     async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
-        """Ask a worker to take no further requests, end the running ones within `grace` seconds (None: its own setting)
+        """Ask a worker to take no new requests, end the running ones within `grace` seconds (None: its own setting)
         and leave. Returns its session at once; it has left when `describe` no longer lists its incarnation. May be repeated."""
         response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
         return response.session

@@ -57,7 +57,7 @@ class WorkerMetrics:
         for outcome in OUTCOMES:
             page.counter(
                 "kvpool_worker_requests_ended",
-                "Accepted requests that have ended: stop and length are whole answers, cancelled ones lost their reader.",
+                "Accepted requests that have ended: stop and length are complete answers, cancelled ones lost their reader.",
                 stats.ended[outcome],
                 outcome=outcome,
             )
@@ -87,7 +87,7 @@ class WorkerMetrics:
             ),
             (
                 "kvpool_worker_request_duration_seconds",
-                "From arrival to the last token of a whole answer.",
+                "From arrival to the last token of a complete answer.",
                 stats.request_seconds,
             ),
             ("kvpool_worker_step_duration_seconds", "Time of a step of the model.", stats.step_seconds),
@@ -99,7 +99,7 @@ class WorkerMetrics:
         for name, text, value in (
             (
                 "kvpool_worker_prompt_tokens",
-                "Prompt tokens of requests that have got blocks.",
+                "Prompt tokens of requests with blocks.",
                 stats.num_admitted_tokens,
             ),
             ("kvpool_worker_cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
@@ -139,7 +139,7 @@ class WorkerMetrics:
         page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
         page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)
         page.gauge("kvpool_worker_manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch)
-        page.counter("kvpool_worker_sessions", "Registrations that the manager has accepted.", link.num_sessions)
+        page.counter("kvpool_worker_sessions", "Registrations that the manager accepted.", link.num_sessions)
         page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
         page.counter(
             "kvpool_worker_manager_calls_failed",

@@ -55,10 +55,8 @@ class AnswerFlags:
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
     ] = None
-    min_tokens: Annotated[
-        int, typer.Option("--min-tokens", min=0, help="Nothing ends the text before so many tokens.")
-    ] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text ids.")] = False
+    min_tokens: Annotated[int, typer.Option("--min-tokens", min=0, help="The text has at least this many tokens.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text ids.")] = False
     echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False
     logprobs: Annotated[
         int | None,

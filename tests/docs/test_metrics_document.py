@@ -1,4 +1,4 @@
-"""docs/METRICS.md lists what the pages have, with types and labels, and nothing else."""
+"""docs/METRICS.md lists what the pages have, with types, labels and help texts, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from tests.cache_service.edge.peer import registration
 from tests.docs.blocks import ROOT
 from tests.worker_service.test_worker_metrics import BYTES_PER_BLOCK, FACTS, one_world
 
-_ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\| \S.* \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\| (?P<help>\S.*) \|$", re.MULTILINE)
 
 
-class Told(NamedTuple):
+class Listed(NamedTuple):
     """Of one metric."""
 
     kind: str
     labels: frozenset[str]
+    help: str
 
 
-def listed() -> dict[str, Told]:
+def listed() -> dict[str, Listed]:
     """What the document says; vLLM's names have two labels more than their rows."""
     found = {}
     for row in _ROW.finditer((ROOT / "docs" / "METRICS.md").read_text()):
@@ -34,18 +35,18 @@ def listed() -> dict[str, Told]:
         if name.startswith("vllm:") and name != "vllm:cache_config_info":
             labels |= {"model_name", "engine"}
         assert name not in found, name
-        found[name] = Told(row["kind"], frozenset(labels))
+        found[name] = Listed(row["kind"], frozenset(labels), row["help"].replace("`", ""))
     return found
 
 
-def on(page: MetricsPage) -> dict[str, Told]:
+def on(page: MetricsPage) -> dict[str, Listed]:
     """What a page has, without the metrics of the process."""
     found = {}
     for family in page.collect():
         if not family.name.startswith("process_"):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
-            found[name] = Told(family.type, labels)
+            found[name] = Listed(family.type, labels, family.documentation)
     return found
 
 
