@@ -77,11 +77,7 @@ class Listed(NastyWorker):
 class NastyHealth(health_pb2_grpc.HealthServicer):
     """Refuses with such a message."""
 
-    async def Check(
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: Context[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         await context.abort(grpc.StatusCode.INTERNAL, f"health {NASTY}")
         raise AssertionError
 
