@@ -4,7 +4,7 @@
 from kvpool.client import SyncClient
 
 question = {"role": "user", "content": "What is the capital of France?"}
-with SyncClient() as client:  # the manager on this machine, or KVPOOL_MANAGER
+with SyncClient() as client:  # on this machine, or KVPOOL_MANAGER=host:port
     for chunk in client.chat([question], max_tokens=40):  # chunk by chunk, as the tokens come
         print(chunk.text, end="", flush=True)
     answer = client.chat([question], max_tokens=40).collect()  # the whole answer: a Completion

@@ -16,6 +16,10 @@ from hypothesis import HealthCheck, settings
 
 from tests import left_out
 
+# readline sets them, in a process of pytest-xdist too, and what is piped would have the width of its terminal.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 # A machine that is busy for a moment says nothing of the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

@@ -24,7 +24,7 @@ from ..config import MANAGER_VARIABLE, ClientConfig
 from ..errors import KvpoolError
 from .settings import ClientSettings
 
-_PIPED_WIDTH: Final = 120
+PIPED_WIDTH: Final = 120
 _FIRST_CONTACT_SECONDS: Final = 1.0
 _IN_ASCII: Final = {
     "∅": "0", "·": ".", "▒": "%", "█": "=", "…": ".", "–": "-", "−": "-", "×": "x", "⌈": "[", "⌉": "]", "→": ">", "←": "<",
@@ -105,7 +105,7 @@ def stderr_console() -> Console:
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
     return _PipeConsole(stderr=stderr, width=width, highlight=False)
 
 

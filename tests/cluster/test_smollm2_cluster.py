@@ -35,7 +35,12 @@ def oracle() -> Oracle:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     async with Cluster(tmp_path_factory.mktemp("smollm2")) as cluster:
-        settings = {"num_blocks": 800, "max_num_batched_tokens": 600, "threads": os.cpu_count() or 1}
+        settings = {
+            "num_blocks": 800,
+            "max_num_batched_tokens": 600,
+            "threads": os.cpu_count() or 1,
+            "prefix_wait_seconds": 300,
+        }
         await cluster.start({"worker": {"model": "smollm2", **settings}})
         yield cluster
         await cluster.until_clean()

@@ -10,7 +10,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from ...block_map import num_device_blocks
 from ...sync_client import SyncClient
-from ..terminal import JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
+from ..terminal import PIPED_WIDTH, JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
@@ -23,6 +23,7 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
         print_json(cluster_object(config.manager, response))
         return
     console = stdout_console()
+    console.width = max(console.width, PIPED_WIDTH)  # on a narrow terminal lines wrap, and no name is cut
     if not workers:
         is_new = response.former_lease_remaining_ms > 0
         what = (

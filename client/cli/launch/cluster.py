@@ -156,7 +156,7 @@ class Cluster:
         self._spec.require_free_ports()
         specs = {spec.name: spec for spec in self._spec.children()}
         workers = [specs[name] for name in self._spec.worker_names]
-        trial = asyncio.create_task(try_settings(workers[0]))
+        trial = asyncio.create_task(self._try_settings(workers))
         try:
             if MANAGER_NAME in specs:
                 await self._start([specs[MANAGER_NAME]])
@@ -166,6 +166,10 @@ class Cluster:
         finally:
             trial.cancel()
             await asyncio.gather(trial, return_exceptions=True)
+
+    async def _try_settings(self, workers: Sequence[ChildSpec]) -> None:
+        if workers:  # their settings differ in nothing that can be refused
+            await try_settings(workers[0])
 
     async def _start(self, specs: Sequence[ChildSpec]) -> None:
         for spec in specs:
