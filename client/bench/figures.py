@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from .sample import RequestSample, Run
@@ -73,7 +73,7 @@ class Spread:
 
     def as_json(self) -> dict[str, float]:
         """The names are part of the interface."""
-        return {"median": self.median, "least": self.least, "most": self.most}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,7 @@ class RunFigures:
     def as_json(self) -> dict[str, object]:
         """The names are part of the interface."""
         return {
-            "seconds": self.seconds,
-            "num_planned": self.num_planned,
-            "num_complete": self.num_complete,
-            "num_refused": self.num_refused,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_cached_tokens": self.num_cached_tokens,
-            "num_generated_tokens": self.num_generated_tokens,
+            **asdict(self),
             "hit_rate": self.hit_rate,
             "generated_tokens_per_second": self.generated_per_second,
             "tokens_per_second": self.all_per_second,

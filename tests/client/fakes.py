@@ -30,7 +30,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+"""Of any call."""
 
 
 def word_tokenizer() -> str:
@@ -154,9 +155,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.incarnation = 1
 
     async def GetModel(
-        self,
-        request: worker_pb2.GetModelRequest,
-        context: Context[worker_pb2.GetModelRequest, AsyncIterator[worker_pb2.GetModelResponse]],
+        self, request: worker_pb2.GetModelRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GetModelResponse]:
         self.num_model_calls += 1
         await self.may_send_model.wait()
@@ -164,29 +163,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield message
 
     async def Generate(
-        self,
-        request: worker_pb2.GenerateRequest,
-        context: Context[worker_pb2.GenerateRequest, AsyncIterator[worker_pb2.GenerateResponse]],
+        self, request: worker_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         self.requests.append(request)
         self.asked.set()
-        steps = self.answers.popleft() if len(self.answers) > 1 else self.answers[0]
         self.num_live += 1
         try:
-            for step in steps:
-                if isinstance(step, status_pb2.Status):
-                    await context.abort_with_status(rpc_status.to_status(step))
-                elif isinstance(step, asyncio.Event):
-                    await step.wait()
-                elif isinstance(step, Hang):
-                    await asyncio.Event().wait()
-                else:
-                    yield step
+            async for message in self._answer(request, context):
+                yield message
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
         finally:
             self.num_live -= 1
+
+    async def _answer(
+        self, request: worker_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        for step in self.answers.popleft() if len(self.answers) > 1 else self.answers[0]:
+            if isinstance(step, status_pb2.Status):
+                await context.abort_with_status(rpc_status.to_status(step))
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
+            elif isinstance(step, Hang):
+                await asyncio.Event().wait()
+            else:
+                yield step
 
     def description(self) -> cache_pb2.WorkerDescription:
         config = common_pb2.KVCacheConfig(block_size=4)
@@ -227,11 +229,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.address = ""
         self.former_lease_ms = 0
 
-    async def Route(
-        self,
-        request: cache_pb2.RouteRequest,
-        context: Context[cache_pb2.RouteRequest, Awaitable[cache_pb2.RouteResponse]],
-    ) -> cache_pb2.RouteResponse:
+    async def Route(self, request: cache_pb2.RouteRequest, context: Context) -> cache_pb2.RouteResponse:
         self.routes.append(request)
         await asyncio.sleep(self.seconds_to_answer)
         if self.route_errors:
@@ -248,11 +246,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
             response.explanation = "none registered"
         return response
 
-    async def Describe(
-        self,
-        request: cache_pb2.DescribeRequest,
-        context: Context[cache_pb2.DescribeRequest, Awaitable[cache_pb2.DescribeResponse]],
-    ) -> cache_pb2.DescribeResponse:
+    async def Describe(self, request: cache_pb2.DescribeRequest, context: Context) -> cache_pb2.DescribeResponse:
         self.describes.append(request)
         await asyncio.sleep(self.seconds_to_answer)
         if self.before_describe is not None:
@@ -278,25 +272,17 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
                 response.workers.append(description)
         return response
 
-    async def Drain(
-        self,
-        request: cache_pb2.DrainRequest,
-        context: Context[cache_pb2.DrainRequest, Awaitable[cache_pb2.DrainResponse]],
-    ) -> cache_pb2.DrainResponse:
+    async def Drain(self, request: cache_pb2.DrainRequest, context: Context) -> cache_pb2.DrainResponse:
         self.drains.append(request)
         if request.worker_id not in {worker.worker_id for worker in self.workers}:
             status = error_status(code_pb2.NOT_FOUND, "UNKNOWN_WORKER", f"no live worker {request.worker_id!r}")
             await context.abort_with_status(rpc_status.to_status(status))
         return cache_pb2.DrainResponse(session=SESSION)
 
-    async def Check(
-        self,
-        request: cache_pb2.CheckRequest,
-        context: Context[cache_pb2.CheckRequest, Awaitable[cache_pb2.CheckResponse]],
-    ) -> cache_pb2.CheckResponse:
+    async def Check(self, request: cache_pb2.CheckRequest, context: Context) -> cache_pb2.CheckResponse:
         return cache_pb2.CheckResponse(violations=self.violations, num_blocks_checked=11)
 
-    async def Register(self, request: object, context: Context[Any, Any]) -> NoReturn:
+    async def Register(self, request: object, context: Context) -> NoReturn:
         raise NotImplementedError
 
     Report = KeepAlive = Allocate = Append = Free = Fork = Deregister = Register

@@ -73,28 +73,17 @@ class Storyteller(FakeWorker):
         self._tokenizer = byte_tokenizer()
         self._prompts = PromptEncoder(self._tokenizer, self.model.max_model_len)
 
-    async def Generate(
-        self,
-        request: worker_pb2.GenerateRequest,
-        context: Context[worker_pb2.GenerateRequest, AsyncIterator[worker_pb2.GenerateResponse]],
+    async def _answer(
+        self, request: worker_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        self.requests.append(request)
-        self.asked.set()
         telling = self.tellings.popleft() if self.tellings else Telling()
-        self.num_live += 1
-        try:
-            async for message in self._told(request, telling):
-                yield message
-            if telling.breaks_behind is None and not telling.keeps_end:
-                return
-            if telling.waits_for is not None:
-                await telling.waits_for.wait()
-            await context.abort_with_status(rpc_status.to_status(telling.ending))
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled.set()
-            raise
-        finally:
-            self.num_live -= 1
+        async for message in self._told(request, telling):
+            yield message
+        if telling.breaks_behind is None and not telling.keeps_end:
+            return
+        if telling.waits_for is not None:
+            await telling.waits_for.wait()
+        await context.abort_with_status(rpc_status.to_status(telling.ending))
 
     async def _told(
         self, asked: worker_pb2.GenerateRequest, telling: Telling

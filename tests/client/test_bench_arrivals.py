@@ -43,6 +43,12 @@ class Stage:
         await self.ends[index].wait()
         self.num_running -= 1
 
+    async def end(self, sending: asyncio.Task[None]) -> None:
+        """End all conversations, and wait until the sender has."""
+        for end in self.ends.values():
+            end.set()
+        await sending
+
     def send(self, arrivals: Arrivals, count: int) -> asyncio.Task[None]:
         sending = arrivals.send(conversations(count), self.converse, lambda: self.now, self.sleep)
         return asyncio.ensure_future(sending)
@@ -75,9 +81,7 @@ async def test_a_closed_loop_starts_no_more_users_than_conversations() -> None:
     sending = stage.send(ClosedLoop(100), 2)
     await settle()
     assert stage.num_running == 2
-    for end in stage.ends.values():
-        end.set()
-    await sending
+    await stage.end(sending)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -97,9 +101,7 @@ async def test_the_times_of_an_open_loop_do_not_depend_on_answers(pattern: Patte
     await until(lambda: stage.num_running == 50)
     assert [stage.starts[index] for index in range(50)] == pytest.approx(loop.times(50))
     assert [stage.dues[index] for index in range(50)] == pytest.approx(loop.times(50))
-    for end in stage.ends.values():
-        end.set()
-    await sending
+    await stage.end(sending)
 
 
 async def test_an_open_loop_respects_its_bound_and_counts_the_waiting() -> None:
@@ -116,9 +118,7 @@ async def test_an_open_loop_respects_its_bound_and_counts_the_waiting() -> None:
     assert stage.dues == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
     assert stage.starts == {0: 0.0, 1: 1.0, 2: 10.0, 3: 10.0}
     assert stage.num_running_max == 2
-    for end in stage.ends.values():
-        end.set()
-    await sending
+    await stage.end(sending)
 
 
 def test_poisson_arrivals_have_exponential_gaps_and_their_rate() -> None:

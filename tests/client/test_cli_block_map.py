@@ -62,11 +62,6 @@ def test_the_legend_names_the_owners_and_explains_only_what_is_there() -> None:
     assert "reserved" in "\n".join(picture(block(1, RESERVED), num_blocks=2))
 
 
-def test_an_owner_with_a_name_that_is_no_text_does_nothing_to_the_terminal() -> None:
-    lines = picture(block(1, HELD, "\x1b[2J[red]\nB b"), num_blocks=2)
-    assert lines[-1].strip() == r"A \x1b[2J[red]\nB b: 1 block"
-
-
 def test_equal_rows_of_a_large_pool_are_told_in_one_line() -> None:
     """A hundred thousand free blocks take one line, and the rows with something in them stay."""
     blocks = [block(i, FREE) for i in range(1, 100_000)]

@@ -92,18 +92,6 @@ async def test_a_child_that_does_not_listen_is_killed_after_the_grace() -> None:
         assert 0.25 < time.monotonic() - started < 60
 
 
-async def test_a_second_interrupt_cuts_the_grace_short() -> None:
-    log = Log()
-    children = Children(log, grace_seconds=60)
-    await children.start(child("worker-0", STUBBORN))
-    await log.wait_for("worker-0", "ready")
-    stopping = asyncio.create_task(children.stop())
-    await asyncio.sleep(0.1)
-    assert not stopping.done()
-    children.kill_now()
-    assert await asyncio.wait_for(stopping, 30) == [ChildExit("worker-0", -signal.SIGKILL)]
-
-
 async def test_cancelling_twice_does_not_leave_children_behind() -> None:
     """The first Ctrl-C asks, the second kills; neither walks away."""
     log = Log()

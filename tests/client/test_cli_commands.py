@@ -22,6 +22,7 @@ from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, worker_pb2
+from tests.client.commands import kvpool, run_kvpool, start_kvpool
 from tests.client.fakes import (
     HANG,
     SAT,
@@ -33,19 +34,6 @@ from tests.client.fakes import (
     fake_cluster,
     usage,
 )
-
-
-async def kvpool(*arguments: str) -> int:
-    """Run a command beside the fakes' event loop; returns its exit status."""
-
-    def run() -> int:
-        try:
-            main(arguments)
-        except SystemExit as exit_:
-            return int(exit_.code or 0)
-        return 0
-
-    return await asyncio.to_thread(run)
 
 
 async def test_generate_streams_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,13 +130,10 @@ async def test_a_wrong_answer_flag_is_told(
     assert not worker.requests
 
 
-async def test_generate_reads_the_prompt_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_generate_reads_the_prompt_from_a_pipe() -> None:
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager:
-        command = [sys.executable, "-m", "kvpool.client.cli", "generate", "-", "--json", "--manager", manager.address]
-        done = await asyncio.to_thread(
-            subprocess.run, command, input="the cat", capture_output=True, text=True, timeout=60, check=True
-        )
+        done = await run_kvpool("generate", "-", "--json", "--manager", manager.address, typed="the cat")
     assert json.loads(done.stdout)["worker_id"] == "w"
     assert list(worker.requests[0].token_ids.ids) == [1, 5, 6]
 
@@ -165,16 +150,9 @@ async def test_chat_remembers_the_conversation_until_it_is_told_not_to() -> None
     """Each question carries what was said before; /clear forgets it."""
     worker = FakeWorker("w", answer(SAT))
     async with fake_cluster(worker) as manager:
-        command = [sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address]
-        done = await asyncio.to_thread(
-            subprocess.run,
-            command,
-            input="the\ncat\n/clear\ndog\n/exit\nmat\n",
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        typed = "the\ncat\n/clear\ndog\n/exit\nmat\n"
+        done = await run_kvpool("chat", "--manager", manager.address, typed=typed)
+    assert done.returncode == 0
     assert done.stdout.split() == ["sat", "sat", "sat"]
     prompts = [list(request.token_ids.ids) for request in worker.requests]
     assert prompts == [[1, 3, 5, 4], [1, 3, 5, 4, SAT, 3, 6, 4], [1, 3, 10, 4]]
@@ -186,11 +164,8 @@ async def test_chat_goes_on_after_a_question_that_failed() -> None:
     broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
     worker = FakeWorker("w", [too_long], [broken], answer(SAT))
     async with fake_cluster(worker) as manager:
-        command = [sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address]
-        done = await asyncio.to_thread(
-            subprocess.run, command, input="the\ncat\ndog\n", capture_output=True, text=True, timeout=60, check=True
-        )
-    assert done.stdout.split() == ["sat"]
+        done = await run_kvpool("chat", "--manager", manager.address, typed="the\ncat\ndog\n")
+    assert (done.returncode, done.stdout.split()) == (0, ["sat"])
     assert [line.partition(": ")[0] for line in done.stderr.splitlines()].count("kvpool") == 2
     assert "too long" in done.stderr
     assert "a bug" in done.stderr
@@ -271,11 +246,7 @@ async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
         manager.blocks = [
             cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_CACHED) for i in range(1, 12)
         ]
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "kvpool.client.cli", "blocks", "--manager", manager.address],
-            env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+        done = await run_kvpool("blocks", "--manager", manager.address, PYTHONIOENCODING="ascii")
     assert "0%%%%%%%%%%%" in done.stdout
 
 
@@ -397,29 +368,12 @@ async def test_a_refusal_is_one_line_with_the_figures(capsys: pytest.CaptureFixt
     assert "needs 900 blocks, there are 11" in captured.err
 
 
-async def test_killing_the_command_ends_its_call() -> None:
-    """kill -9 in the middle of an answer: the worker sees the connection go."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+async def test_a_signal_ends_the_command_and_its_call_quietly(number: signal.Signals, status: int) -> None:
+    """In the middle of an answer: the worker sees the connection go, also after kill -9."""
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvpool.client.cli", "generate", "the", "--manager", manager.address,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
-        process.kill()
-        await process.wait()
-        await asyncio.wait_for(worker.cancelled.wait(), 30)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-async def test_a_signal_ends_the_command_quietly(number: signal.Signals, status: int) -> None:
-    worker = FakeWorker("w", [answer(THE)[0], HANG])
-    async with fake_cluster(worker) as manager:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvpool.client.cli", "generate", "the", "--manager", manager.address,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        process = await start_kvpool("generate", "the", "--manager", manager.address)
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.read(4), 30) == b" the"
         process.send_signal(number)
@@ -433,12 +387,7 @@ async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
     """The call is cancelled, half an answer is not remembered, and the next question is answered."""
     worker = FakeWorker("w", [answer(THE)[0], HANG], answer(SAT))
     async with fake_cluster(worker) as manager:
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        process = await start_kvpool("chat", "--manager", manager.address)
         assert process.stdout is not None
         assert process.stdin is not None
         process.stdin.write(b"the cat\n")
@@ -454,14 +403,7 @@ async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
 async def test_up_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """Else the other cluster's manager would be taken for ours."""
     async with fake_cluster() as manager:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "kvpool.client.cli", "up", "--port", manager.address.rpartition(":")[2]],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = await run_kvpool("up", "--port", manager.address.rpartition(":")[2])
     assert done.returncode == 1
     assert "--port" in done.stderr
     assert "Traceback" not in done.stderr

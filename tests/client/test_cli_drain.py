@@ -9,8 +9,8 @@ import pytest
 
 from kvpool.client import Client, InvalidRequest, NotFound
 from kvpool.client.cli.commands import drain as drain_module
+from tests.client.commands import kvpool
 from tests.client.fakes import SESSION, FakeManager, FakeWorker, fake_cluster, serving
-from tests.client.test_cli_commands import kvpool
 
 
 async def test_it_waits_until_the_worker_has_left(capsys: pytest.CaptureFixture[str]) -> None:

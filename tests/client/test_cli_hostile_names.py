@@ -25,6 +25,7 @@ from kvpool.client.cli.launch.log import PrefixedLog
 from kvpool.client.cli.terminal import print_answer
 from kvpool.client.errors import InvalidRequest
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
+from tests.client.commands import kvpool, run_kvpool
 from tests.client.fakes import (
     CAT,
     SAT,
@@ -37,7 +38,6 @@ from tests.client.fakes import (
     error_status,
     serving,
 )
-from tests.client.test_cli_commands import kvpool
 
 NASTY = "[/x] [bold]\x1b]0;PWN\x07\x1b[2J\x9b31m\u202egnp\u2028\n\r\x7f:smile:"
 BECOME_ANOTHER_PROCESS = {"manager", "worker", "walkthrough"}
@@ -77,11 +77,7 @@ class Listed(NastyWorker):
 class NastyHealth(health_pb2_grpc.HealthServicer):
     """Refuses with such a message."""
 
-    async def Check(
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: Context[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         await context.abort(grpc.StatusCode.INTERNAL, f"health {NASTY}")
         raise AssertionError
 
@@ -180,17 +176,10 @@ async def test_a_template_that_refuses_is_shown(capsys: pytest.CaptureFixture[st
 async def test_a_conversation_shows_names_and_errors() -> None:
     """Its remarks, and what it says when a question fails."""
     async with nasty_cluster(answer(SAT), [nasty_status(code_pb2.INVALID_ARGUMENT)]) as manager:
-        command = [sys.executable, "-m", "kvpool.client.cli", "chat", "--manager", manager.address]
-        process = await run(command, "the\ncat\n")
+        process = await run_kvpool("chat", "--manager", manager.address, typed="the\ncat\n")
     assert process.returncode == 0
     assert "prompt tokens" in assert_harmless(process.stdout, process.stderr)
     assert "kvpool: " in process.stderr
-
-
-async def run(command: Sequence[str], typed: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(
-        subprocess.run, command, input=typed, capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 async def test_health_shows_what_a_service_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +190,8 @@ async def test_health_shows_what_a_service_says(capsys: pytest.CaptureFixture[st
     await server.start()
     try:
         assert await kvpool("health", f"127.0.0.1:{port}") == 1
-        program = await run([sys.executable, "client/health.py", f"127.0.0.1:{port}"], "")
+        command = [sys.executable, "client/health.py", f"127.0.0.1:{port}"]
+        program = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     finally:
         await server.stop(None)
     captured = capsys.readouterr()

@@ -52,11 +52,6 @@ async def kept(
     return events
 
 
-async def test_it_ends_when_all_but_the_vital_one_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = await kept(monkeypatch, child("manager", SLEEPER), child("a", "pass"), child("b", "pass"))
-    assert sorted(told) == ["a has left", "b has left"]
-
-
 async def test_a_death_is_reported_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It dies twice, then ends well. Each new process is named."""
     lines: list[str] = []

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from kvpool.client.cli.top.view import Picture, render
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
-from tests.client.test_cli_commands import kvpool
+from tests.client.commands import kvpool, run_kvpool
 from tests.cluster.polling import eventually
 
 # -- rates
@@ -424,14 +423,10 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
 
 async def test_without_a_terminal_it_looks_once(server: Server, workers: tuple[Worker, Worker]) -> None:
     """So that `kvpool top | head` and cron do what is meant."""
-    command = [sys.executable, "-m", "kvpool.client.cli", "top", "--interval", "0.1"]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--manager", f"127.0.0.1:{server.port}", stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
-    )  # fmt: skip
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0
-    assert b"\x1b" not in output
-    assert row(output.decode(), "second")[1] == "serving"
+    done = await run_kvpool("top", "--interval", "0.1", "--manager", f"127.0.0.1:{server.port}")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert row(done.stdout, "second")[1] == "serving"
 
 
 async def test_once_says_what_is_wrong(

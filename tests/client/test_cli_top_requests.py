@@ -116,19 +116,18 @@ def test_a_request_that_was_preempted_keeps_its_rate_and_another_of_its_name_doe
 
 
 def test_each_request_has_a_row_with_what_is_known_of_it() -> None:
+    """The third has no rate yet, and is fenced, whatever it has computed."""
     first = sequence(UUID, 2048, 512, attempt=2, num_cached=256)
     second = sequence("chat-7", 1234, 1232, round=3)
-    worker = worker_with(first, second, num_waiting=2)
+    third = sequence("new", 100, 0, fenced=True)
+    worker = worker_with(first, second, third, num_waiting=2)
     lines = drawn(worker, rates={sequence_name(worker, first): 0.0, sequence_name(worker, second): 1234.4})
-    assert lines[0] == "requests of w: 2 hold blocks, the oldest first; 2 wait for a turn"
+    assert lines[0] == "requests of w: 3 hold blocks, the oldest first; 2 wait for a turn"
     heads = ["request", "state", "known tokens", "computed", "cached", "gen/s", "blocks", "attempt", "round"]
     assert re.split(r"  +", lines[1]) == heads
     assert lines[2].split() == [UUID, "prefilling", "2,048", "25%", "256", "0", "128", "2", "0"]
     assert lines[3].split() == ["chat-7", "decoding", "1,234", "100%", "0", "1,234", "78", "1", "3"]
-
-
-def test_a_rate_that_is_not_known_yet_is_no_number() -> None:
-    assert drawn(worker_with(sequence("a")))[2].split()[5] == "–"
+    assert lines[4].split() == ["new", "fenced", "100", "0%", "0", "–", "7", "1", "0"]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,6 @@ def test_with_blocks_of_one_token_the_last_one_is_never_computed() -> None:
     worker = worker_with(sequence("a", 9, 8), sequence("b", 9, 7))
     worker.kv_cache_config.block_size = 1
     assert [line.split()[1] for line in drawn(worker)[2:]] == ["decoding", "prefilling"]
-
-
-def test_a_fenced_request_says_so_whatever_it_has() -> None:
-    assert drawn(worker_with(sequence("a", 100, 0, fenced=True)))[2].split()[1] == "fenced"
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1, 5])

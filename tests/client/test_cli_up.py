@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,10 +16,9 @@ import pytest
 
 from kvpool.client.cli.launch.cluster import free_port, require_free_port
 from kvpool.client.errors import Unavailable
+from tests.client.commands import KVPOOL, run_kvpool
 from tests.client.processes import descendants, is_alive
 from tests.scrape import scrape
-
-KVPOOL = [sys.executable, "-m", "kvpool.client.cli"]
 
 
 class Up:
@@ -50,13 +48,9 @@ class Up:
 
     async def run(self, *arguments: str) -> str:
         """stdout of another kvpool command, which must succeed."""
-        process = await asyncio.create_subprocess_exec(
-            *KVPOOL, *arguments, "--manager", self.manager,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 0, err.decode()
-        return out.decode()
+        done = await run_kvpool(*arguments, "--manager", self.manager)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
 
 def free_ports(count: int) -> int:

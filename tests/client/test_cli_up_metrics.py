@@ -8,16 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client.cli.commands.up import UpSettings
 from kvpool.client.cli.launch.children import ChildSpec
-from kvpool.client.cli.launch.cluster import ClusterSpec
 from kvpool.client.errors import Unavailable
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
-
-
-def spec(*arguments: str) -> ClusterSpec:
-    return load_settings(UpSettings, ["--device", "cpu", *arguments]).spec()
+from tests.client.test_cli_up_workers import spec
 
 
 def ports(children: Sequence[ChildSpec]) -> dict[str, int | None]:

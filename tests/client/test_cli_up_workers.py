@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from kvpool.client.cli.launch.children import ChildSpec
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
-
-KVPOOL = [sys.executable, "-m", "kvpool.client.cli"]
+from tests.client.commands import run_kvpool
 
 
 def spec(*arguments: str) -> ClusterSpec:
@@ -57,12 +55,9 @@ def test_a_single_worker_may_be_given_its_port() -> None:
     assert (settings.port, settings.manager) == (7001, "10.0.0.1:50051")
 
 
-def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+async def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A cluster none of whose workers may start: each would make its folder in `state_dir`."""
-    done = subprocess.run(
-        [*KVPOOL, "up", "--port", str(free_port()), "--state-dir", str(state_dir), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = await run_kvpool("up", "--port", str(free_port()), "--state-dir", str(state_dir), *arguments)
     assert not (state_dir / "workers").exists()
     return done
 
@@ -83,19 +78,19 @@ def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         (["--model", "/no/such"], 1, ["kvpool worker: There is no model folder '/no/such'"]),
     ],
 )
-def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
+async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
     arguments: list[str], status: int, says: list[str], tmp_path: Path
 ) -> None:
     """With one line for each problem, however many workers there are, and the exit status of a worker."""
-    done = run_up(tmp_path, *arguments)
+    done = await run_up(tmp_path, *arguments)
     lines = done.stderr.splitlines()
     assert done.returncode == status
     assert len(lines) == len(says)
     assert all(line.startswith(start) for line, start in zip(lines, says, strict=True)), lines
 
 
-def test_help_after_the_dashes_is_the_worker_s(tmp_path: Path) -> None:
-    done = run_up(tmp_path, "--", "--help")
+async def test_help_after_the_dashes_is_the_worker_s(tmp_path: Path) -> None:
+    done = await run_up(tmp_path, "--", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: kvpool worker " in done.stdout
     assert "--max-mixed-prefill-tokens" in done.stdout

@@ -9,7 +9,6 @@ import pytest
 
 from kvpool.client import InvalidRequest
 from kvpool.client.chat_template import ChatTemplate
-from kvpool.client.template_child import MAX_RENDERED_CHARS
 
 USER = [{"role": "user", "content": "hi <b> & ü"}]
 
@@ -61,22 +60,6 @@ def test_a_template_changes_nothing_that_it_is_given(source: str) -> None:
     assert messages == [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'a' * 10000000000 }}",
-        "{{ 10000000000 * 'a' }}",
-        "{{ 10 ** 10000000000 }}",
-        "{{ range(100000000)|list }}",
-        "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
-    ],
-)
-def test_a_template_cannot_eat_all_memory(source: str) -> None:
-    with pytest.raises(InvalidRequest):
-        render(source)
-    assert MAX_RENDERED_CHARS < 2**26
-
-
 def test_templates_find_what_transformers_gives_them() -> None:
     """tojson without HTML escapes, the date, loop controls, generation blocks, special tokens, trimmed blocks."""
     assert render("{{ bos_token }}") == "<s>"
@@ -88,11 +71,6 @@ def test_templates_find_what_transformers_gives_them() -> None:
     assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
     assert render("{{ tools is none }} {{ documents is none }}") == "True True"
     assert render("{{ add_generation_prompt }} {{ enable_thinking }}", enable_thinking=False) == "True False"
-
-
-def test_a_template_that_refuses_says_why() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        render("{{ raise_exception('roles must alternate') }}")
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{% for %}", "{{ nothing.there }}"])

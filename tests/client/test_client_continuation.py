@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from contextlib import AsyncExitStack
 from typing import Unpack
 
 import pytest
@@ -13,22 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
-from kvpool.client.config import ClientConfig
-from kvpool.client.sync_client import SyncClient
 from tests.client.clients import quick
-from tests.client.fakes import UNAVAILABLE, FakeManager, error_status, fake_cluster, serving
+from tests.client.fakes import error_status, fake_cluster
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
 
 PROMPT = tuple(b"tell me")
 WORDS = tuple("a€𝄞bé, abc abd abce!".encode())
+STORY = written(PROMPT, *WORDS)
 NEVER_FITS = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "this worker has 3 blocks")
 STALE_ATTEMPT = error_status(code_pb2.FAILED_PRECONDITION, "STALE_ATTEMPT", "goes on elsewhere")
 BUSY = error_status(code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", "1024 requests are waiting")
-
-
-def drawn(seed: int, position: int) -> int:
-    """A letter that only seed and position decide, as a sampled token of a real worker."""
-    return random.Random(f"{seed} {position}").randrange(ord("a"), ord("z") + 1)
 
 
 def joined(chunks: list[Chunk]) -> tuple[tuple[int, ...], str]:
@@ -53,11 +45,9 @@ async def undisturbed(story: Story, **options: Unpack[GenerateOptions]) -> Compl
         return (await read(client, **options))[1]
 
 
-async def check(
-    story: Story, *workers: Storyteller, **options: Unpack[GenerateOptions]
-) -> tuple[list[Chunk], Completion]:
+async def check(*workers: Storyteller, **options: Unpack[GenerateOptions]) -> tuple[list[Chunk], Completion]:
     """With these workers the reader sees what it sees without any failure."""
-    expected = await undisturbed(story, **options)
+    expected = await undisturbed(STORY, **options)
     async with fake_cluster(*workers) as manager, quick(manager) as client:
         chunks, completion = await read(client, **options)
     assert joined(chunks) == (expected.token_ids, expected.text) == (completion.token_ids, completion.text)
@@ -75,9 +65,8 @@ async def check(
 async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(num_delivered: int) -> None:
     """Also inside a character, and behind the last token when only the end is missing. The next worker is asked for the
     rest: prompt and delivered tokens, the same sequence and seed, a larger attempt."""
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(num_delivered)), Storyteller("w2", story)
-    _, completion = await check(story, first, second, temperature=1.0, max_tokens=100)
+    first, second = Storyteller("w1", STORY, Telling(num_delivered)), Storyteller("w2", STORY)
+    _, completion = await check(first, second, temperature=1.0, max_tokens=100)
     assert (completion.worker_id, completion.num_attempts) == ("w2", 2)
     (one,), (two,) = first.requests, second.requests
     assert tuple(two.token_ids.ids) == PROMPT + WORDS[:num_delivered]
@@ -89,29 +78,17 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
 
 async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
     """Whoever holds what was generated, from an earlier request or a shared one, has the least to compute."""
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
+    first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY)
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         await read(client)
     assert [tuple(memoryview(route.tokens).cast("I")) for route in manager.routes] == [PROMPT, PROMPT + WORDS[:3]]
 
 
-async def test_a_seed_that_nobody_gave_is_kept() -> None:
-    """Sampling draws by seed and position: a continuation with another seed would be another text."""
-    first, second = Storyteller("w1", drawn, Telling(5)), Storyteller("w2", drawn)
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        _, completion = await read(client, temperature=0.8, max_tokens=20)
-    seed = first.requests[0].sampling.seed
-    assert seed == second.requests[0].sampling.seed != 0
-    assert completion.token_ids == tuple(drawn(seed, len(PROMPT) + index) for index in range(20))
-
-
 async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
     """Two workers in turn; each time the other one goes on, and the usage is that of the whole answer."""
-    story = written(PROMPT, *WORDS)
-    first = Storyteller("w1", story, Telling(2, num_cached=4), Telling(1, num_cached=8))
-    second = Storyteller("w2", story, Telling(3, num_cached=8), Telling(num_cached=12))
-    chunks, completion = await check(story, first, second)
+    first = Storyteller("w1", STORY, Telling(2, num_cached=4), Telling(1, num_cached=8))
+    second = Storyteller("w2", STORY, Telling(3, num_cached=8), Telling(num_cached=12))
+    chunks, completion = await check(first, second)
     assert sorted({(chunk.attempt, chunk.worker_id) for chunk in chunks}) == [
         (1, "w1"),
         (2, "w2"),
@@ -130,26 +107,10 @@ async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
     ]
 
 
-async def test_a_drained_worker_is_left_without_the_manager_naming_it() -> None:
-    """Its grace has ended: UNAVAILABLE with the reason DRAINING; Route names it no more."""
-    story = written(PROMPT, *WORDS)
-    may_break = asyncio.Event()
-    leaving = Storyteller("w1", story, Telling(2, UNAVAILABLE, may_break))
-    async with fake_cluster(leaving, Storyteller("w2", story)) as manager, quick(manager) as client:
-        stream = client.generate(PROMPT)
-        for _ in range(3):
-            await anext(stream)
-        manager.workers = manager.workers[1:]
-        may_break.set()
-        completion = await stream.collect()
-    assert (completion.worker_id, completion.text) == ("w2", bytes(WORDS).decode())
-
-
 async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_ended() -> None:
     """Until then it may be busy. What it says when it thaws reaches nobody: neither its tokens nor that it is superseded."""
-    story = written(PROMPT, *WORDS)
     thaws = asyncio.Event()
-    frozen, live = Storyteller("frozen", story, Telling(4, STALE_ATTEMPT, thaws)), Storyteller("live", story)
+    frozen, live = Storyteller("frozen", STORY, Telling(4, STALE_ATTEMPT, thaws)), Storyteller("live", STORY)
     async with fake_cluster(frozen, live) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         while len(manager.describes) < 5:
@@ -166,8 +127,7 @@ async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_en
 
 async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> None:
     """Its machine lost its power, so no connection was closed; the same name serves at the same address again."""
-    story = written(PROMPT, *WORDS)
-    worker = Storyteller("w", story, Telling(4, waits_for=asyncio.Event()))
+    worker = Storyteller("w", STORY, Telling(4, waits_for=asyncio.Event()))
     async with fake_cluster(worker) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         while len(manager.describes) < 3:
@@ -182,28 +142,25 @@ async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> N
 async def test_the_only_worker_is_asked_again() -> None:
     """It lost its session and has a new one, or was started again: better than an error. While it is not there yet the
     attempts are spread over time."""
-    story = written(PROMPT, *WORDS)
-    worker = Storyteller("w", story, Telling(4), Telling(0), Telling(0))
-    _, completion = await check(story, worker)
+    worker = Storyteller("w", STORY, Telling(4), Telling(0), Telling(0))
+    _, completion = await check(worker)
     assert completion.num_attempts == 4
 
 
 async def test_the_others_are_asked_before_the_one_that_failed() -> None:
     """Although the manager still ranks it first: it holds the prefix."""
-    story = written(PROMPT, *WORDS)
-    first, full = Storyteller("w1", story, Telling(2)), Storyteller("w2", story, Telling(0, BUSY))
-    small = Storyteller("w3", story, Telling(0, NEVER_FITS))
-    last = Storyteller("w4", story)
-    _, completion = await check(story, first, full, small, last)
+    first, full = Storyteller("w1", STORY, Telling(2)), Storyteller("w2", STORY, Telling(0, BUSY))
+    small = Storyteller("w3", STORY, Telling(0, NEVER_FITS))
+    last = Storyteller("w4", STORY)
+    _, completion = await check(first, full, small, last)
     assert (completion.worker_id, completion.num_attempts) == ("w4", 4)
     assert len(first.requests) == 1
 
 
 async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
     """How many tokens came, who was tried and what each said, and what to do."""
-    story = written(PROMPT, *WORDS)
     down = error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")
-    first, second = Storyteller("w1", story, Telling(3), Telling(0)), Storyteller("w2", story, Telling(0, down))
+    first, second = Storyteller("w1", STORY, Telling(3), Telling(0)), Storyteller("w2", STORY, Telling(0, down))
     async with fake_cluster(first, second) as manager, quick(manager, max_attempts=3) as client:
         stream = client.generate(PROMPT)
         with pytest.raises(Unavailable) as caught:
@@ -219,8 +176,7 @@ async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
 
 async def test_the_deadline_holds_while_the_stream_moves() -> None:
     """One time-out for the whole answer; the error tells why it took so long."""
-    story = written(PROMPT, *WORDS)
-    worker = Storyteller("w1", story, Telling(3))
+    worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=60.0) as client:
         stream = client.generate(PROMPT, timeout=3.0)
         for _ in range(4):
@@ -232,36 +188,15 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
 
 
 async def test_when_no_worker_is_left_the_error_says_so() -> None:
-    story = written(PROMPT, *WORDS)
-    async with fake_cluster(Storyteller("w1", story, Telling(3))) as manager, quick(manager) as client:
+    async with fake_cluster(Storyteller("w1", STORY, Telling(3))) as manager, quick(manager) as client:
         stream = client.generate(PROMPT)
         for _ in range(4):
             await anext(stream)
-        manager.workers = [Storyteller("other", story, model=story_model())]
+        manager.workers = [Storyteller("other", STORY, model=story_model())]
         manager.workers[0].model.fingerprint = "fp-other"
         with pytest.raises(Unavailable, match=r"after 3 tokens.*no live worker serves tiny.*before that, w1") as caught:
             await stream.collect()
     assert caught.value.reason == "NO_WORKER"
-
-
-async def test_a_manager_that_is_away_is_waited_for() -> None:
-    """Worker and manager die together: the stream goes on when the manager is back."""
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-    manager = FakeManager([first, second])
-    async with serving(first, second), AsyncExitStack() as first_life:
-        await first_life.enter_async_context(serving(manager))
-        async with quick(manager) as client:
-            stream = client.generate(PROMPT, timeout=30)
-            for _ in range(4):
-                await anext(stream)
-            await first_life.aclose()
-            task = asyncio.create_task(stream.collect())
-            done, _ = await asyncio.wait({task}, timeout=0.7)
-            assert not done
-            async with serving(manager, port=int(manager.address.rpartition(":")[2])):
-                completion = await asyncio.wait_for(task, 30)
-    assert (completion.worker_id, completion.text) == ("w2", bytes(WORDS).decode())
 
 
 async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
@@ -287,8 +222,7 @@ async def test_a_stream_as_long_as_the_model_takes_is_complete() -> None:
 
 
 async def test_log_probabilities_join_on() -> None:
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
+    first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY)
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         _, completion = await read(client, logprobs=0)
     assert completion.logprobs is not None
@@ -297,10 +231,9 @@ async def test_log_probabilities_join_on() -> None:
 
 async def test_cancelling_a_stream_that_moves_leaves_no_call_behind() -> None:
     """While nobody answers, and while the next worker says nothing yet."""
-    story = written(PROMPT, *WORDS)
     first, second = (
-        Storyteller("w1", story, Telling(3)),
-        Storyteller("w2", story, Telling(0, waits_for=asyncio.Event())),
+        Storyteller("w1", STORY, Telling(3)),
+        Storyteller("w2", STORY, Telling(0, waits_for=asyncio.Event())),
     )
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
@@ -314,8 +247,7 @@ async def test_cancelling_a_stream_that_moves_leaves_no_call_behind() -> None:
 
 async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
     """Another task closes it, e.g. SyncStream.close(); the worker that comes back is not bothered."""
-    story = written(PROMPT, *WORDS)
-    worker = Storyteller("w1", story, Telling(3))
+    worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=30.0) as client:
         stream = client.generate(PROMPT)
         for _ in range(4):
@@ -333,25 +265,12 @@ async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
 
 async def test_an_error_that_is_nobodys_absence_is_not_carried_on() -> None:
     """A request that makes one worker fail would make the next one fail."""
-    story = written(PROMPT, *WORDS)
     bug = error_status(code_pb2.INTERNAL, "INTERNAL", "the model step failed")
-    first, second = Storyteller("w1", story, Telling(3, bug)), Storyteller("w2", story)
+    first, second = Storyteller("w1", STORY, Telling(3, bug)), Storyteller("w2", STORY)
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         with pytest.raises(Exception, match="the model step failed"):
             await read(client)
     assert not second.requests
-
-
-async def test_the_blocking_client_goes_on_too() -> None:
-    story = written(PROMPT, *WORDS)
-    first, second = Storyteller("w1", story, Telling(3)), Storyteller("w2", story)
-
-    def chunks(manager: FakeManager) -> list[Chunk]:
-        with SyncClient(config=ClientConfig(manager=manager.address)) as client, client.generate(PROMPT) as stream:
-            return list(stream)
-
-    async with fake_cluster(first, second) as manager:
-        assert joined(await asyncio.to_thread(chunks, manager)) == (WORDS, bytes(WORDS).decode())
 
 
 @settings(max_examples=40)

@@ -23,12 +23,9 @@ from kvpool.client import (
     Unavailable,
 )
 from kvpool.client.cli.launch.cluster import free_port
-from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import (
     CAT,
-    HANG,
-    SAT,
     THE,
     UNAVAILABLE,
     FakeManager,
@@ -38,7 +35,6 @@ from tests.client.fakes import (
     error_status,
     fake_cluster,
     serving,
-    usage,
 )
 
 
@@ -73,27 +69,6 @@ async def test_a_dead_worker_is_passed_over() -> None:
         manager.workers = [dead, live]
         completion = await client.generate("the").collect()
     assert completion.worker_id == "live"
-
-
-async def test_a_worker_that_fails_between_usage_and_the_first_token_is_passed_over() -> None:
-    admitted = worker_pb2.GenerateResponse(usage=usage())
-    first, second = FakeWorker("w1", [admitted, UNAVAILABLE]), FakeWorker("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        completion = await client.generate("the").collect()
-    assert (completion.worker_id, completion.token_ids) == ("w2", (THE, CAT, SAT))
-
-
-async def test_a_frozen_worker_is_passed_over_when_its_lease_has_ended() -> None:
-    """It took the stream and says nothing: it looks like a busy one until the manager no longer knows it."""
-    frozen, live = FakeWorker("frozen", [HANG]), FakeWorker("live")
-    async with fake_cluster(frozen, live) as manager, quick(manager) as client:
-        task = asyncio.create_task(client.generate("the").collect())
-        await asyncio.sleep(0.5)
-        assert not task.done(), "a busy worker with a lease was given up"
-        manager.workers = [live]
-        completion = await asyncio.wait_for(task, 30)
-        assert completion.worker_id == "live"
-        await asyncio.wait_for(frozen.cancelled.wait(), 30)
 
 
 async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> None:
@@ -135,12 +110,6 @@ async def test_when_nobody_answers_the_error_tells_what_each_one_said() -> None:
     assert [request.attempt for request in first.requests] == [1, 3]
     assert [request.attempt for request in second.requests] == [2, 4]
     assert len(manager.routes) == 2
-
-
-async def test_a_full_worker_is_passed_over() -> None:
-    full = error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full")
-    async with fake_cluster(FakeWorker("w1", [full]), FakeWorker("w2")) as manager, quick(manager) as client:
-        assert (await client.generate("the").collect()).worker_id == "w2"
 
 
 async def test_of_several_full_workers_the_one_that_is_free_first_says_when_to_come_back() -> None:

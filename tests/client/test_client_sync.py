@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, InvalidRequest, SyncClient
+from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, SyncClient
 from kvpool.client.cli.launch.cluster import free_port
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
 
@@ -161,19 +161,6 @@ async def test_several_threads_share_one_client() -> None:
         )
         await asyncio.to_thread(client.close)
     assert answers == [" the cat sat"] * 8
-
-
-async def test_errors_come_out_as_they_are() -> None:
-    async with fake_cluster(FakeWorker("w")) as manager:
-
-        def use() -> None:
-            with SyncClient(config=config(manager)) as client:
-                with pytest.raises(InvalidRequest):
-                    client.generate("the", temperature=-1)
-                with pytest.raises(InvalidRequest):
-                    client.generate([]).collect()
-
-        await asyncio.to_thread(use)
 
 
 def test_both_clients_have_the_same_methods() -> None:

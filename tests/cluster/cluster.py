@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
+from kvpool.client.cli.launch.cluster import free_port as any_free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.polling import eventually
@@ -32,13 +32,10 @@ _given_out: set[int] = set()
 
 def free_port() -> int:
     """A port of loopback that nobody listens on at this moment, and that was not given out before."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port: int = probe.getsockname()[1]
-        if port not in _given_out:
-            _given_out.add(port)
-            return port
+    while (port := any_free_port()) in _given_out:
+        pass
+    _given_out.add(port)
+    return port
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,9 @@ from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.polling import eventually
 
 WORKER = "worker"
+TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
+"""Settings of a worker: chunks of 7, and a pool that holds the longest sequence of a tiny model's prompts (14 blocks) but never
+those of all five (47)."""
 
 
 @dataclass(frozen=True)

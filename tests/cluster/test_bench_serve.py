@@ -6,12 +6,12 @@ import asyncio
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.client.commands import start_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
@@ -22,12 +22,7 @@ BLOCK_SIZE = 4
 
 async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
     """`kvpool bench serve` as a process of its own."""
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvpool.client.cli", "bench", "serve", "--manager", cluster.address(), *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    return await start_kvpool("bench", "serve", "--manager", cluster.address(), *arguments)
 
 
 async def bench_serve(cluster: Cluster, *arguments: str) -> tuple[int | None, str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import pytest_asyncio
 from kvpool.client import DeadlineExceeded
 from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2, worker_pb2
+from tests.client.commands import run_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
 from tests.cluster.polling import eventually
@@ -351,10 +351,8 @@ async def test_the_command_line_finds_every_law_kept(cluster: Cluster, caller: C
     """`kvpool check`, also while streams run."""
     calls = [caller.generate(name, good(f"busy-{name}")) for name in ("a", "b")]
     await asyncio.gather(*map(first_token, calls))
-    arguments = ["-m", "kvpool.client.cli", "check", "--manager", cluster.address()]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    printed, _ = await process.communicate()
-    assert (process.returncode, "every law holds" in printed.decode()) == (0, True), printed
+    done = await run_kvpool("check", "--manager", cluster.address())
+    assert (done.returncode, "every law holds" in done.stdout) == (0, True), done.stdout
 
 
 async def test_a_storm_of_everything_leaves_nothing_behind(cluster: Cluster, caller: Caller) -> None:

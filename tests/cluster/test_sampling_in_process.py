@@ -14,13 +14,11 @@ import torch
 from kvpool.client import Completion, GenerateOptions
 from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import worker_pb2_grpc
-from tests.cluster.in_process import in_process_cluster
+from tests.cluster.in_process import TIGHT, in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
 from tests.model.plain_loop import PlainLoop
 from tests.tiny_models import EOS_TOKEN_ID, TinyModel, make_tiny_model
 
-# Chunks of 7, blocks of 4, and a pool that holds the longest sequence but never all of a batch.
-TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
 NUM_NEW = 16
 
 OPTIONS: dict[str, GenerateOptions] = {

@@ -81,12 +81,9 @@ async def subject(shared: Subject) -> AsyncIterator[Subject]:
         yield shared
 
 
-async def start_streams(client: Client, num_streams: int, first: int = 0) -> list[GenerateStream]:
-    """Streams that run for long, each behind its first token, over unrelated prompts."""
-    streams = [
-        client.generate([200 + index, *range(10)], max_tokens=ENDLESS_TOKENS)
-        for index in range(first, first + num_streams)
-    ]
+async def start_streams(client: Client, num_streams: int, num_tokens: int = ENDLESS_TOKENS) -> list[GenerateStream]:
+    """Streams over unrelated prompts, each after its first token; by default they run for long."""
+    streams = [client.generate([200 + index, *range(10)], max_tokens=num_tokens) for index in range(num_streams)]
     for stream in streams:
         while not (await anext(stream)).token_ids:
             pass
@@ -282,10 +279,7 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
     requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
     cluster = subject.cluster
     async with cluster.client() as client:
-        streams = [client.generate([200 + index, *range(10)], max_tokens=1_000) for index in range(6)]
-        for stream in streams:
-            while not (await anext(stream)).token_ids:
-                pass
+        streams = await start_streams(client, 6, num_tokens=1_000)
         leaving = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert leaving
         worker = cluster.processes["a"]

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.in_process import in_process_cluster
+from tests.cluster.in_process import TIGHT, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 
-# Chunks of 7, blocks of 4, and a pool that holds the longest sequence (14 blocks) but never all five (47).
-TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
 CAPACITY = 20
 
 

@@ -41,16 +41,3 @@ async def test_several_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyC
     await tiny.cluster.until_clean()
     for name in TinyCluster.TIGHT:
         assert (await tiny.cluster.worker(name)).totals.num_evicted_blocks > 0
-
-
-@pytest.mark.parametrize("name", WORKERS)
-async def test_alone_cold_and_warm_answers_the_truth(tiny: TinyCluster, name: str) -> None:
-    """Without neighbours; the second time all full blocks but those of the last token come out of the cache."""
-    for truth in tiny.truths(name):
-        for warm in (False, True):
-            completion = await tiny.cluster.complete(
-                truth.prompt, model=name, max_tokens=len(truth.tokens), logprobs=NUM_TOP, tenant_salt="alone"
-            )
-            truth.check(completion)
-            if warm:
-                assert completion.num_cached_tokens == (len(truth.prompt) - 1) // 4 * 4

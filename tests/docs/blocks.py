@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,11 @@ class Block(NamedTuple):
                 command = ""
         assert not command, f"a command does not end: {command}"
         return found
+
+
+def here(command: str) -> str:
+    """A command of a document with this environment's programs: a checkout's own `.venv` is wherever these tests run."""
+    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
 
 
 def _is_whole(command: str) -> bool:

@@ -6,14 +6,13 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvpool.client.cli.launch.cluster import free_port
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, here
 
 DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -36,7 +35,7 @@ class ProtocolShell:
     def here(self, text: str) -> str:
         """A command as it can be run here."""
         text = text.replace("$PWD/build/stubs", "build/stubs").replace("build/stubs", str(self._folder))
-        return text.replace("50061", str(self.port)).replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+        return here(text.replace("50061", str(self.port)))
 
     def run(self, commands: str) -> str:
         """Run commands, of which the last must succeed; returns what they print. Calls that are refused fail on purpose."""

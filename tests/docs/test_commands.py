@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from kvpool.client.cli.settings import ClientSettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from scripts.protos import SITE
-from tests.docs.blocks import ROOT, Block, blocks, inline_code
+from tests.docs.blocks import ROOT, Block, blocks, here, inline_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -83,7 +82,7 @@ class Shell:
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
         done = subprocess.run(
-            ["bash", "-c", _here(command)],
+            ["bash", "-c", here(command)],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -94,7 +93,7 @@ class Shell:
         if self._cluster is None:
             with self._log.open("wb") as output:
                 self._cluster = subprocess.Popen(
-                    ["bash", "-c", f"exec {_here(command)}"],
+                    ["bash", "-c", f"exec {here(command)}"],
                     cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip
         end = time.monotonic() + 240
@@ -109,11 +108,6 @@ class Shell:
         if self._cluster is not None:
             self._cluster.send_signal(signal.SIGTERM)
             assert self._cluster.wait(60) == 0
-
-
-def _here(command: str) -> str:
-    """A checkout's own environment is wherever these tests run."""
-    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
 
 
 @pytest.fixture(scope="module")

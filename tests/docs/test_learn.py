@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +18,9 @@ from kvpool.worker_service.cache.reserve import spare_target
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
+from tests.docs.blocks import ROOT, here
 
-REPOSITORY = Path(__file__).parents[2]
-TEXT = (REPOSITORY / "docs" / "LEARN.md").read_text()
+TEXT = (ROOT / "docs" / "LEARN.md").read_text()
 FLAT = " ".join(TEXT.split())
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -56,7 +54,7 @@ def test_there_are_references() -> None:
 
 @pytest.mark.parametrize(("path", "name"), REFERENCES)
 def test_what_is_referred_to_exists(path: str, name: str) -> None:
-    source = (REPOSITORY / path).read_text()
+    source = (ROOT / path).read_text()
     assert not name or name in _names(ast.parse(source))
 
 
@@ -169,7 +167,7 @@ def _seal(tree: PrefixTree, pool: BlockPool) -> None:
 
 def test_the_diagram_and_the_table_name_every_call_that_changes_a_state() -> None:
     """Those are the methods of BlockPool that write `_state` or `_ref_count`; `_take` is the inside of two of them."""
-    source = (REPOSITORY / "cache_service" / "core" / "block_pool.py").read_text()
+    source = (ROOT / "cache_service" / "core" / "block_pool.py").read_text()
     [pool] = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "BlockPool"]
     writers = {
         method.name
@@ -228,19 +226,6 @@ def test_the_life_that_is_told() -> None:
     assert worker.free_list[-2:] == [table[1], table[0]]
 
 
-# -- exercises
-
-
-@pytest.mark.parametrize(
-    ("block_size", "num_tokens", "num_cached"), [(4, 18, 16), (4, 16, 12), (16, 16, 0), (16, 17, 16)]
-)
-def test_a_repeated_prompt_computes_at_least_one_token(block_size: int, num_tokens: int, num_cached: int) -> None:
-    """The second exercise, and the rule of counting."""
-    worker = Desk(block_size=block_size)
-    worker.serve("first", list(range(num_tokens)))
-    assert worker.serve("second", list(range(num_tokens))) == num_cached
-
-
 # -- commands
 
 _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
@@ -248,9 +233,8 @@ _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
 
 
 def _run(command: str) -> str:
-    """Run a block as a reader does, with this environment's programs in place of `.venv/bin`."""
-    command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
-    done = subprocess.run(["bash", "-ec", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    """Run a block as a reader does."""
+    done = subprocess.run(["bash", "-ec", here(command)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,18 +16,11 @@ from kvpool.cache_service.core import allocation, updates
 from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
-    AllocateItem,
     Appended,
-    ContentRun,
     Granted,
     Limits,
-    PoolConfig,
-    Registration,
-    ReportPart,
-    ReservedBlock,
     Root,
     SequenceKey,
-    TableEntry,
     Uplink,
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
@@ -302,32 +294,6 @@ def states_of(desk: Desk) -> tuple[int, int, int, int]:
     return counts.free, counts.cached, counts.held, counts.reserved
 
 
-def test_no_blocks_refuses_the_report_too_and_without_the_wish_it_is_taken() -> None:
-    desk = Desk(9)
-    desk.grant("a", range(8))
-    desk.grant("b", range(100, 124))
-    assert reasons_of(desk.report("a", want_blocks=3)) == {"NO_BLOCKS"}
-    assert desk.session.sequences["a", 1].num_sealed == 0
-    assert desk.report("a") == Appended(8, ())
-    assert reasons_of(desk.report("a", want_blocks=9)) == {"NEVER_FITS"}
-
-
-def test_entries_are_sent_until_they_are_named() -> None:
-    desk = Desk(9)
-    desk.grant("a", range(8))
-
-    def grow(want_blocks: int, bound: Sequence[TableEntry] = ()) -> Sequence[TableEntry]:
-        grown = desk.report("a", want_blocks=want_blocks, bound=bound)
-        assert isinstance(grown, Appended)
-        return grown.new_entries
-
-    first = grow(4)
-    assert [entry.table_index for entry in first] == [2, 3]
-    assert grow(4) == first == grow(1)
-    assert grow(4, first[:1]) == first[1:]
-    assert grow(4, first) == ()
-
-
 def test_only_keep_alive_renews_the_lease() -> None:
     desk = Desk(9)
     desk.grant("a", range(4))
@@ -337,26 +303,6 @@ def test_only_keep_alive_renews_the_lease() -> None:
         desk.manager.append(desk.uplink(), [])
         expired = desk.manager.tick(tick / 2)
     assert [session.number for session in expired] == [desk.number]
-
-
-def test_the_reserve_is_filled_before_the_items_of_allocate_and_surplus_comes_again_with_the_old_wish() -> None:
-    desk = Desk(9)
-    (table,), _ = desk.manager.allocate(desk.uplink(reserve_wish=3), [desk.item("a", range(4))])
-    assert isinstance(table, Granted)
-    (grant,) = entries_of(desk)
-    assert (grant.blocks, table.blocks) == ((1, 2, 3), (4,))
-
-    def give_back(grant: Any, reserve_wish: int | None) -> None:
-        returned = [ReservedBlock(block, grant.generation) for block in grant.blocks]
-        desk.manager.append(desk.uplink(reserve_wish=reserve_wish, returned=returned), [])
-
-    give_back(grant, None)
-    assert states_of(desk) == (4, 0, 1, 3)
-    _, second = entries_of(desk)
-    give_back(second, 0)
-    assert states_of(desk) == (7, 0, 1, 0)
-    desk.manager.append(desk.uplink(reserve_wish=100), [])
-    assert states_of(desk) == (0, 0, 1, 7)
 
 
 def test_a_block_goes_through_its_states_as_the_table_says() -> None:
@@ -373,43 +319,6 @@ def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     everything = desk.grant("c", range(500, 532))
     assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
     assert desk.session.pool.num_evicted == 1
-
-
-def test_a_report_is_taken_in_as_the_document_says() -> None:
-    """Nothing is served before the last part; a part repeated does nothing; a gap names the part; a lie ends the session."""
-    manager = CacheManager(2)
-    pool = PoolConfig(block_size=4, num_blocks=9)
-    hello = Registration("w", 1, 1, "a:1", "", "m", pool, holds_state=True)
-    session = manager.register(hello, now=0.0).session
-    tokens = struct.pack("<8I", *range(8))
-    generation = 1 << 40 | 7  # of the life before
-    content = ContentRun(0, Root("m"), tokens, (3, 5), (generation, generation))
-    item = AllocateItem(SequenceKey("a", 1, 0), Root("m"), tokens + tokens, no_wait=True)
-
-    def refused(call: Callable[[], object]) -> Refusal:
-        with pytest.raises(Refusal) as caught:
-            call()
-        return caught.value
-
-    def report(call_no: int, part: int, *contents: ContentRun, last: bool = False) -> Any:
-        return manager.report(Uplink(session, call_no), ReportPart(part, last, contents))
-
-    assert refused(lambda: report(1, 1)).position == 0
-    report(2, 0, content)
-    assert refused(lambda: manager.allocate(Uplink(session, 3), [item])).reason is Reason.RECOVERING
-    assert manager.route(Root("m"), tokens + tokens) == []
-    report(4, 0, content)
-    report(5, 1, last=True)
-    report(6, 1, last=True)
-    (granted,), _ = manager.allocate(Uplink(session, 7), [item])
-    assert isinstance(granted, Granted)
-    assert (granted.num_cached_tokens, granted.blocks[:2]) == (8, (3, 5))
-    assert granted.generations[:2] == (generation, generation)
-    assert manager.check().violations == []
-
-    session = manager.register(hello._replace(register_no=2), now=0.0).session
-    assert refused(lambda: report(1, 0, content, content)).reason is Reason.BAD_REPORT
-    assert manager.sessions == ()
 
 
 # -- the shell commands

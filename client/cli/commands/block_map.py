@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Annotated, Final
 
 import typer
@@ -131,12 +131,8 @@ def _num_uniform_rows(rows: Sequence[range], cells: dict[int, tuple[str, str]]) 
     first = cells.get(rows[0][0])
     if first is None or first not in _PLAIN_CELLS.values():
         return 0
-    num_rows = 0
-    for row in rows:
-        if any(cells.get(block_id) != first for block_id in row):
-            break
-        num_rows += 1
-    return num_rows
+    uniform = takewhile(lambda row: all(cells.get(block_id) == first for block_id in row), rows)
+    return sum(1 for _ in uniform)
 
 
 def _counts(block_map: BlockMap) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import typer
@@ -10,19 +9,14 @@ from rich.table import Table
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ...client import Client
+from ...sync_client import SyncClient
 from ..terminal import JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
 
 
 def check(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     """Audit the manager's laws. Exit status 1 if any is broken."""
-    config = client_config(manager)
-
-    async def audit() -> cache_pb2.CheckResponse:
-        async with Client(config=config) as client:
-            return await client.check()
-
-    response = asyncio.run(audit())
+    with SyncClient(config=client_config(manager)) as client:
+        response = client.check()
     if as_json:
         print_json(_report_object(response))
     else:

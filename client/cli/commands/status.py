@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -10,19 +9,15 @@ from rich.table import Table
 from kvpool.v1 import cache_pb2, common_pb2
 
 from ...block_map import num_device_blocks
-from ...client import Client
+from ...sync_client import SyncClient
 from ..terminal import PIPED_WIDTH, JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     """Live workers and their blocks."""
     config = client_config(manager)
-
-    async def describe() -> cache_pb2.DescribeResponse:
-        async with Client(config=config) as client:
-            return await client.describe()
-
-    response = asyncio.run(describe())
+    with SyncClient(config=config) as client:
+        response = client.describe()
     workers = sorted(response.workers, key=lambda worker: worker.worker_id)
     if as_json:
         print_json(cluster_object(config.manager, response))

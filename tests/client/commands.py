@@ -1,0 +1,49 @@
+"""kvpool's command line for tests: in this process, and as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Final
+
+from kvpool.client.cli import main
+
+KVPOOL: Final = (sys.executable, "-m", "kvpool.client.cli")
+"""The program and its first arguments."""
+END_SECONDS: Final = 60.0
+"""For a command to end."""
+
+
+async def kvpool(*arguments: str) -> int:
+    """Run a command in a thread next to the fakes' event loop; returns its exit status."""
+
+    def run() -> int:
+        try:
+            main(arguments)
+        except SystemExit as exit_:
+            return int(exit_.code or 0)
+        return 0
+
+    return await asyncio.to_thread(run)
+
+
+async def run_kvpool(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a process, with `typed` as its input, until it has ended."""
+    return await asyncio.to_thread(
+        subprocess.run,
+        [*KVPOOL, *arguments],
+        input=typed,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=END_SECONDS,
+        check=False,
+    )
+
+
+async def start_kvpool(*arguments: str) -> asyncio.subprocess.Process:
+    """Start a command as a process, with pipes as its stdin, stdout and stderr."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*KVPOOL, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
