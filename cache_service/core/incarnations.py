@@ -122,6 +122,6 @@ def _replaces(registration: Registration, known: Known) -> bool:
 
 def _cures(wait: float) -> str:
     return (
-        f"Ask again in {wait:.1f} s, which helps if the other process has ended; or stop that process, or give this one another "
-        "--worker-id"
+        f"Ask again in {wait:.1f} s, which helps if the other process has ended; or stop that process, give this one another "
+        "--worker-id, or restart the manager"
     )

@@ -46,7 +46,7 @@ class Arena:
         self, folder: Path, *, lease_seconds: float = 6.0, worker_settings: dict[str, Any] | None = None
     ) -> None:
         self._folder = folder
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
         self._worker_settings = worker_settings or {}
         self._numbers = itertools.count(1)
         self.model: TinyModel = make_tiny_model("llama", folder / "model", tokenizer=True)
@@ -85,7 +85,7 @@ class Arena:
     async def _start(self) -> None:
         folder = self._folder / f"cluster-{next(self._numbers)}"
         folder.mkdir()
-        self.cluster = await Cluster(folder, lease_seconds=self._lease_seconds).__aenter__()
+        self.cluster = await Cluster(folder, lease_seconds=self.lease_seconds).__aenter__()
         worker = {"model": self.model.path, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, **self._worker_settings}
         await self.cluster.start(dict.fromkeys(WORKERS, worker))
         self._pids = {name: process.pid for name, process in self.cluster.processes.items()}

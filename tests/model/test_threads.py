@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +34,20 @@ def test_threads_wait_passively_unless_told_otherwise() -> None:
     assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE False"
 
 
-def spin_count(*arguments: str, **environment: str) -> str:
-    """What the OpenMP of a worker's process says that it was told when it was loaded."""
+def spin_count(model: Path, *arguments: str, **environment: str) -> str:
+    """What the OpenMP of a worker's process reports when it was loaded. The process ends at the device, after torch's import."""
     result = subprocess.run(
-        [sys.executable, "-m", "kvpool.worker_service", "--dry-run", "--model", "/nowhere", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "kvpool.worker_service",
+            "--dry-run",
+            "--model",
+            str(model),
+            "--device",
+            "no",
+            *arguments,
+        ],
         env={
             **{k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
             "OMP_DISPLAY_ENV": "VERBOSE",
@@ -51,7 +62,8 @@ def spin_count(*arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU's OpenMP on Linux only")
-def test_a_worker_spins_only_if_it_is_told_to() -> None:
-    assert spin_count() == "0"
-    assert spin_count("--model-spin") == "30000"
-    assert spin_count("--model-spin", GOMP_SPINCOUNT="5") == "5"
+def test_a_worker_spins_only_if_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert spin_count(tmp_path) == "0"
+    assert spin_count(tmp_path, "--model-spin") == "30000"
+    assert spin_count(tmp_path, "--model-spin", GOMP_SPINCOUNT="5") == "5"

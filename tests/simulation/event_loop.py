@@ -196,6 +196,10 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[Any]:
         return self._execute(self, executor, func, args)
 
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
+        """Every name resolves; only whether it does is of interest."""
+        return []
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._is_closed and not self.is_stopped:
             self.failures.append(f"{context.get('message')}: {context.get('exception')!r}")
