@@ -102,7 +102,9 @@ async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths:
                     compare(list((await cluster.describe()).blocks))
                 truth.check(await stream.collect())
 
-        for _ in range(3):
+        for num_rounds in range(30):  # which sequences meet in the pool differs from round to round
+            if num_rounds >= 3 and cluster.worker.engine.scheduler.num_preemptions > 0:
+                break
             await asyncio.gather(*(watched(truth) for truth in truths for _ in range(2)))
         assert num_compared > 1000
         assert num_shared > 100
