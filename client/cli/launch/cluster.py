@@ -235,7 +235,9 @@ class Cluster:
 
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
         """Until the manager answers, and lists all workers that have been started."""
-        async with Client(config=ClientConfig(manager=self._spec.address)) as client:
+        # A call that waits for the manager asks it at growing intervals, up to a second: the workers would start that much later.
+        config = ClientConfig(manager=self._spec.address, first_contact=_POLL_SECONDS)
+        async with Client(config=config) as client:
             while True:
                 try:
                     workers = (await client.describe()).workers
