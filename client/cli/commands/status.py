@@ -18,10 +18,10 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     config = client_config(manager)
     with SyncClient(config=config) as client:
         response = client.describe()
-    workers = sorted(response.workers, key=lambda worker: worker.worker_id)
     if as_json:
         print_json(cluster_object(config.manager, response))
         return
+    workers = _by_name(response)
     console = stdout_console()
     console.width = max(console.width, PIPED_WIDTH)  # on a narrow terminal lines wrap, and no name is cut
     if not workers:
@@ -39,13 +39,17 @@ def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
     )
 
 
+def _by_name(response: cache_pb2.DescribeResponse) -> list[cache_pb2.WorkerDescription]:
+    return sorted(response.workers, key=lambda worker: worker.worker_id)
+
+
 def cluster_object(manager: str, response: cache_pb2.DescribeResponse) -> dict[str, object]:
     """What `status --json` prints; the names are part of the interface."""
     return {
         "manager": manager,
         "epoch": response.epoch,
         "num_prefix_nodes": response.num_prefix_nodes,
-        "workers": [worker_object(worker) for worker in sorted(response.workers, key=lambda worker: worker.worker_id)],
+        "workers": [worker_object(worker) for worker in _by_name(response)],
     }
 
 
