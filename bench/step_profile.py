@@ -64,7 +64,7 @@ def _profile(loaded: LoadedModel, backend: AttentionBackend, runner: ModelRunner
         runner.execute(case)
         seconds.append(time.perf_counter() - began)
     watch = Stopwatch()
-    with _watched(loaded.model, backend, watch):
+    with _watched(loaded.runtime.model, backend, watch):
         began = time.perf_counter()
         for _ in range(runs):
             runner.execute(case)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     arguments = parser.parse_args()
-    settings = ModelSettings(model="smollm2", dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
+    settings = ModelSettings(model="smollm2", dtype=arguments.dtype, device="cpu", num_threads=arguments.threads, runtime="torch")
     loaded = load_model(settings, progress)
     backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
     plan = loaded.plan(MemorySettings(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), backend).kv_cache

@@ -21,6 +21,7 @@ from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.row_selector import RowSelector
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.support import guarded_layers
 from kvpool.worker_service.model.load import LoadedModel
@@ -106,7 +107,7 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
         chat_template=None,
         special_tokens={},
     )
-    return LoadedModel(facts, layers, _DTYPE, device, model)
+    return LoadedModel(facts, layers, _DTYPE, device, ModulesRuntime(model, layers, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Bench:
         """Time of the step, the least time by the device's speed, and the host's time by section."""
         step = _step(batch, num_new, num_before, sampling, self.loaded.facts.vocab_size)
         seconds = self._seconds(step)
-        least = cost(self.loaded.model, batch, num_new, num_before)
+        least = cost(self.loaded.runtime.model, batch, num_new, num_before)
         floor_s = self.speeds.floor_s(least.num_bytes, least.num_flop)
         median_s = statistics.median(seconds)
         figures: dict[str, Any] = {

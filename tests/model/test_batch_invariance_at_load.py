@@ -106,7 +106,7 @@ def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
 @NEEDS_PACKING
 def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> None:
     """An operation that no replacement is known for, here of the last norm."""
-    norm = loaded.model.model.norm
+    norm = loaded.runtime.model.model.norm
     forward = norm.forward
 
     def varying(hidden: torch.Tensor) -> torch.Tensor:

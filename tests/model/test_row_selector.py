@@ -94,7 +94,7 @@ def test_no_architecture_computes_logits_that_nobody_wants(architecture: str, tm
     runner = PagedModel(loaded).runner
     runner._max_prompt_rows = 2
     seen: list[int] = []
-    head = loaded.model.get_output_embeddings()
+    head = loaded.runtime.model.get_output_embeddings()
     head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[1]))
     greedy = SamplingParams()
     runner.execute(Step([SequencePart([1] * 9, 0, [1, 2, 3], None)]))

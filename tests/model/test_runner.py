@@ -83,7 +83,7 @@ BAD_TOKEN = 250
 @pytest.fixture(params=[float("nan"), float("inf")], ids=str)
 def spoilt(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """The model with one token whose embedding no layer can compute with."""
-    row = loaded.model.get_input_embeddings().weight.data[BAD_TOKEN]
+    row = loaded.runtime.model.get_input_embeddings().weight.data[BAD_TOKEN]
     before = row.clone()
     row.fill_(request.param)
     yield loaded

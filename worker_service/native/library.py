@@ -109,9 +109,16 @@ class Library:
     """Outputs of one vector of a packed weight; also the least multiple of head sizes."""
     numbers_per_word: int
     """Numbers of the type in 32 bits."""
+    rows_per_pass: int
+    """Rows, or (token, head) pairs, that are computed at once."""
     max_head_size: int
     functions: Any
     """The ctypes library. Its calls release the GIL."""
+
+    def describe(self) -> str:
+        """Instruction set and number type, for the log."""
+        vectors = {16: "AVX-512", 8: "AVX2"}.get(self.words_per_vector, f"vectors of {32 * self.words_per_vector} bits")
+        return f"{vectors}, {'float32' if self.numbers_per_word == 1 else 'bfloat16'}"
 
 
 def open_library(path: Path) -> Library:
@@ -127,7 +134,7 @@ def open_library(path: Path) -> Library:
     expected = tuple(ctypes.sizeof(kind) for kind in (Sizes, Layer, StepArguments))
     if sizes != expected:
         raise LibraryMismatch(f"{path} has structures of {sizes} bytes, needed: {expected}")
-    return Library(path, build.words_per_vector, build.numbers_per_word, build.max_head_size, functions)
+    return Library(path, build.words_per_vector, build.numbers_per_word, build.rows_per_pass, build.max_head_size, functions)
 
 
 def _declare(functions: Any) -> None:

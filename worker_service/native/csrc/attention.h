@@ -32,7 +32,7 @@ static void fold(float *m, float *l, float *o, float right_m, float right_l, con
     float a = x[0], b = x[1];
     *m = top;
     *l = *l * a + right_l * b;
-    for (int64_t i = 0; i < d; i += W) store(o + i, load(o + i) * a + load(right_o + i) * b);
+    for (int64_t i = 0; i < d; i += W) store_part(o + i, load_part(o + i, d - i) * a + load_part(right_o + i, d - i) * b, d - i);
 }
 
 struct heads {
@@ -80,8 +80,16 @@ INLINE void score_keys(int num_rows, const struct rows *rows, const word *left, 
     }
 }
 
-/* o[r] = Σ over keys of p·v, for `columns` vectors of dimensions. */
-INLINE void weigh(int num_rows, int columns, const struct heads *heads, int64_t first, int64_t count, int64_t at,
+/* W words of V, or the last ones of a head that is no multiple of W. */
+INLINE vu load_values(const word *v, int64_t width) {
+    if (width >= W) return load_words(v);
+    word lanes[W] = {0};
+    memcpy(lanes, v, width * sizeof *lanes);
+    return load_words(lanes);
+}
+
+/* o[r] = Σ over keys of p·v, for `columns` vectors of dimensions; `width` of them are left in the head. */
+INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *heads, int64_t first, int64_t count, int64_t at,
                   const number weights[ROWS][PARTITION], float o[ROWS][MAX_HEAD]) {
     vf sum[ROWS][COLUMNS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
@@ -96,7 +104,7 @@ INLINE void weigh(int num_rows, int columns, const struct heads *heads, int64_t 
         int64_t i = 0;
         for (; i + P <= in_block; i += P, v += d) {
             vu values[COLUMNS];
-            UNROLL for (int c = 0; c < columns; c++) values[c] = load_words(v + c * W);
+            UNROLL for (int c = 0; c < columns; c++) values[c] = load_values(v + c * W, width - c * W);
             UNROLL for (int r = 0; r < num_rows; r++) {
                 word p;
                 memcpy(&p, &weights[r][key + i], 4);
@@ -109,7 +117,7 @@ INLINE void weigh(int num_rows, int columns, const struct heads *heads, int64_t 
             UNROLL for (int r = 0; r < num_rows; r++) {
                 vu weight = set_word(weights[r][key + i]);
                 UNROLL for (int c = 0; c < columns; c++)
-                    sum[r][c] = dot(sum[r][c], load_words(v + c * W) & 0xffffu, weight);
+                    sum[r][c] = dot(sum[r][c], load_values(v + c * W, width - c * W) & 0xffffu, weight);
             }
         }
 #endif
@@ -160,8 +168,9 @@ INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, con
         found->l[r] = sum_of(l);
     }
     int64_t at = 0;
-    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, heads, first, count, at, weights, found->o);
-    for (; at < d; at += W) weigh(num_rows, 1, heads, first, count, at, weights, found->o);
+    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, count, at, weights, found->o);
+    for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, count, at, weights, found->o);
+    if (at < d) weigh(num_rows, 1, d - at, heads, first, count, at, weights, found->o);
 }
 
 /* All partitions of an item, folded. */
@@ -188,7 +197,7 @@ static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvp
 }
 
 static void divide(number *to, const float *o, float l, int64_t d) {
-    for (int64_t i = 0; i < d; i += W) store_numbers(to + i, load(o + i) / l);
+    for (int64_t i = 0; i < d; i += W) store_numbers_part(to + i, load_part(o + i, d - i) / l, d - i);
 }
 
 static float *slot_of(const struct kvpool_model *model, int64_t t, int64_t head, int64_t slot) {

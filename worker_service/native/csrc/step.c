@@ -270,13 +270,17 @@ int kvpool_phase_seconds(struct kvpool_model *model, double *seconds) {
 
 /* ---- Packing ---- */
 
-/* Rows first … first + count − 1 of a row-major weight [.., k] to the columns of a packed one; the stride of `from` in numbers. */
+/* Rows of a row-major weight [count][k] to the outputs from `first` on of a packed one. */
 void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t k) {
-    number *to = packed;
-    const number *from = rows;
-    for (int64_t n = 0; n < count; n++)
-        for (int64_t i = 0; i < k; i++)
-            to[(((first + n) / W * (k / P) + i / P) * W + (first + n) % W) * P + i % P] = from[n * k + i];
+    int64_t words = k / P;
+    const word *from = rows;
+    for (int64_t n = 0; n < count;) { /* the rows of one vector together: written in order, read in W streams */
+        int64_t lane = (first + n) % W, here = W - lane < count - n ? W - lane : count - n;
+        word *to = (word *)packed + (first + n) / W * words * W + lane;
+        for (int64_t i = 0; i < words; i++)
+            for (int64_t r = 0; r < here; r++) to[i * W + r] = from[(n + r) * words + i];
+        n += here;
+    }
 }
 
 void kvpool_describe_build(struct kvpool_build *build) {
