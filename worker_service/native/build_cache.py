@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from .compiler import (
@@ -68,15 +69,17 @@ def _build(
         _seal(file)
         _try(file, compiler)
         progress(f"compiled the {number_type} step in {time.monotonic() - started:.1f} s")
-        if folder is not None and is_kept:
-            # Another process may have done the same: both files are whole, and one of them stays.
-            file = file.replace(folder / name)
         try:
-            return open_library(file)  # which stays when a temporary file is removed
+            # By a path that was never loaded before: the loader takes a known path for the file that it has.
+            library = open_library(file)
         except (OSError, LibraryMismatch) as error:
             raise NoNativeLibrary(
                 f"The step that {compiler.name} compiled cannot be loaded: {one_line(str(error))}."
             ) from error
+        if folder is not None and is_kept:
+            # Another process may have done the same: both files are whole, and one of them stays.
+            library = replace(library, path=file.replace(folder / name))
+        return library  # its file may go: it stays in memory
 
 
 def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
