@@ -19,11 +19,12 @@ from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.packed_linear import packing_works
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 
 BLOCK_SIZE = 4
 NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
@@ -43,14 +44,20 @@ class Place(NamedTuple):
 
     device: str
     backend: str
-    """A BackendName."""
+    """A BackendName, or native: the native step attends itself."""
+
+    @property
+    def runtime(self) -> RuntimeName:
+        return "native" if self.backend == "native" else "torch"
 
     def __str__(self) -> str:
         return f"{self.device}-{self.backend}"
 
 
+NATIVE = Place("cpu", "native")
 PLACES = [
     Place("cpu", "torch"),
+    pytest.param(NATIVE, marks=pytest.mark.compiler),
     *(
         pytest.param(Place("cuda:0", name), marks=pytest.mark.gpu)
         for name in ("torch", *(candidate.name for candidate in CANDIDATES))
@@ -62,13 +69,18 @@ def quiet(_: str) -> None:
     """Progress that nobody wants to read."""
 
 
-def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) -> LoadedModel:
+def load(
+    folder: Path, device: str = "cpu", max_model_len: int | None = None, runtime: RuntimeName = "torch"
+) -> LoadedModel:
     settings = ModelSettings(
         str(folder),
         dtype="float32",
         device=device,
         max_model_len=max_model_len,
-        cache_dir=folder / "cache",
+        # The native step is compiled once for all tests.
+        cache_dir=None if runtime == "native" else folder / "cache",
+        runtime=runtime,
+        block_size=BLOCK_SIZE,
         num_threads=NUM_THREADS,
     )
     return load_model(settings, quiet)
@@ -115,7 +127,7 @@ class PagedModel:
         self._block_size = block_size
         self.partition: int | None = None
         """Of the keys, if plain torch attends; None: it cuts nowhere."""
-        if backend is None:
+        if backend is None and isinstance(loaded.runtime, ModulesRuntime):
             shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
             self.partition = shapes.partition
             backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.memory.facts import facts_of_meta_model, kv_bytes_per_token, tensor_bytes
+from kvpool.worker_service.model.forward.modules import tensor_bytes
+from kvpool.worker_service.model.memory.facts import facts_of_meta_model, kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from tests.model.paged import load

@@ -15,6 +15,7 @@ from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
 from ..guard.self_check import eager_logits, logits_in_steps, random_sequences, relative_difference
 from .errors import NotNative
+from .recognition import find_finish
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32. In
@@ -36,7 +37,14 @@ class Reference:
 
     def __init__(self, model: Any, device: torch.device, max_model_len: int) -> None:
         self.sequences = random_sequences(model.config, [min(length, max_model_len) for length in _LENGTHS])
-        self.logits = [eager_logits(model, tokens, device).float() for tokens in self.sequences]
+        outputs: list[torch.Tensor] = []
+        hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
+            self.logits = [eager_logits(model, tokens, device).float() for tokens in self.sequences]
+        finally:
+            hook.remove()
+        self.finish = find_finish(model.config, outputs[-1][0].float(), self.logits[-1])
+        """Of NativeRuntime."""
 
 
 def check(

@@ -55,7 +55,7 @@ def try_native(
     started = time.monotonic()
     _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
     reference = Reference(model, device, max_model_len)
-    runtime = NativeRuntime(model.config, PackedModel(description, library), torch.get_num_threads())
+    runtime = NativeRuntime(model.config, PackedModel(description, library), torch.get_num_threads(), reference.finish)
     try:
         check(runtime, reference, layers, dtype, device)
     except (NotNative, OutOfMemory) as error:
@@ -82,7 +82,7 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
     description = describe(replica, layers, torch.float32, length)
     reference = Reference(replica, cpu, length)
     try:
-        check(NativeRuntime(small, PackedModel(description, library), 1), reference, layers, torch.float32, cpu)
+        check(NativeRuntime(small, PackedModel(description, library), 1, reference.finish), reference, layers, torch.float32, cpu)
     except NotNative as error:
         raise NotNative(f"a tiny model of its kind: {error}") from error
 

@@ -5,7 +5,7 @@ What is recognised may still be wrong, for a model may do more than its modules 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
         _layer(decoder_layer, layer, rotary) for decoder_layer, layer in zip(decoder_layers, layers, strict=True)
     ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not torch.nn.Embedding:
-        raise NotNative(f"its embedding is a {type(embedding).__name__}")
     vocab_size, hidden_size = embedding.weight.shape
+    positions = [child for child in decoder.children() if type(child) is torch.nn.Embedding and child is not embedding]
+    if len(positions) > 1 or any(len(child.weight) < max_model_len for child in positions):
+        raise NotNative(f"it has {len(positions)} tables of positions; needed: one at most, as long as its longest sequence")
+    text = model.config.get_text_config(decoder=True)
     if hidden_size % 2 or head.weight.shape[1] != hidden_size:
         raise NotNative(f"its embedding has {hidden_size} numbers, its head {head.weight.shape[1]}; needed: the same, even")
     rest = [child for child in decoder.children() if child is not embedding and _norm_or_none(child) is not None]
@@ -53,12 +55,49 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
     return ModelDescription(
         dtype=dtype,
         hidden_size=hidden_size,
-        vocab_size=head.weight.shape[0],
+        vocab_size=_outputs(head),
         embedding=embedding,
         head=_rows(head),
         last_norm=_norm(rest[0]),
         layers=described,
+        positions=positions[0].weight if positions else None,
+        # The check finds out whether the config's factors mean this.
+        embedding_scale=_embedding_scale(embedding) * (getattr(text, "embedding_multiplier", None) or 1.0),
+        residual_scale=getattr(text, "residual_multiplier", None) or 1.0,
     )
+
+
+def find_finish(config: Any, before: torch.Tensor, after: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What a model does to its logits after the head: nothing (None), a factor, or a soft cap. Raises NotNative.
+
+    before: outputs of the head; after: the model's logits, both [T, vocab_size] float32.
+    """
+    if torch.equal(before, after):
+        return None
+    for finish in _finishes(config.get_text_config(decoder=True)):
+        if torch.allclose(finish(before), after, rtol=1e-2, atol=1e-3):
+            return finish
+    raise NotNative("it changes its logits after the head in a way that is neither a factor nor a soft cap of its config")
+
+
+def _finishes(config: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        yield lambda logits: softcap * torch.tanh(logits / softcap)
+    for name, is_divisor in (("logits_scaling", True), ("logit_scale", False)):
+        if factor := getattr(config, name, None):
+            yield lambda logits, by=1 / factor if is_divisor else factor: logits * by
+
+
+def _embedding_scale(embedding: Any) -> float:
+    """The factor that the embedding module itself applies to its rows."""
+    ids = torch.arange(min(_TRIED, len(embedding.weight)))
+    with torch.inference_mode():
+        rows, weight = embedding(ids).double(), embedding.weight[ids].double()
+    scale = float((rows * weight).sum() / weight.square().sum())
+    if (rows - weight * scale).abs().max() > 1e-2 * rows.abs().max():
+        raise NotNative(f"its embedding is a {type(embedding).__name__}, which does not give rows of its weight times a factor")
+    return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
 def _decoder(model: Any, layers: Sequence[AttentionLayer]) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
@@ -129,16 +168,19 @@ def _attention(attention: AttentionLayer) -> tuple[Rows, Rows, Rows, Rows, NormD
     if len(norms) not in (0, 2) or any(norm.weight is not None and norm.weight.numel() != size for norm in norms):
         raise NotNative(f"its attention has {len(norms)} norms; needed: none, or one of each head of Q and one of K")
     widths = (heads * size, kv_heads * size, kv_heads * size)
+    fused = [linear for linear in linears if len(linears) == 2 and _outputs(linear) == sum(widths)]
     if len(linears) == 4 and tuple(_outputs(linear) for linear in linears[:3]) == widths:
         query, key, value = (_rows(linear) for linear in linears[:3])
-    elif len(linears) == 2 and _outputs(linears[0]) == sum(widths):
+        out = _rows(linears[3])
+    elif len(fused) == 1:
         query, key, value = (
-            _rows(linears[0])._replace(first=sum(widths[:index]), count=width) for index, width in enumerate(widths)
+            _rows(fused[0])._replace(first=sum(widths[:index]), count=width) for index, width in enumerate(widths)
         )
+        (out,) = (_rows(linear) for linear in linears if linear is not fused[0])
     else:
         raise NotNative(f"its attention has {len(linears)} linear layers of other sizes than those of Q, K, V and output")
     query_norm, key_norm = norms or (None, None)
-    return query, key, value, _rows(linears[-1]), query_norm, key_norm
+    return query, key, value, out, query_norm, key_norm
 
 
 def _mlp(mlp: torch.nn.Module) -> tuple[Rows | None, Rows, Rows, Activation]:
