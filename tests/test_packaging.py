@@ -147,10 +147,11 @@ def test_the_base_imports_without_torch(site_packages: Path, module: str) -> Non
     assert run(sys.executable, "-c", script, cwd=site_packages).startswith(str(site_packages))
 
 
-def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path) -> None:
-    """Not a traceback."""
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path, arguments: list[str]) -> None:
+    """Not a traceback; the dry run, on which `kvpool up` relies, imports only some of it."""
     script = (
-        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport runpy\nsys.argv = ['worker']\n"
+        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport runpy\nsys.argv = ['worker', *{arguments!r}]\n"
         "runpy.run_module('kvpool.worker_service', run_name='__main__')"
     )
     done = subprocess.run(

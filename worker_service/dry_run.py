@@ -26,7 +26,7 @@ _LENGTHS = (512, 2048, 8192)
 def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str], None]) -> None:
     """Print the plan that a start with these settings would make now. Raises ModelError where a start would.
 
-    The first line comes as soon as cache folder, model, device and length are found usable; `kvpool up` waits for no more.
+    The first line comes after `find_candidate`, in less than a second unless a GPU is asked for; `kvpool up` waits for no more.
     """
     candidate = find_candidate(settings.model_settings(), progress)
     console.print(Text(printable(str(candidate))), soft_wrap=True)

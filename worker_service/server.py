@@ -32,11 +32,11 @@ from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
+from .model.device import choose_device, enter_device
 from .model.facts import ModelFacts
 from .model.forward.kv_plan import KVCachePlan
 from .model.forward.runner import ModelRunner
 from .model.load import LoadedModel, load_model
-from .model.placement import choose_device, enter_device
 from .request_sizes import request_limits
 from .servicer import WorkerServicer
 from .settings import WorkerSettings

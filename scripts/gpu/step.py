@@ -17,6 +17,7 @@ from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.attention.packing import Packer, StepSizes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
@@ -26,7 +27,7 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.support import guarded_layers
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
-from kvpool.worker_service.model.placement import dtype_name, enter_device
+from kvpool.worker_service.model.placement import dtype_name
 
 from .cases import AddRow, Case, attempt
 from .profile import profile_of

@@ -22,8 +22,8 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_config,
     replica_length,
 )
+from kvpool.worker_service.model.length import choose_max_model_len
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.placement import choose_max_model_len
 from kvpool.worker_service.model.rope import fix_longrope, longest_exact
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from kvpool.client.cli.commands.up import UpSettings, split_arguments
 from kvpool.client.cli.launch.children import ChildSpec
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
+from kvpool.client.cli.launch.trial import try_settings
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from tests.client.commands import run_kvpool
+from tests.client.processes import is_alive
 
 
 def spec(*arguments: str) -> ClusterSpec:
@@ -76,6 +79,8 @@ async def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProces
         ),
         (["--block-size", "17", "--workers", "3"], 2, ["kvpool worker: --block-size must be a power of two, got 17"]),
         (["--model", "/no/such"], 1, ["kvpool worker: There is no model folder '/no/such'"]),
+        (["--device", "tpu"], 1, ["kvpool worker: Unknown device 'tpu'"]),
+        (["--device", "cuda:99"], 1, ["kvpool worker: There is no device 'cuda:99': torch sees"]),
     ],
 )
 async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
@@ -87,6 +92,30 @@ async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
     assert done.returncode == status
     assert len(lines) == len(says)
     assert all(line.startswith(start) for line, start in zip(lines, says, strict=True)), lines
+
+
+async def test_a_length_above_the_model_s_ends_it_before_a_worker_is_started(tmp_path: Path) -> None:
+    """config.json is enough; the weights need not be there."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    done = await run_up(tmp_path / "state", "--model", str(tmp_path), "--max-model-len", "513")
+    assert done.stderr == (
+        "kvpool worker: --max-model-len 513 is not within 2 … 512, the limits of the model's config.\n"
+    )
+    assert done.returncode == 1
+
+
+async def test_without_a_manager_of_its_own_it_refuses_the_same() -> None:
+    done = await run_kvpool("up", "--join", f"127.0.0.1:{free_port()}", "--model", "/no/such")
+    assert done.stderr.startswith("kvpool worker: There is no model folder '/no/such'")
+    assert done.returncode == 1
+
+
+async def test_a_dry_run_without_an_answer_is_ended(tmp_path: Path) -> None:
+    """As when the hub does not answer: the workers start."""
+    pid_file = tmp_path / "pid"
+    script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    await try_settings(ChildSpec("worker-0", [sys.executable, "-I", "-S", "-c", script], {}), longest_seconds=1.0)
+    assert not pid_file.exists() or not is_alive(int(pid_file.read_text()))
 
 
 async def test_help_after_the_dashes_is_the_worker_s(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvpool worker --dry-run`: the plan of a real start, told by the model's config alone."""
+"""`kvpool worker --dry-run`: the plan of a real start, from the model's config alone."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) 
 
 def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
     """SmolLM2 by its file's head: 134.5 million parameters, 30 layers of 3 KV heads of 64."""
-    found = rows(printed(settings("smollm2", cache_dir=tmp_path)))
+    text = printed(settings("smollm2", cache_dir=tmp_path))
+    assert re.match(r"smollm2: \S+\.gguf\n", text)
+    found = rows(text)
     assert found["parameters"] == "134,515,008"
     assert found["bytes per token"] == f"{30 * 2 * 3 * 64 * 4:,}"
     assert found["longest sequence"] == "8,192 tokens"
@@ -114,6 +116,7 @@ def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
         ({"model": "/no/such"}, "There is no model folder '/no/such'"),
         ({"cache_dir": Path("/proc/x")}, "The cache folder /proc/x cannot be made"),
         ({"device": "cuda:99"}, "There is no device 'cuda:99'"),
+        ({"device": "tpu"}, "Unknown device 'tpu': give auto, cpu, cuda or cuda:N."),
         (
             {"max_model_len": MAX_MODEL_LEN + 1},
             f"--max-model-len {MAX_MODEL_LEN + 1} is not within 2 … {MAX_MODEL_LEN}",
@@ -128,8 +131,34 @@ def test_what_kvpool_up_waits_for_is_refused_before_the_plan(
     with pytest.raises(ModelError, match=re.escape(says)):
         find_candidate(model_settings, quiet)
     assert printed(settings(config_only, num_blocks=9)).startswith(
-        f"tiny-llama (llama) on cpu, sequences of up to {MAX_MODEL_LEN} tokens\n"
+        f"tiny-llama (llama): {config_only / 'config.json'}\n"
     )
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_what_kvpool_up_waits_for_needs_neither_torch_nor_transformers(device: str, config_only: Path) -> None:
+    """Their import takes the seconds that the workers start later."""
+    script = f"""
+import sys
+from kvpool.worker_service import __main__, dry_run
+from kvpool.worker_service.model.candidate import find_candidate
+from kvpool.worker_service.model.settings import ModelSettings
+print(find_candidate(ModelSettings({str(config_only)!r}, device={device!r}, max_model_len=9), print))
+print({{"torch", "transformers"}} & sys.modules.keys())
+"""
+    done = run_python("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"tiny-llama (llama): {config_only / 'config.json'}\nset()\n"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": 5}'])
+def test_a_config_that_cannot_be_read_is_refused_by_the_plan(content: str, tmp_path: Path) -> None:
+    """With the reason that transformers gives."""
+    (tmp_path / "config.json").write_text(content)
+    candidate = find_candidate(ModelSettings(str(tmp_path), device="cpu", max_model_len=9), quiet)
+    assert str(candidate) == f"{tmp_path.name}: {tmp_path / 'config.json'}"
+    with pytest.raises(ModelError, match="transformers cannot read"):
+        printed(settings(tmp_path))
 
 
 def test_too_many_blocks_are_refused_as_at_a_start(config_only: Path) -> None:
@@ -149,9 +178,13 @@ def test_a_folder_without_anything_says_what_is_needed(tmp_path: Path) -> None:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "kvpool.worker_service", "--dry-run", *arguments, **environment)
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "common"))
     return subprocess.run(
-        [sys.executable, "-m", "kvpool.worker_service", "--dry-run", *arguments],
+        [sys.executable, *arguments],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "COLUMNS": "120"} | environment,
         cwd=REPOSITORY,
         capture_output=True,

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service import server
+from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
-from kvpool.worker_service.model.placement import enter_device
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.paged import NEEDS_PACKING, load
 from tests.tiny_models import make_tiny_model

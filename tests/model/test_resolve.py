@@ -14,9 +14,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from kvpool.worker_service.model.device import choose_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import load_model
-from kvpool.worker_service.model.placement import choose_device, choose_dtype, cpu_has_bfloat16
+from kvpool.worker_service.model.placement import choose_dtype, cpu_has_bfloat16
 from kvpool.worker_service.model.progress import heartbeat
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source import resolve

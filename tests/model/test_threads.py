@@ -45,7 +45,7 @@ def spin_count(model: Path, *arguments: str, **environment: str) -> str:
             "--model",
             str(model),
             "--device",
-            "no",
+            "cuda:99",
             *arguments,
         ],
         env={

@@ -1,10 +1,13 @@
-"""A model by its config alone: whether it is there, and whether device and length suit it."""
+"""A model that was found, before transformers has read its config."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
+from .device import choose_device, cuda_index
+from .length import plain_limit, require_length
 from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir
@@ -16,24 +19,37 @@ class Candidate:
     """A model that was found and is not checked any more closely."""
 
     source: ConfigSource
-    config: Any
-    device: str
-    """cpu or cuda:N."""
-    max_model_len: int
+    architecture: str | None
+    """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file."""
 
     def __str__(self) -> str:
-        return f"{self.source.name} ({self.config.model_type}) on {self.device}, sequences of up to {self.max_model_len:,} tokens"
+        kind = f" ({self.architecture})" if self.architecture else ""
+        return f"{self.source.name}{kind}: {self.source.file}"
 
 
 def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
-    """Find the model and read its config; no weights. What is quick to find wrong comes first.
+    """Find the model and check what can be checked without the seconds that importing torch and transformers takes.
 
-    Raises ModelError for a cache folder, model, device or --max-model-len that a start would refuse.
+    That is: cache folder, model, --device (torch is imported only to look for a GPU), and --max-model-len if config.json states
+    the limit. `outline_model` checks everything. Raises ModelError, with the text of a start.
     """
     source = find_config(settings.model, open_cache_dir(settings.cache_dir), progress)
-    # Here and not above: the import of torch and transformers takes seconds.
-    from .placement import choose_device, choose_max_model_len, read_config
+    config = _config_json(source)
+    limit = plain_limit(config)
+    if limit is not None and settings.max_model_len is not None:
+        require_length(settings.max_model_len, limit)
+    if cuda_index(settings.device) is not None:
+        choose_device(settings.device)
+    architecture = config.get("model_type")
+    return Candidate(source, architecture if isinstance(architecture, str) else None)
 
-    device = str(choose_device(settings.device))
-    config = read_config(source.path, source.gguf)
-    return Candidate(source, config, device, choose_max_model_len(config, settings.max_model_len))
+
+def _config_json(source: ConfigSource) -> dict[str, Any]:
+    """Empty for a GGUF file, and for one that cannot be read: transformers' own reader says why."""
+    if source.gguf is not None:
+        return {}
+    try:
+        content = json.loads(source.file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -18,6 +18,7 @@ from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
 from ..attention.spec import AttentionSpec
+from .device import choose_device
 from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
 from .forward.forward import Runtime
@@ -30,11 +31,12 @@ from .forward.packed_linear import pack_linears
 from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica, guarded_layers
+from .length import choose_max_model_len
 from .memory.facts import facts_of_loaded
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
-from .placement import choose_device, choose_dtype, choose_max_model_len, dtype_name, own_dtype, read_config
+from .placement import choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress, quiet_transformers
 from .rope import Regime, describe_regime, fix_longrope
 from .settings import ModelSettings

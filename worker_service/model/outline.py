@@ -11,7 +11,7 @@ from .load import prepare
 from .memory.facts import facts_of_meta_model
 from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
-from .placement import DTYPES, choose_dtype
+from .placement import DTYPES, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
 
@@ -42,7 +42,8 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
 
     Raises ModelError.
     """
-    source, config = candidate.source, candidate.config
+    source = candidate.source
+    config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Device, dtype and longest sequence of a model."""
+"""Dtype and config of a model."""
 
 from __future__ import annotations
 
@@ -11,39 +11,11 @@ import torch
 from transformers import AutoConfig
 
 from .errors import ModelError
-from .rope import longest_exact
 from .settings import DTypeName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Linux's flags of CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
 _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def choose_device(device: str) -> torch.device:
-    """The torch device of auto, cpu, cuda or cuda:N."""
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device == "cpu":
-        return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if match is None:
-        raise ModelError(f"Unknown device {device!r}: give auto, cpu, cuda or cuda:N.")
-    index, count = int(match[1] or 0), torch.cuda.device_count()
-    if index >= count:
-        raise ModelError(
-            f"There is no device {device!r}: torch sees {count} CUDA devices. Give cpu or a smaller number."
-        )
-    return torch.device("cuda", index)
-
-
-def enter_device(device: torch.device) -> None:
-    """Make it the calling thread's current CUDA device; no effect for a CPU.
-
-    Each thread has a current device, at first the first GPU. Triton launches kernels there, and graphs are captured there, wherever
-    the tensors are: so the thread that runs the model calls this first.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def choose_dtype(dtype: DTypeName, device: torch.device, own: torch.dtype | None) -> torch.dtype:
@@ -91,19 +63,3 @@ def read_config(folder: Path, gguf: str | None = None) -> Any:
         raise ModelError(
             f"transformers cannot read {folder / (gguf or 'config.json')}: {error}. Models with their own code are refused."
         ) from error
-
-
-def choose_max_model_len(config: Any, wanted: int | None) -> int:
-    """Tokens of the longest sequence: `wanted`, else the config's limit, or less if longrope is not exact up to there.
-
-    Raises ModelError.
-    """
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if wanted is None:
-        if limit is None:
-            raise ModelError(f"The config of {config.model_type} has no longest sequence: give --max-model-len.")
-        return min(int(limit), longest_exact(config) or int(limit))
-    if wanted < 2 or (limit is not None and wanted > limit):
-        raise ModelError(f"--max-model-len {wanted} is not within 2 … {limit}, the limits of the model's config.")
-    return wanted

@@ -26,8 +26,6 @@ from .trial import try_settings
 HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"
 _POLL_SECONDS: Final = 0.2
-_VERDICT_SECONDS: Final = 30.0
-"""For the dry run to find out why a worker has ended; it does less than the worker."""
 
 T = TypeVar("T")
 
@@ -156,58 +154,38 @@ class Cluster:
         self._spec.require_free_ports()
         specs = {spec.name: spec for spec in self._spec.children()}
         workers = [specs[name] for name in self._spec.worker_names]
-        trial = asyncio.create_task(self._try_settings(workers))
-        try:
-            if MANAGER_NAME in specs:
-                await self._start([specs[MANAGER_NAME]])
-                await self._watch(self._wait_until_ready(on_progress), trial, on_event)
-            await self._start(workers)
-            return await self._watch(self._wait_until_ready(on_progress), trial, on_event)
-        finally:
-            trial.cancel()
-            await asyncio.gather(trial, return_exceptions=True)
-
-    async def _try_settings(self, workers: Sequence[ChildSpec]) -> None:
-        if workers:  # their settings differ in nothing that can be refused
-            await try_settings(workers[0])
+        if MANAGER_NAME in specs:
+            await self._start([specs[MANAGER_NAME]])
+            await self._watch(_both(self._wait_until_ready(on_progress), _try_settings(workers)), on_event)
+        else:
+            await _try_settings(workers)
+        await self._start(workers)
+        return await self._watch(self._wait_until_ready(on_progress), on_event)
 
     async def _start(self, specs: Sequence[ChildSpec]) -> None:
         for spec in specs:
             await self._children.start(spec)
             self._specs[spec.name] = spec
 
-    async def _watch(
-        self, work: Coroutine[Any, Any, T], trial: asyncio.Task[None], on_event: Callable[[str], None] | None
-    ) -> T:
-        """The result of `work`, unless the trial finds something or a process ends that is needed."""
-        tasks: set[asyncio.Task[Any]] = {working := asyncio.create_task(work)}
-        exits: set[asyncio.Task[ChildExit]] = set()
+    async def _watch(self, work: Coroutine[Any, Any, T], on_event: Callable[[str], None] | None) -> T:
+        """The result of `work`, unless a process ends that is needed."""
+        working = asyncio.create_task(work)
+        exiting = None
         try:
             while not working.done():
-                exits = exits or {asyncio.create_task(self._children.wait_for_exit())}
-                tasks |= exits
-                running = set() if trial.done() else {trial}
-                await asyncio.wait({*tasks, *running}, return_when=asyncio.FIRST_COMPLETED)
-                if trial.done():
-                    trial.result()
-                for exit_ in [task for task in exits if task.done()]:
-                    await self._on_exit(exit_.result(), trial, on_event)
-                    tasks.remove(exit_)
-                    exits.clear()
+                exiting = asyncio.create_task(self._children.wait_for_exit())
+                await asyncio.wait({working, exiting}, return_when=asyncio.FIRST_COMPLETED)
+                if exiting.done():
+                    self._on_exit(exiting.result(), on_event)
             return working.result()
         finally:
+            tasks = [task for task in (working, exiting) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _on_exit(
-        self, ended: ChildExit, trial: asyncio.Task[None], on_event: Callable[[str], None] | None
-    ) -> None:
-        """Raises ClusterFailed if the process is needed, and WorkerRefused if the trial finds why it ended."""
-        if ended.name != MANAGER_NAME:
-            await asyncio.wait({trial}, timeout=_VERDICT_SECONDS)
-            if trial.done():
-                trial.result()
+    def _on_exit(self, ended: ChildExit, on_event: Callable[[str], None] | None) -> None:
+        """Raises ClusterFailed if the process is needed."""
         del self._specs[ended.name]
         if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
             raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
@@ -252,6 +230,22 @@ class Cluster:
                     missing = ", ".join(sorted(wanted - live))
                     on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
                 await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _try_settings(workers: Sequence[ChildSpec]) -> None:
+    """Raises WorkerRefused."""
+    if workers:  # their settings differ in nothing that can be refused
+        await try_settings(workers[0])
+
+
+async def _both(first: Coroutine[Any, Any, object], second: Coroutine[Any, Any, object]) -> None:
+    """Run both at the same time. If one fails, the other one is cancelled and the error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first)
+            group.create_task(second)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def num_cores() -> int:

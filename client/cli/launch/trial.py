@@ -1,4 +1,4 @@
-"""One `kvpool worker --dry-run` before the workers start: what they cannot use is reported once, and in seconds."""
+"""One `kvpool worker --dry-run` before the workers start: what they cannot use is reported once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import subprocess
 from dataclasses import replace
+from typing import Final
 
 from ...errors import KvpoolError
 from .children import ChildSpec
+
+_LONGEST_SECONDS: Final = 30.0
 
 
 class WorkerRefused(KvpoolError):
@@ -22,11 +25,11 @@ class WorkerRefused(KvpoolError):
         """2: its settings are wrong; 1: this machine or the model does not allow them."""
 
 
-async def try_settings(worker: ChildSpec) -> None:
+async def try_settings(worker: ChildSpec, longest_seconds: float = _LONGEST_SECONDS) -> None:
     """Let a process with the arguments and variables of `worker` check them. Raises WorkerRefused. May be cancelled.
 
-    It is ended after its first line on stdout: cache folder, model, device and length are checked then. The plan of the memory is
-    left to the workers, because they may take some of it meanwhile.
+    It is ended after its first line on stdout, when the worker's `find_candidate` has checked what is quick to check, or after
+    `longest_seconds`, as when the hub does not answer. The workers check everything themselves.
     """
     dry_run = replace(worker, command=[*worker.command, "--log-level", "error", "--dry-run"])
     process = await dry_run.start(stderr=subprocess.PIPE)
@@ -34,12 +37,15 @@ async def try_settings(worker: ChildSpec) -> None:
     assert process.stderr is not None
     errors = asyncio.create_task(process.stderr.read())
     try:
-        if await process.stdout.readline():
-            return
-        lines = (await errors).decode(errors="replace").splitlines()
-        status = await process.wait()
+        async with asyncio.timeout(longest_seconds):
+            if await process.stdout.readline():
+                return
+            lines = (await errors).decode(errors="replace").splitlines()
+            status = await process.wait()
         if status:
             raise WorkerRefused(lines or [f"{worker.name} --dry-run ended with exit status {status}"], status)
+    except TimeoutError:
+        return
     finally:
         errors.cancel()
         with contextlib.suppress(ProcessLookupError):

@@ -36,6 +36,11 @@ class ConfigSource(NamedTuple):
     gguf: str | None
     """The file in it with the config; None: config.json."""
 
+    @property
+    def file(self) -> Path:
+        """Path of the file with the config."""
+        return self.path / (self.gguf or "config.json")
+
 
 def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
     """The folder of the model, fetched or converted if necessary (once; later calls find it).
