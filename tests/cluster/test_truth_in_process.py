@@ -19,9 +19,7 @@ CAPACITY = 20
 @pytest.mark.parametrize(
     ("architecture", "runtime"), [*((name, "auto") for name in ARCHITECTURES), ("llama", "torch"), ("gemma2", "torch")]
 )
-async def test_a_tight_pool_with_small_chunks_changes_no_token(
-    architecture: str, runtime: str, tmp_path: Path
-) -> None:
+async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, runtime: str, tmp_path: Path) -> None:
     """Cold, warm, at once, alone; with eviction and preemption on the way; and with the cache switched off."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny)

@@ -50,6 +50,13 @@ class Place(NamedTuple):
     def runtime(self) -> RuntimeName:
         return "native" if self.backend == "native" else "torch"
 
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """What it needs of the machine."""
+        if self.device != "cpu":
+            return [pytest.mark.gpu]
+        return [pytest.mark.compiler] if self.backend == "native" else []
+
     def __str__(self) -> str:
         return f"{self.device}-{self.backend}"
 
@@ -57,11 +64,8 @@ class Place(NamedTuple):
 NATIVE = Place("cpu", "native")
 PLACES = [
     Place("cpu", "torch"),
-    pytest.param(NATIVE, marks=pytest.mark.compiler),
-    *(
-        pytest.param(Place("cuda:0", name), marks=pytest.mark.gpu)
-        for name in ("torch", *(candidate.name for candidate in CANDIDATES))
-    ),
+    NATIVE,
+    *(Place("cuda:0", name) for name in ("torch", *(candidate.name for candidate in CANDIDATES))),
 ]
 
 

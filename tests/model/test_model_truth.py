@@ -50,10 +50,9 @@ class Subject:
 def _subjects() -> Iterator[Any]:
     """Every architecture at every place, natively those that run so."""
     for place in PLACES:
-        at, marks = (place, ()) if isinstance(place, Place) else (place.values[0], place.marks)
         for architecture in ARCHITECTURES:
-            if at != NATIVE or architecture in NATIVE_ARCHITECTURES:
-                yield pytest.param((at, architecture), marks=marks, id=f"{at}-{architecture}")
+            if place != NATIVE or architecture in NATIVE_ARCHITECTURES:
+                yield pytest.param((place, architecture), marks=place.marks, id=f"{place}-{architecture}")
 
 
 @pytest.fixture(scope="module", params=_subjects())

@@ -40,7 +40,9 @@ _REASONS = {
 }
 
 
-def open_model(path: Path, dtype: DTypeName, runtime: RuntimeName = "native", say: list[str] | None = None) -> LoadedModel:
+def open_model(
+    path: Path, dtype: DTypeName, runtime: RuntimeName = "native", say: list[str] | None = None
+) -> LoadedModel:
     lines = [] if say is None else say
     return load_model(ModelSettings(str(path), dtype, "cpu", runtime=runtime, num_threads=1), lines.append)
 
@@ -53,7 +55,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - NATIVE_ARCHITECTURES))
 def test_what_is_not_native_is_refused_with_the_reason_or_runs_on_torch(architecture: str, tmp_path: Path) -> None:
     tiny = make_tiny_model(architecture, tmp_path)
-    with pytest.raises(ModelError, match=f"--runtime native cannot serve this model here: .*{_REASONS.get(architecture, '')}"):
+    with pytest.raises(
+        ModelError, match=f"--runtime native cannot serve this model here: .*{_REASONS.get(architecture, '')}"
+    ):
         load(tiny.path, runtime="native")
 
 
@@ -76,7 +80,9 @@ def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, mon
     assert result.token is not None
 
 
-def test_without_a_compiler_torch_serves_and_says_so(llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_torch_serves_and_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     lines: list[str] = []
     settings = ModelSettings(str(llama), "float32", "cpu", cache_dir=tmp_path, num_threads=1)
@@ -150,7 +156,9 @@ class Subject:
     def runner(self, run: Run, num_tables: int) -> tuple[ModelRunner, list[list[int]]]:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
         each = -(-LENGTH // run.block_size)
-        cache = KVCache(KVCachePlan(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU)
+        cache = KVCache(
+            KVCachePlan(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
+        )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))
         random.Random(run.seed).shuffle(blocks)

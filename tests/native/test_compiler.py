@@ -326,7 +326,7 @@ def test_two_processes_that_compile_at_the_same_time_end_with_one_whole_file(
         "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: None).path)"
     )
     environment = {**os.environ, "CC": str(fake.path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, cache_dir]
+    command = [sys.executable, "-c", program, str(cache_dir)]
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert paths == {str(kept(cache_dir))}

@@ -135,7 +135,9 @@ def _load_runtime(
             return try_native(model, dtype, device, max_model_len, settings.block_size, cache_dir, progress)
         except NotNative as error:
             if settings.runtime == "native":
-                raise ModelError(f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch.") from error
+                raise ModelError(
+                    f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
+                ) from error
             if device.type == "cpu":
                 progress(f"runtime: torch; not native: {error}")
             if isinstance(error, NotNativeAfterAll):

@@ -16,21 +16,21 @@ class Rows(NamedTuple):
 
     module: torch.nn.Module
     first: int
-    count: int
+    num_outputs: int
     is_transposed: bool = False
     """The weight is [inputs, outputs]."""
 
     def weight(self) -> torch.Tensor:
-        """[count, inputs], contiguous."""
-        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[assignment, operator]
+        """[num_outputs, inputs], contiguous."""
+        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator]
         if self.is_transposed:
             weight = weight.t()
-        return weight[self.first : self.first + self.count].contiguous()
+        return weight[self.first : self.first + self.num_outputs].contiguous()
 
     def bias(self) -> torch.Tensor | None:
-        """[count] in float32."""
+        """[num_outputs] in float32."""
         bias: torch.Tensor | None = getattr(self.module, "bias", None)
-        return None if bias is None else bias.detach()[self.first : self.first + self.count].float().contiguous()
+        return None if bias is None else bias.detach()[self.first : self.first + self.num_outputs].float().contiguous()
 
 
 class NormDescription(NamedTuple):

@@ -134,7 +134,9 @@ def open_library(path: Path) -> Library:
     expected = tuple(ctypes.sizeof(kind) for kind in (Sizes, Layer, StepArguments))
     if sizes != expected:
         raise LibraryMismatch(f"{path} has structures of {sizes} bytes, needed: {expected}")
-    return Library(path, build.words_per_vector, build.numbers_per_word, build.rows_per_pass, build.max_head_size, functions)
+    return Library(
+        path, build.words_per_vector, build.numbers_per_word, build.rows_per_pass, build.max_head_size, functions
+    )
 
 
 def _declare(functions: Any) -> None:

@@ -28,8 +28,8 @@ class OutOfMemory(RuntimeError):
 class Program:
     """A packed model bound to KV tensors, with its team of threads. One step at a time; `close` ends the team.
 
-    The threads inherit the nice value of the thread that makes the Program. Where KV lies within a block is the step's own affair (see
-    csrc/step.c); a block has the bytes that KVLayer says.
+    The threads inherit the nice value of the thread that makes the Program. A block has the bytes that KVLayer says; the layout
+    within it is the step's own (csrc/step.c).
     """
 
     def __init__(self, model: PackedModel, kv_layers: Sequence[KVLayer], num_threads: int) -> None:
@@ -49,8 +49,8 @@ class Program:
             raise OutOfMemory(f"no memory for a native step, or no {num_threads} threads; see ulimit -u and ulimit -v")
 
     def run(self, packing: Packing, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the KV of the packed tokens; returns logits [rows, vocab_size] float32 of the given tokens, and for every token whether
-        its last hidden state is finite, bool [T]. Raises OutOfMemory, before any KV is written.
+        """Write the KV of the packed tokens. Returns logits [rows, vocab_size] float32 of the given tokens, and bool [T]: whether
+        the token's last hidden state is finite. Raises OutOfMemory, before any KV is written.
         """
         parts = packing.on_device
         logits = torch.empty(len(rows), self._model.vocab_size)
@@ -78,11 +78,14 @@ class Program:
             is_finite=is_finite.data_ptr(),
         )
         if self._functions.kvpool_run(self._handle, ctypes.byref(arguments)):
-            raise OutOfMemory(f"no memory for the activations of {packing.num_tokens} tokens: give a smaller --max-num-batched-tokens")
+            raise OutOfMemory(
+                f"no memory for the activations of {packing.num_tokens} tokens: give a smaller --max-num-batched-tokens"
+            )
         return logits, is_finite
 
     def phase_seconds(self) -> list[float]:
-        """Seconds of each phase of the last step, as the calling thread saw them; zeros at the first call, which turns the clock on."""
+        """Seconds of each phase of the last step, as the calling thread saw them. The first call turns the clock on and returns
+        zeros."""
         seconds = (ctypes.c_double * self._functions.kvpool_num_phases(self._handle))()
         self._functions.kvpool_phase_seconds(self._handle, seconds)
         return list(seconds)
@@ -108,7 +111,11 @@ class Program:
             _MIN_SAVED_TOKENS,
         )
         least = PARTITION // packing.block_size
-        return [SharedPrefix([short[part] for part in one.parts], one.num_blocks) for one in found if one.num_blocks >= least]
+        return [
+            SharedPrefix([short[part] for part in one.parts], one.num_blocks)
+            for one in found
+            if one.num_blocks >= least
+        ]
 
 
 def _prefix_arrays(prefixes: Sequence[SharedPrefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,5 +127,3 @@ def _prefix_arrays(prefixes: Sequence[SharedPrefix]) -> tuple[torch.Tensor, torc
         ends,
         torch.tensor([prefix.num_blocks for prefix in prefixes], dtype=torch.int64),
     )
-
-

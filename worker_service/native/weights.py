@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
 import torch
 
@@ -78,13 +79,13 @@ class PackedModel:
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""
         weights = [(at, part.weight()) for at, part in zip(_starts(parts), parts, strict=True)]
-        num_outputs = sum(part.count for part in parts)
+        num_outputs = sum(part.num_outputs for part in parts)
         return self._packed(weights, [part.bias() for part in parts], num_outputs, min_inputs, parts)
 
     def _gated(self, gate: Rows, up: Rows) -> Linear:
         """A vector of gate's outputs, one of up's, in turn; their number is rounded up to whole vectors."""
         width = self.library.words_per_vector
-        vectors = -(-gate.count // width)
+        vectors = -(-gate.num_outputs // width)
         weights: list[tuple[int, torch.Tensor]] = []
         biases: list[torch.Tensor | None] = []
         for place, part in enumerate((gate, up)):
@@ -97,7 +98,7 @@ class PackedModel:
             both = torch.zeros(2, vectors * width)
             for row, part in zip(both, (gate, up), strict=True):
                 if (bias := part.bias()) is not None:
-                    row[: part.count] = bias
+                    row[: part.num_outputs] = bias
             biases = [both.view(2, vectors, width).transpose(0, 1).reshape(-1)]
         return self._packed(weights, biases, 2 * vectors * width, 0, (gate, up))
 
@@ -117,11 +118,12 @@ class PackedModel:
         for first, rows in weights:
             if padded_inputs != num_inputs:
                 rows = torch.nn.functional.pad(rows, (0, padded_inputs - num_inputs))
-            assert rows.dtype == self.dtype and rows.is_contiguous()
+            assert rows.dtype == self.dtype, rows.dtype
+            assert rows.is_contiguous()
             self.library.functions.kvpool_pack(packed.data_ptr(), rows.data_ptr(), first, len(rows), padded_inputs)
         bias = None
         if any(one is not None for one in biases):
-            counts = [part.count for part in parts] if len(biases) == len(parts) else [num_outputs]
+            counts = [part.num_outputs for part in parts] if len(biases) == len(parts) else [num_outputs]
             bias = self._keep(
                 torch.cat(
                     [torch.zeros(n) if one is None else one for n, one in zip(counts, biases, strict=True)]
@@ -139,7 +141,7 @@ class PackedModel:
 
 
 def _starts(parts: Sequence[Rows]) -> list[int]:
-    return [sum(part.count for part in parts[:index]) for index in range(len(parts))]
+    return [sum(part.num_outputs for part in parts[:index]) for index in range(len(parts))]
 
 
 def _release(module: torch.nn.Module) -> None:
@@ -153,5 +155,3 @@ def _aligned_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     room = torch.zeros(count + _ALIGNMENT // size, dtype=dtype)
     skipped = -room.data_ptr() % _ALIGNMENT // size
     return room[skipped : skipped + count]
-
-

@@ -11,7 +11,7 @@ import torch
 from ...attention.backend import AttentionBackend
 from ...attention.layer import KVLayer
 from ...attention.packing import Packing
-from .forward import Forward, Selected
+from .forward import Forward, Runtime, Selected
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .packed_linear import PackedLinear
@@ -67,6 +67,12 @@ class ModulesForward:
     def close(self) -> None:
         self._selector.close()
         unbind_layers(self._layers)
+
+
+def modules_of(runtime: Runtime) -> Any:
+    """The transformers model of a runtime that has one."""
+    assert isinstance(runtime, ModulesRuntime)
+    return runtime.model
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:

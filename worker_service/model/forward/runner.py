@@ -34,8 +34,8 @@ class ModelRunner:
         max_prompt_rows: int | None = None,
         sizes: StepSizes | None = None,
     ) -> None:
-        """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes of
-        the input buffers."""
+        """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes
+        of the input buffers."""
         self._forward = runtime.bind(kv_cache, backend)
         self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size

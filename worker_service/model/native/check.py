@@ -18,9 +18,9 @@ from .errors import NotNative
 from .recognition import find_finish
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-"""Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32. In
-bfloat16 transformers' own rounding is a tenth, three times that of the native step: so what a model computes is checked with a replica
-in float32, and here only that its weights are where they belong."""
+"""Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32.
+In bfloat16 transformers' own rounding is a tenth, three times that of the native step. So what a model computes is checked with
+a replica in float32, and here only that its weights are where they belong."""
 _LENGTHS = (40, 24, 9)
 _BLOCK_SIZE = 16
 # Steps of (sequence, first token, end): at once, in chunks with others, and decodes.
@@ -83,5 +83,6 @@ def _compare(ours: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> No
     difference, tolerance = relative_difference(ours, wanted), _TOLERANCE[dtype]
     if not difference <= tolerance:
         raise NotNative(
-            f"its logits differ from those of transformers by {difference:.2%} of their deviation; rounding explains {tolerance:.2%}"
+            f"its logits differ from those of transformers by {difference:.2%} of their deviation; rounding explains "
+            f"{tolerance:.2%}"
         )

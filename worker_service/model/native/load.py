@@ -18,7 +18,6 @@ from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
-from ..placement import dtype_name
 from ..progress import Progress
 from .check import Reference, check
 from .errors import NotNative
@@ -42,8 +41,8 @@ def try_native(
 ) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
     """The model natively, and its attention layers. Empties the modules of their weights.
 
-    Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it cannot
-    be served at all.
+    Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
+    cannot be served at all.
     """
     if device.type != "cpu" or dtype not in _DTYPES:
         raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
@@ -69,7 +68,7 @@ def try_native(
 
 def _library(dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Library:
     try:
-        return compiled_library(dtype_name(dtype), cache_dir, progress)
+        return compiled_library("bfloat16" if dtype == torch.bfloat16 else "float32", cache_dir, progress)
     except NoNativeLibrary as error:
         raise NotNative(str(error)) from error
 
@@ -82,7 +81,13 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
     description = describe(replica, layers, torch.float32, length)
     reference = Reference(replica, cpu, length)
     try:
-        check(NativeRuntime(small, PackedModel(description, library), 1, reference.finish), reference, layers, torch.float32, cpu)
+        check(
+            NativeRuntime(small, PackedModel(description, library), 1, reference.finish),
+            reference,
+            layers,
+            torch.float32,
+            cpu,
+        )
     except NotNative as error:
         raise NotNative(f"a tiny model of its kind: {error}") from error
 
@@ -91,6 +96,8 @@ def _check_sizes(library: Library, layers: Sequence[AttentionLayer], block_size:
     in_word = library.numbers_per_word
     for layer in layers:
         if layer.k_head_dim % in_word or layer.k_head_dim > library.max_head_size:
-            raise NotNative(f"its heads have {layer.k_head_dim} numbers; needed: an even number up to {library.max_head_size}")
+            raise NotNative(
+                f"its heads have {layer.k_head_dim} numbers; needed: an even number up to {library.max_head_size}"
+            )
     if block_size % in_word:
         raise NotNative(f"blocks of {block_size} tokens; needed: an even number")

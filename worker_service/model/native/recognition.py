@@ -24,7 +24,7 @@ from .errors import NotNative
 
 _TRIED = 64
 """Numbers that an activation or a norm is tried with."""
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.silu: torch.nn.functional.silu,
     Activation.gelu_tanh: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     Activation.gelu: torch.nn.functional.gelu,
@@ -42,13 +42,17 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
         _layer(decoder_layer, layer, rotary) for decoder_layer, layer in zip(decoder_layers, layers, strict=True)
     ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    vocab_size, hidden_size = embedding.weight.shape
+    hidden_size = embedding.weight.shape[1]
     positions = [child for child in decoder.children() if type(child) is torch.nn.Embedding and child is not embedding]
     if len(positions) > 1 or any(len(child.weight) < max_model_len for child in positions):
-        raise NotNative(f"it has {len(positions)} tables of positions; needed: one at most, as long as its longest sequence")
+        raise NotNative(
+            f"it has {len(positions)} tables of positions; needed: one at most, as long as its longest sequence"
+        )
     text = model.config.get_text_config(decoder=True)
     if hidden_size % 2 or head.weight.shape[1] != hidden_size:
-        raise NotNative(f"its embedding has {hidden_size} numbers, its head {head.weight.shape[1]}; needed: the same, even")
+        raise NotNative(
+            f"its embedding has {hidden_size} numbers, its head {head.weight.shape[1]}; needed: the same, even"
+        )
     rest = [child for child in decoder.children() if child is not embedding and _norm_or_none(child) is not None]
     if len(rest) != 1:
         raise NotNative(f"{len(rest)} norms follow its layers; needed: one")
@@ -67,7 +71,9 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
     )
 
 
-def find_finish(config: Any, before: torch.Tensor, after: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def find_finish(
+    config: Any, before: torch.Tensor, after: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What a model does to its logits after the head: nothing (None), a factor, or a soft cap. Raises NotNative.
 
     before: outputs of the head; after: the model's logits, both [T, vocab_size] float32.
@@ -77,16 +83,19 @@ def find_finish(config: Any, before: torch.Tensor, after: torch.Tensor) -> Calla
     for finish in _finishes(config.get_text_config(decoder=True)):
         if torch.allclose(finish(before), after, rtol=1e-2, atol=1e-3):
             return finish
-    raise NotNative("it changes its logits after the head in a way that is neither a factor nor a soft cap of its config")
+    raise NotNative(
+        "it changes its logits after the head in a way that is neither a factor nor a soft cap of its config"
+    )
 
 
 def _finishes(config: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
         yield lambda logits: softcap * torch.tanh(logits / softcap)
-    for name, is_divisor in (("logits_scaling", True), ("logit_scale", False)):
-        if factor := getattr(config, name, None):
-            yield lambda logits, by=1 / factor if is_divisor else factor: logits * by
+    if divisor := getattr(config, "logits_scaling", None):
+        yield lambda logits: logits / divisor
+    if factor := getattr(config, "logit_scale", None):
+        yield lambda logits: logits * factor
 
 
 def _embedding_scale(embedding: Any) -> float:
@@ -96,7 +105,9 @@ def _embedding_scale(embedding: Any) -> float:
         rows, weight = embedding(ids).double(), embedding.weight[ids].double()
     scale = float((rows * weight).sum() / weight.square().sum())
     if (rows - weight * scale).abs().max() > 1e-2 * rows.abs().max():
-        raise NotNative(f"its embedding is a {type(embedding).__name__}, which does not give rows of its weight times a factor")
+        raise NotNative(
+            f"its embedding is a {type(embedding).__name__}, which does not give rows of its weight times a factor"
+        )
     return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
@@ -113,13 +124,17 @@ def _decoder(model: Any, layers: Sequence[AttentionLayer]) -> tuple[torch.nn.Mod
 
 def _layer(decoder_layer: torch.nn.Module, attention: AttentionLayer, rotary: _Rotary) -> LayerDescription:
     if attention.k_head_dim != attention.v_head_dim or attention.call.sinks is not None:
-        raise NotNative("its heads of K and V differ in size" if attention.call.sinks is None else "it has attention sinks")
+        raise NotNative(
+            "its heads of K and V differ in size" if attention.call.sinks is None else "it has attention sinks"
+        )
     children = dict(decoder_layer.named_children())
     norms = [(name, norm) for name, child in children.items() if (norm := _norm_or_none(child)) is not None]
     others = [child for name, child in children.items() if name not in dict(norms) and child is not attention.module]
     others = [child for child in others if any(True for _ in child.parameters())]
     if len(others) != 1:
-        raise NotNative(f"a layer has {len(others)} modules with weights besides norms and attention; needed: one, the MLP")
+        raise NotNative(
+            f"a layer has {len(others)} modules with weights besides norms and attention; needed: one, the MLP"
+        )
     query, key, value, out, query_norm, key_norm = _attention(attention)
     gate, up, down, activation = _mlp(others[0])
     before_attention, after_attention, before_mlp, after_mlp = _placed([norm for _, norm in norms])
@@ -157,7 +172,9 @@ def _placed(norms: list[NormDescription]) -> list[NormDescription | None]:
     raise NotNative(f"a layer has {len(norms)} norms; needed: 2 or 4")
 
 
-def _attention(attention: AttentionLayer) -> tuple[Rows, Rows, Rows, Rows, NormDescription | None, NormDescription | None]:
+def _attention(
+    attention: AttentionLayer,
+) -> tuple[Rows, Rows, Rows, Rows, NormDescription | None, NormDescription | None]:
     """Q, K, V, output, and the norms of Q's and K's heads."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.k_head_dim
     linears = [child for child in attention.module.children() if _is_linear(child)]
@@ -174,11 +191,13 @@ def _attention(attention: AttentionLayer) -> tuple[Rows, Rows, Rows, Rows, NormD
         out = _rows(linears[3])
     elif len(fused) == 1:
         query, key, value = (
-            _rows(fused[0])._replace(first=sum(widths[:index]), count=width) for index, width in enumerate(widths)
+            _rows(fused[0])._replace(first=sum(widths[:index]), num_outputs=width) for index, width in enumerate(widths)
         )
         (out,) = (_rows(linear) for linear in linears if linear is not fused[0])
     else:
-        raise NotNative(f"its attention has {len(linears)} linear layers of other sizes than those of Q, K, V and output")
+        raise NotNative(
+            f"its attention has {len(linears)} linear layers of other sizes than those of Q, K, V and output"
+        )
     query_norm, key_norm = norms or (None, None)
     return query, key, value, out, query_norm, key_norm
 
@@ -196,7 +215,12 @@ def _mlp(mlp: torch.nn.Module) -> tuple[Rows | None, Rows, Rows, Activation]:
         return _rows(linears[0]), _rows(linears[1]), _rows(linears[2]), activation
     if len(linears) == 2 and _outputs(linears[0]) == 2 * inputs:
         both = _rows(linears[0])
-        return both._replace(count=inputs), both._replace(first=inputs, count=inputs), _rows(linears[1]), activation
+        return (
+            both._replace(num_outputs=inputs),
+            both._replace(first=inputs, num_outputs=inputs),
+            _rows(linears[1]),
+            activation,
+        )
     if len(linears) == 2 and _outputs(linears[0]) == inputs:
         return None, _rows(linears[0]), _rows(linears[1]), activation
     raise NotNative(f"its MLP has {len(linears)} linear layers of other sizes than those of gate, up and down")
@@ -212,10 +236,7 @@ def _activation(functions: Sequence[Any]) -> Activation:
         for activation, known in _ACTIVATIONS.items():
             if isinstance(result, torch.Tensor) and torch.allclose(result, known(numbers), atol=1e-6):
                 return activation
-    raise NotNative("the activation of its MLP is none of " + ", ".join(_ACTIVATIONS_NAMES))
-
-
-_ACTIVATIONS_NAMES = [activation.name for activation in _ACTIVATIONS]
+    raise NotNative("the activation of its MLP is none of " + ", ".join(activation.name for activation in _ACTIVATIONS))
 
 
 class _Rotary:
