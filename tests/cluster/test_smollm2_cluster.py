@@ -34,7 +34,8 @@ def oracle() -> Oracle:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("smollm2")) as cluster:
+    # Started by their commands, as users start them; the services of other clusters are forked.
+    async with Cluster(tmp_path_factory.mktemp("smollm2"), may_fork=False) as cluster:
         # Short steps: a prefix in flight is not waited for after ten seconds without progress.
         settings = {"num_blocks": 800, "max_num_batched_tokens": 128, "threads": os.cpu_count() or 1}
         await cluster.start({"worker": {"model": "smollm2", **settings}})
