@@ -124,7 +124,9 @@ def growth_mib(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     command = [sys.executable, "-c", _LOAD, str(tiny), str(large), *devices]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(devices, (int(kib) / 1024 for kib in re.findall(r"^growth (\d+)$", done.stdout, re.M)), strict=True))
+    return dict(
+        zip(devices, (int(kib) / 1024 for kib in re.findall(r"^growth (\d+)$", done.stdout, re.M)), strict=True)
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has of its own")

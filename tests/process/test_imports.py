@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def thawed() -> Iterator[None]:
 
 
 def test_imported_objects_are_left_out_of_collections() -> None:
-    objects = []
+    objects: list[Any] = []
     with without_collections():
         assert not gc.isenabled()
         objects.append([objects])

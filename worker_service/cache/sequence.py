@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
 from enum import Enum
 from typing import NamedTuple
 
