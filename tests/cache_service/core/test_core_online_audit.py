@@ -272,7 +272,6 @@ def test_an_audit_that_is_given_up_leaves_nothing_behind() -> None:
     """The tree tells nobody of its nodes any more, nothing holds the audit, and the next one finds everything as it is."""
     scene = Scene()
     gc.collect()
-    gc.freeze()  # what the tests have imported is not gone through each time
     gc.disable()
     try:
         for num_slices in range(0, 120, 7):
@@ -287,7 +286,6 @@ def test_an_audit_that_is_given_up_leaves_nothing_behind() -> None:
             assert gc.collect() == 0
     finally:
         gc.enable()
-        gc.unfreeze()
     assert finish(fine(scene.manager)) == []
 
 
