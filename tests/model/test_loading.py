@@ -117,7 +117,7 @@ for device in map(torch.device, sys.argv[3:]):
 
 @pytest.fixture(scope="module")
 def growth_mib(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """By device. One process loads for both, first for the one that must not make it grow; what this leaves behind in its heap
+    """By device. One process loads for both, first for the one that must not make it grow; what this leaves in its heap
     hides less of the second growth than the room that the bounds have."""
     devices = ("meta", "cpu")
     tiny = make_tiny_model("llama", tmp_path_factory.mktemp("tiny")).path
