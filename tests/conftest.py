@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvpool.process.imports import without_collections
 from tests import left_out
 from tests.cluster.fork_server import ForkServer
 from tests.cluster.process import Process, computing, environment_with
@@ -53,6 +54,13 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What the tests import is left out of all garbage collections: torch and transformers are 600,000 objects."""
+    with without_collections():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
