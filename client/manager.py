@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import grpc.aio
-import numpy as np
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 from .channels import Channels
@@ -91,9 +91,7 @@ class Manager:
         self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, max_workers: int = 0
     ) -> cache_pb2.RouteResponse:
         """Workers for a prompt, best first. Advisory."""
-        request = cache_pb2.RouteRequest(
-            root=root, tokens=np.asarray(token_ids, dtype="<u4").tobytes(), max_workers=max_workers
-        )
+        request = cache_pb2.RouteRequest(root=root, tokens=pack_tokens(token_ids), max_workers=max_workers)
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise InvalidRequest(
                 f"a prompt of {len(token_ids)} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,7 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvpool.process.imports import without_collections
 from tests import left_out
+from tests.cluster.fork_server import ForkServer
+from tests.cluster.process import Process, computing, environment_with
 
 # readline sets them, in a process of pytest-xdist too, and what is piped would have the width of its terminal.
 for _name in ("COLUMNS", "LINES"):
@@ -28,6 +32,15 @@ settings.load_profile("patient")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in its background; services would inherit it, and tests send them Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Services of clusters are forked, which saves the imports of each. The server itself starts with the first of them."""
+    Process.fork_server = ForkServer(environment_with(computing(num_threads=1)))
+    yield
+    Process.fork_server.stop()
+    Process.fork_server = None
 
 
 @pytest.fixture
@@ -52,6 +65,13 @@ def _why_no_compiler() -> str | None:
     except NoNativeLibrary as error:
         return str(error)
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What the tests import is left out of all garbage collections: torch and transformers are 600,000 objects."""
+    with without_collections():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import structlog
 
 import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.address import PortError
+from kvpool.process.imports import without_collections
 from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.printable import printable_lines
 from kvpool.process.settings import SettingsProblem, load_settings
@@ -78,7 +79,8 @@ def _dry_run(settings: WorkerSettings) -> int:
 def _tensor_side() -> Iterator[None]:
     """Imports what only a worker needs; exits if it is not installed."""
     try:
-        yield
+        with without_collections():
+            yield
     except ModuleNotFoundError as error:
         _complain(
             f"the package {error.name!r} is missing: a worker needs `pip install '.[worker]'` in a checkout of kvpool"

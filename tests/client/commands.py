@@ -10,8 +10,8 @@ from typing import Final
 
 from kvpool.client.cli import main
 
-KVPOOL: Final = (sys.executable, "-m", "kvpool.client.cli")
-"""The program and its first arguments."""
+KVPOOL: Final = (sys.executable, "-c", "from kvpool.command import main; main()")
+"""As the program `kvpool` begins, and its first arguments."""
 END_SECONDS: Final = 60.0
 """For a command to end."""
 

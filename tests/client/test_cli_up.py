@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import io
 import json
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from kvpool.client.cli.launch.cluster import free_port, require_free_port
 from kvpool.client.errors import Unavailable
-from tests.client.commands import KVPOOL, run_kvpool
+from tests.client.commands import KVPOOL, kvpool
 from tests.client.processes import descendants, is_alive
 from tests.scrape import scrape
 
@@ -47,10 +48,11 @@ class Up:
         return await self.process.wait()
 
     async def run(self, *arguments: str) -> str:
-        """stdout of another kvpool command, which must succeed."""
-        done = await run_kvpool(*arguments, "--manager", self.manager)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        """stdout of another kvpool command, which must succeed; in this process, which has imported it already."""
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            status = await kvpool(*arguments, "--manager", self.manager)
+        assert status == 0, output.getvalue()
+        return output.getvalue()
 
 
 def free_ports(count: int) -> int:
@@ -71,7 +73,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "XDG_STATE_HOME": str(Path(tempfile.gettempdir()) / f"kvpool-tests-{os.getuid()}")}
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
     port = free_port()
     process = await asyncio.create_subprocess_exec(

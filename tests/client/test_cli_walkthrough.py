@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
+from tests.client.commands import KVPOOL
 
-KVPOOL = [sys.executable, "-m", "kvpool.client.cli", "walkthrough"]
+COMMAND = [*KVPOOL, "walkthrough"]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -22,7 +23,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 )
 def test_the_command_is_the_process(arguments: list[str], status: int) -> None:
     """Same output, same exit status, all arguments passed on."""
-    ours = run([*KVPOOL, *arguments])
+    ours = run([*COMMAND, *arguments])
     theirs = run([sys.executable, "-m", WALKTHROUGH_MODULE, *arguments])
     assert ours.returncode == status
     assert (ours.stdout, ours.stderr, ours.returncode) == (theirs.stdout, theirs.stderr, theirs.returncode)
@@ -31,6 +32,6 @@ def test_the_command_is_the_process(arguments: list[str], status: int) -> None:
 
 def test_the_command_is_found_in_the_help() -> None:
     """With the names of the cases."""
-    text = " ".join(run([*KVPOOL[:-1], "--help"]).stdout.replace("│", "").split())
+    text = " ".join(run([*KVPOOL, "--help"]).stdout.replace("│", "").split())
     assert "walkthrough See the manager's core at work" in text
     assert "allocation, prefix, chain, eviction" in text

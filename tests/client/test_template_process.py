@@ -85,7 +85,6 @@ def until(condition: Callable[[], bool]) -> None:
         "{{ messages|tojson(indent=500000000) }}",
         DOUBLING + "{{ ns.s }}",
         DOUBLING,
-        ENDLESS,
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "{% for i in range(99999) %}{% for j in range(999) %}{{ 'aaaaaaaaaaaaaaaa' }}{% endfor %}{% endfor %}",

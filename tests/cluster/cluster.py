@@ -17,8 +17,9 @@ from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.client.cli.launch.cluster import free_port as any_free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from tests.cluster.fork_server import MANAGER_MODULE, WORKER_MODULE
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
+from tests.cluster.process import Process, computing
 
 HOST = "127.0.0.1"
 MANAGER = "manager"
@@ -65,8 +66,11 @@ class Cluster:
         *,
         lease_seconds: float = 6.0,
         keep_alive_seconds: float = 1.0,
+        may_fork: bool = True,
     ) -> None:
+        """`folder`: for logs and states. `may_fork`: False if every service must be started by its command."""
         self._folder = folder
+        self._may_fork = may_fork
         self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
         self._ports: dict[str, int] = {MANAGER: free_port()}
         self._worker_settings: dict[str, dict[str, Any]] = {}
@@ -107,7 +111,7 @@ class Cluster:
     async def start_manager(self) -> Process:
         """Start the manager, or start it again after its end, and wait until it serves."""
         settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self._folder / "state"}
-        manager = self._start(MANAGER, "kvpool.cache_service", {**settings, **self._manager_settings})
+        manager = self._start(MANAGER, MANAGER_MODULE, {**settings, **self._manager_settings})
         await self.until_serving(MANAGER)
         return manager
 
@@ -126,13 +130,13 @@ class Cluster:
             }
             self._ports[name] = free_port()
         arguments = {**self._worker_settings[name], "port": self._ports[name]}
-        return self._start(name, "kvpool.worker_service", arguments, threads)
+        return self._start(name, WORKER_MODULE, arguments, threads)
 
     def start_rival(self, name: str, **changes: Any) -> Process:
         """Start another worker of the same name and settings, but for `changes`, next to the one that runs, which keeps its name
         here. A process on another machine would have another `state_dir`."""
         settings = {**self._worker_settings[name], "port": free_port(), **changes}
-        return self._start(f"{name}-rival-{len(self._all)}", "kvpool.worker_service", settings)
+        return self._start(f"{name}-rival-{len(self._all)}", WORKER_MODULE, settings)
 
     def state_dir(self, name: str) -> Path:
         """The state folder of a worker."""
@@ -144,8 +148,8 @@ class Cluster:
             name,
             ["-m", module, *_flags(settings)],
             self._folder / f"{name}.log",
-            # Threads that wait by spinning make each other ten times slower where cores are few and busy.
-            {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"},
+            computing(threads),
+            may_fork=self._may_fork,
         )
         self.processes[name] = process
         self._all.append(process)

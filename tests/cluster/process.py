@@ -8,33 +8,48 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
+from tests.cluster.fork_server import END_WITH_PARENT, ForkedProcess, ForkServer
 from tests.cluster.polling import eventually
 
-# Asks the kernel to end the child with the test's process, however that ends, and becomes the service.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
+
+def computing(num_threads: int) -> dict[str, str]:
+    """Variables of a service whose tensors are computed by this many threads."""
+    # Threads that wait by spinning make each other ten times slower where cores are few and busy.
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that is started now."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 
 class Process:
-    """A Python program that runs until it ends by itself or is told to."""
+    """A Python program that runs until it ends by itself or is stopped."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        """Start `python arguments…`; stdout and stderr are appended to `log`."""
+    fork_server: ClassVar[ForkServer | None] = None
+    """Starts what it can start; None: every program is started as users start it."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, may_fork: bool = True
+    ) -> None:
+        """Start `python arguments…`; stdout and stderr are appended to `log`. `may_fork`: the fork server may start it."""
         self.name = name
         self.log_path = log
+        environment = environment_with(environment)
+        server = self.fork_server if may_fork else None
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        if server is not None and arguments[0] == "-m" and server.can_start(arguments[1], environment):
+            self._process = server.start(arguments[1], arguments[2:], log)
+            return
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments],
+                [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env=environment,
             )
 
     def __repr__(self) -> str:
@@ -52,7 +67,7 @@ class Process:
     @property
     def cpu_seconds(self) -> float:
         """CPU time that it has used; it must be running."""
-        # Behind the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
+        # After the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
 """SmolLM2's answers to fixed prompts, as transformers' generate gives them in float32.
 
-They are stored next to this file, because two prompts are thousands of tokens long: `python -m tests.cluster.smollm2` computes
-them again, half a minute of one core.
+They are stored next to this file, because two prompts are more than a thousand tokens long: `python -m tests.cluster.smollm2`
+computes them again, half a minute of one core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYSTEM = "You are a helpful assistant who answers briefly and never makes anythi
 DIARY = " ".join(
     f"Chapter {day}. The traveller counted {day * 7 % 23} bridges, {day * 5 % 17} towers and {day * 11 % 29} boats "
     "before night fell."
-    for day in range(1, 101)
+    for day in range(1, 51)
 )
 TEXTS = (
     "The",
@@ -40,7 +40,7 @@ TEXTS = (
     DIARY + "\nThe traveller",
     DIARY + "\nQuestion: what did the traveller count?\nAnswer:",
 )
-"""Short, several thousand tokens, other scripts, code, and two beginnings that several prompts share."""
+"""Short, more than a thousand tokens, other scripts, code, and two beginnings that several prompts share."""
 _STORED = Path(__file__).with_suffix(".json")
 
 

@@ -26,7 +26,7 @@ SETTINGS = Settings(
     seed=2,
     lease_seconds=2.0,
     keep_alive_seconds=0.2,
-    num_new=500,
+    num_new=240,
     pause_seconds=0.3,
 )
 NUM_NEW = 300
@@ -53,7 +53,7 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
     async with Cluster(tmp_path, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
         # A reserve for longer than a manager takes to start, however busy the machine is.
         await cluster.start({"a": {"model": model.path, "block_size": 4, "num_blocks": 8193, "reserve_seconds": 60}})
-        alone = [await cluster.complete(prompt, max_tokens=NUM_NEW, tenant_salt="alone") for prompt in prompts]
+        undisturbed = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, tenant_salt="undisturbed")
         async with cluster.client() as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in prompts]
             for stream in streams:
@@ -69,12 +69,12 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
         worker = cluster.processes["a"]
         worker.send(signal.SIGTERM)
         assert await worker.ended() == 0
-    for undisturbed, outlived, later in zip(alone, disturbed, again, strict=True):
-        assert outlived.token_ids == undisturbed.token_ids
+    for right, outlived, later in zip(undisturbed, disturbed, again, strict=True):
+        assert outlived.token_ids == right.token_ids
         assert (outlived.num_attempts, outlived.num_preemptions) == (1, 0)
-        assert later.token_ids == undisturbed.token_ids[:5]
+        assert later.token_ids == right.token_ids[:5]
         assert later.num_cached_tokens == 20
-    expected = sum(num_forwarded(answer) for answer in (*alone, *disturbed, *again))
+    expected = sum(num_forwarded(answer) for answer in (*undisturbed, *disturbed, *again))
     assert f" forwarded_tokens={expected} " in worker.log
 
 

@@ -48,10 +48,12 @@ class Subject:
     @property
     def cases(self) -> Iterator[tuple[tuple[int, ...], GenerateOptions]]:
         """All prompts with all options."""
-        for options in OPTIONS.values():
-            bounded: GenerateOptions = {**options, "max_tokens": NUM_NEW}
-            for prompt in self.tiny.prompts:
-                yield prompt, bounded
+        return ((prompt, options) for options in OPTIONS.values() for prompt in self.tiny.prompts)
+
+    def check(self, prompt: Sequence[int], options: GenerateOptions, completion: Completion) -> None:
+        """The answer is NUM_NEW tokens of the plain loop. One forward pass, where `PlainLoop.text` makes one for each token."""
+        assert len(completion.token_ids) == NUM_NEW
+        assert list(self.loop.differences(prompt, options, completion.token_ids)) == [], options
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -67,9 +69,11 @@ async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, 
     """Fifty requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
     cases = list(subject.cases)
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
-        completions = await asyncio.gather(*(cluster.complete(prompt, **options) for prompt, options in cases))
+        completions = await asyncio.gather(
+            *(cluster.complete(prompt, **(options | GenerateOptions(max_tokens=NUM_NEW))) for prompt, options in cases)
+        )
         for (prompt, options), completion in zip(cases, completions, strict=True):
-            assert list(completion.token_ids) == subject.loop.text(prompt, options, NUM_NEW), options
+            subject.check(prompt, options, completion)
         assert sum(completion.num_preemptions for completion in completions) > 0
 
 
@@ -128,7 +132,7 @@ async def test_prompt_logprobs_are_those_of_eager_logits(
             for prompt, completion in zip(prompts, completions, strict=True):
                 check_prompt_logprobs(completion, prompt, subject.loop.logits(prompt))
                 assert completion.num_cached_tokens == 0
-                assert list(completion.token_ids) == subject.loop.text(prompt, {}, NUM_NEW)
+                subject.check(prompt, {}, completion)
             num_preemptions += sum(completion.num_preemptions for completion in completions)
         assert (num_preemptions > 0) == ("num_blocks" in settings)
         # What it has computed is there for others.

@@ -91,12 +91,15 @@ async def start_streams(client: Client, num_streams: int, num_tokens: int = ENDL
 
 
 @asynccontextmanager
-async def load_on(cluster: Cluster, name: str) -> AsyncIterator[list[GenerateStream]]:
-    """Six streams that stay with their workers; yields those of the worker `name`."""
+async def load_on(cluster: Cluster, name: str, *, only: bool = False) -> AsyncIterator[list[GenerateStream]]:
+    """Six streams that stay with their workers; yields those of the worker `name`. `only`: the others are ended first."""
     async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
         own = [stream for stream in streams if await runs_on(cluster, stream, name)]
         assert own
+        for stream in streams:
+            if only and stream not in own:
+                await stream.aclose()
         yield own
         for stream in streams:
             await stream.aclose()
@@ -247,7 +250,7 @@ async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) ->
     manager has refused it for some leases. The streams of the first one go on."""
     cluster = subject.cluster
     before = await cluster.worker("a")
-    async with load_on(cluster, "a") as streams:
+    async with load_on(cluster, "a", only=True) as streams:
         here, elsewhere = cluster.start_rival("a"), cluster.start_rival("a", state_dir=cluster.state_dir("elsewhere"))
         try:
             assert await here.ended(START_SECONDS) == 1
@@ -279,7 +282,7 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
     requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
     cluster = subject.cluster
     async with cluster.client() as client:
-        streams = await start_streams(client, 6, num_tokens=1_000)
+        streams = await start_streams(client, 6, num_tokens=500)
         leaving = [stream for stream in streams if await runs_on(cluster, stream, "a")]
         assert leaving
         worker = cluster.processes["a"]

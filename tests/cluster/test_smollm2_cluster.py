@@ -34,7 +34,8 @@ def oracle() -> Oracle:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("smollm2")) as cluster:
+    # Started by their commands, as users start them; the services of other clusters are forked.
+    async with Cluster(tmp_path_factory.mktemp("smollm2"), may_fork=False) as cluster:
         # Short steps: a prefix in flight is not waited for after ten seconds without progress.
         settings = {"num_blocks": 800, "max_num_batched_tokens": 128, "threads": os.cpu_count() or 1}
         await cluster.start({"worker": {"model": "smollm2", **settings}})
@@ -58,7 +59,7 @@ async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> No
     ]
     check_all(truths * 2, [*cold, *warm])
     assert sorted(completion.num_cached_tokens for completion in cold[7:10]) == [0, 16, 16]
-    assert sorted(completion.num_cached_tokens for completion in cold[10:]) == [0, 2544]
+    assert sorted(completion.num_cached_tokens for completion in cold[10:]) == [0, 1264]
     full = [(len(truth.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for truth in truths]
     assert [completion.num_cached_tokens for completion in warm] == full
     decode = smollm2.tokenizer().decode

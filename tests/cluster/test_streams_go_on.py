@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 LEASE_SECONDS = 2.0
-NUM_TOKENS = 600
+NUM_TOKENS = 400
 NUM_TOKENS_BEFORE = 10
 """That each stream has delivered when something happens."""
 
@@ -82,7 +82,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
     # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
     model = make_endless_model(folder / "endless", tokenizer=True)
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
-        worker = {"model": model.path, "block_size": 4, "num_blocks": 8193, "grace_seconds": 0.2}
+        worker = {"model": model.path, "block_size": 4, "num_blocks": 8193, "grace_seconds": 0.1}
         await cluster.start(dict.fromkeys(("a", "b"), worker))
         async with cluster.client() as client:
             requests = make_requests()

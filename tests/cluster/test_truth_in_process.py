@@ -36,18 +36,19 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
         assert num_preemptions > 0
         check_all(truths, await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
         for truth in truths:
-            for _ in range(2):
-                alone = await cluster.complete(truth.prompt, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
-                truth.check(alone)
+            # The second time all full blocks of the prompt are there.
+            for num_tokens in (tiny.num_new_tokens, 4):
+                alone = await cluster.complete(truth.prompt, max_tokens=num_tokens, logprobs=NUM_TOP)
+                truth.first(num_tokens).check(alone)
                 assert alone.num_preemptions == 0
             assert alone.num_cached_tokens == (len(truth.prompt) - 1) // 4 * 4
         described = await cluster.describe()
         assert described.totals.num_evicted_blocks > 0
         assert described.counts[0].capacity == CAPACITY
     async with in_process_cluster(tiny.path, tmp_path, **TIGHT, prefix_caching=False) as cluster:
-        for _ in range(2):
-            uncached = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
-            check_all(truths, uncached)
+        for num_tokens in (tiny.num_new_tokens, 1):
+            uncached = await cluster.all_at_once(tiny.prompts, max_tokens=num_tokens, logprobs=NUM_TOP)
+            check_all([truth.first(num_tokens) for truth in truths], uncached)
             assert [completion.num_cached_tokens for completion in uncached] == [0] * len(truths)
 
 
@@ -75,8 +76,8 @@ async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dic
             truth = numbers.choice(truths)
             return one(truth, numbers.randint(1, 16), numbers.choice((1, 3, 9, 99)), numbers.random())
 
-        num_delivered = sum(await asyncio.gather(*(some() for _ in range(250))))
-        assert num_delivered > 1000
+        num_delivered = sum(await asyncio.gather(*(some() for _ in range(150))))
+        assert num_delivered > 600
         await cluster.until_idle()
         totals = (await cluster.describe()).totals
         assert totals.num_evicted_blocks > 100

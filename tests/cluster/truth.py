@@ -35,6 +35,10 @@ class Truth:
         assert margin >= MIN_MARGIN, f"the prompt {prompt[:8]}… proves nothing: two best logits {margin:.1g} apart"
         return cls(tuple(prompt), tokens, best.tolist())
 
+    def first(self, num_tokens: int) -> Truth:
+        """The first tokens of the same text."""
+        return Truth(self.prompt, self.tokens[:num_tokens], self.best[:num_tokens])
+
     def check(self, completion: Completion, tolerance: float = LOGPROB_TOLERANCE) -> None:
         """The answer is this text, with these log-probabilities."""
         assert list(completion.token_ids) == self.tokens

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ import torch
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel, ConfigDict
 
+from scripts.gpu.__main__ import main
 from scripts.gpu.carried import NoWheels, install, link_packages
 from scripts.gpu.facts import cases as facts_cases
 from scripts.gpu.parts import PARTS
@@ -54,24 +58,41 @@ def gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.fixture
+def gpu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """The same command in this process, which has imported torch already; returns its exit status."""
+    handler, folder = signal.getsignal(signal.SIGTERM), Path.cwd()
+    yield lambda *arguments: main(arguments)
+    os.chdir(folder)
+    signal.signal(signal.SIGTERM, handler)
+
+
 def read(folder: Path) -> dict[str, PartFile]:
     return {path.stem: PartFile.model_validate_json(path.read_text()) for path in folder.glob("*.json")}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # many processes that import torch: under a minute on idle cores, but the cores may be busy
-def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(tmp_path: Path) -> None:
+def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(
+    gpu_here: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    done = gpu("--tiny", "--out", str(tmp_path / "out"), TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setenv("TMPDIR", str(temporary))  # of the child processes
+    monkeypatch.setattr(tempfile, "tempdir", None)  # of this one: read the variable again
+    status = gpu_here("--tiny", "--out", str(tmp_path / "out"))
+    printed = capsys.readouterr()
+    assert status == 0, printed.out + printed.err
     files = read(tmp_path / "out")
     assert set(files) == set(PARTS)
     for part, file in files.items():
         assert (file.part, file.good, file.tiny, file.counts["failed"]) == (part, True, True, 0)
         assert file.machine["device"] == "cpu"
         assert file.machine["versions"]["torch"] == torch.__version__
-        assert f"{part}: {file.counts['passed']} passed" in done.stdout
+        assert f"{part}: {file.counts['passed']} passed" in printed.out
 
     rows = {part: {row.name: row for row in file.rows} for part, file in files.items()}
     assert rows["facts"]["speeds"].figures["copy_gb_per_s"] > 0
@@ -92,9 +113,8 @@ def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(tmp_p
 
 
 @pytest.mark.timeout(900)
-def test_without_time_every_part_says_so_and_the_status_is_1(tmp_path: Path) -> None:
-    done = gpu("--tiny", "--seconds", "0", "--out", str(tmp_path))
-    assert done.returncode == 1, done.stderr
+def test_without_time_every_part_says_so_and_the_status_is_1(gpu_here: Callable[..., int], tmp_path: Path) -> None:
+    assert gpu_here("--tiny", "--seconds", "0", "--out", str(tmp_path)) == 1
     files = read(tmp_path)
     assert set(files) == set(PARTS)
     for file in files.values():

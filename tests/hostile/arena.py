@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.truth import Truth
-from tests.hostile.good_client import GoodClient, Question
+from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
 
 WORKERS: Final = ("victim", "other")
@@ -25,7 +25,7 @@ VICTIM: Final = WORKERS[0]
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 512
 NUM_QUESTIONS: Final = 12
-NUM_TOKENS: Final = 16
+NUM_TOKENS: Final = 8
 CALL_SECONDS: Final = 10.0
 CHANNEL_OPTIONS: Final = (
     # Else channels of one process share a connection, and one that lives hides that no new one is accepted.
@@ -43,9 +43,16 @@ class Arena:
     """
 
     def __init__(
-        self, folder: Path, *, lease_seconds: float = 6.0, worker_settings: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        *,
+        lease_seconds: float = 6.0,
+        worker_settings: dict[str, Any] | None = None,
+        pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
+        """`pause_seconds`: of good clients."""
         self._folder = folder
+        self._pause_seconds = pause_seconds
         self.lease_seconds = lease_seconds
         self._worker_settings = worker_settings or {}
         self._numbers = itertools.count(1)
@@ -98,7 +105,7 @@ class Arena:
 
     def good_client(self) -> GoodClient:
         """One that asks the cluster of now. Use it as `async with`."""
-        return GoodClient(self.cluster.address(), self.model_fingerprint, self.questions)
+        return GoodClient(self.cluster.address(), self.model_fingerprint, self.questions, self._pause_seconds)
 
     @property
     def services(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A client that does nothing wrong: it asks, compares each answer with the right one, and times each call.
 
-`python -m tests.hostile.good_client MANAGER MODEL` reads questions from the first line of stdin and ends with stdin. It is a
-process of its own, so that its times do not contain the attacker's work.
+`python -m tests.hostile.good_client MANAGER MODEL PAUSE_SECONDS` reads questions from the first line of stdin and ends with stdin.
+It is a process of its own, so that its times do not contain the attacker's work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvpool.client import Client, ClientConfig, GenerateOptions, KvpoolError
 ASKERS: Final = 2
 """Requests at any time: well below what the cluster can do, so that a slow answer is the attacker's doing."""
 PAUSE_SECONDS: Final = 0.03
+"""Of each asker between two requests."""
 TIMEOUT_SECONDS: Final = 30.0
 DESCRIBE_EACH: Final = 4
 
@@ -49,17 +50,20 @@ class Call:
 class GoodClient:
     """The process, and what it reports. Use it as `async with`."""
 
-    def __init__(self, manager: str, model: str, questions: Sequence[Question]) -> None:
-        """`model`: fingerprint of the one to ask; attackers may register others."""
+    def __init__(
+        self, manager: str, model: str, questions: Sequence[Question], pause_seconds: float = PAUSE_SECONDS
+    ) -> None:
+        """`model`: fingerprint of the one to ask; attackers may register others. `pause_seconds`: see PAUSE_SECONDS."""
         self._manager = manager
         self._model = model
+        self._pause_seconds = pause_seconds
         self._questions = questions
         self.calls: list[Call] = []
         """All that have ended, in that order."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.hostile.good_client", self._manager, self._model),
+            *(sys.executable, "-m", "tests.hostile.good_client", self._manager, self._model, str(self._pause_seconds)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -113,7 +117,9 @@ async def _generate(client: Client, model: str, question: Question) -> str | Non
     return None
 
 
-async def _ask_on(client: Client, model: str, questions: Sequence[Question], first: int, ends: asyncio.Event) -> None:
+async def _ask_on(
+    client: Client, model: str, questions: Sequence[Question], first: int, pause_seconds: float, ends: asyncio.Event
+) -> None:
     number = first
     while not ends.is_set():
         number += ASKERS
@@ -129,14 +135,17 @@ async def _ask_on(client: Client, model: str, questions: Sequence[Question], fir
             problem = f"lost: {type(error).__name__}: {error}"
         ended = time.monotonic()
         print(json.dumps(asdict(Call(ended, ended - began, kind, problem))), flush=True)
-        await asyncio.sleep(PAUSE_SECONDS)
+        await asyncio.sleep(pause_seconds)
 
 
-async def _run(manager: str, model: str, questions: Sequence[Question]) -> None:
+async def _run(manager: str, model: str, questions: Sequence[Question], pause_seconds: float) -> None:
     ends = asyncio.Event()
     config = ClientConfig(manager=manager, timeout=TIMEOUT_SECONDS)
     async with Client(config=config) as client:
-        asking = [asyncio.create_task(_ask_on(client, model, questions, first, ends)) for first in range(ASKERS)]
+        asking = [
+            asyncio.create_task(_ask_on(client, model, questions, first, pause_seconds, ends))
+            for first in range(ASKERS)
+        ]
         await asyncio.to_thread(sys.stdin.read)
         ends.set()
         await asyncio.gather(*asking)
@@ -145,8 +154,8 @@ async def _run(manager: str, model: str, questions: Sequence[Question]) -> None:
 def main() -> None:
     given: list[dict[str, Any]] = json.loads(sys.stdin.readline())
     questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in given]
-    manager, model = sys.argv[1:3]
-    asyncio.run(_run(manager, model, questions))
+    manager, model, pause_seconds = sys.argv[1:]
+    asyncio.run(_run(manager, model, questions, float(pause_seconds)))
 
 
 if __name__ == "__main__":

@@ -126,8 +126,9 @@ async def _faults_under_load(settings: Settings, model: Model, folder: Path, res
     names = [f"worker-{number}" for number in range(settings.workers)]
     place = folder / "faults"
     place.mkdir()
-    timing = {"lease_seconds": settings.lease_seconds, "keep_alive_seconds": settings.keep_alive_seconds}
-    async with Cluster(place, **timing) as cluster:
+    async with Cluster(
+        place, lease_seconds=settings.lease_seconds, keep_alive_seconds=settings.keep_alive_seconds
+    ) as cluster:
         worker = {"model": model.path, "block_size": model.block_size, "num_blocks": 16_385, "grace_seconds": 2.0}
         await cluster.start(dict.fromkeys(names, worker))
         async with cluster.client() as client:

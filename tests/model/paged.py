@@ -19,11 +19,12 @@ from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.packed_linear import packing_works
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 
 BLOCK_SIZE = 4
@@ -135,7 +136,7 @@ class PagedModel:
             shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
             self.partition = shapes.partition
             backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
-        plan = loaded.plan(MemorySettings(block_size, num_blocks)).kv_cache
+        plan = KVCachePlan(num_blocks, block_size, kv_bytes_per_token(loaded.layers, loaded.dtype))
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 

@@ -176,8 +176,7 @@ def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-def test_smollm2_too(min_shared_tokens: int) -> None:
+def test_smollm2_too() -> None:
     """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""
     loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=NUM_THREADS), quiet)
     skip_unless_promised(loaded)
@@ -186,15 +185,16 @@ def test_smollm2_too(min_shared_tokens: int) -> None:
     common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 40, 30, 5))
     texts = [common + rest[0], common + rest[1], rest[2]]
     by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
-    paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens)
-    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
-    first = compute(paged, runs, chunks_of(64, 100))
-    shared = runs[0].table[: len(common) // BLOCK_SIZE]
-    sharers = [fresh(paged, text, shared) for text in texts[:2]]
-    found = compute(paged, sharers, chunks_of(1, 7, 3))
-    for ours, expected in zip(
-        [*first, *found],
-        [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])],
-        strict=True,
-    ):
-        assert_same_bits(ours, expected)
+    for min_shared_tokens in (NEVER, 1):  # gathered, and attended once
+        paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens)
+        runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
+        first = compute(paged, runs, chunks_of(64, 100))
+        shared = runs[0].table[: len(common) // BLOCK_SIZE]
+        sharers = [fresh(paged, text, shared) for text in texts[:2]]
+        found = compute(paged, sharers, chunks_of(1, 7, 3))
+        for ours, expected in zip(
+            [*first, *found],
+            [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])],
+            strict=True,
+        ):
+            assert_same_bits(ours, expected)

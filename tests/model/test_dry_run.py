@@ -162,7 +162,7 @@ def test_a_config_that_cannot_be_read_is_refused_by_the_plan(content: str, tmp_p
 
 
 def test_too_many_blocks_are_refused_as_at_a_start(config_only: Path) -> None:
-    with pytest.raises(KVCacheTooLarge, match=r"At most \d+ blocks fit"):
+    with pytest.raises(KVCacheTooLarge, match=r"A KV cache of .* At most \d+ blocks fit.*--num-blocks"):
         printed(settings(config_only, num_blocks=1 << 40))
 
 
@@ -194,17 +194,8 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def test_the_process_ends_with_status_0_or_says_why_not(config_only: Path) -> None:
-    done = run("--model", str(config_only), "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert "bytes per token" in done.stdout
-    done = run("--model", str(config_only), "--device", "cpu", "--num-blocks", str(1 << 40))
-    assert done.returncode == 1
-    assert "kvpool worker: A KV cache of" in done.stderr
-    assert "--num-blocks" in done.stderr.splitlines()[-1]
-
-
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> None:
+    """The process ends with status 0, or with 1 and the reason in its last line."""
     folder = make_tiny_model("llama", tmp_path / "model").path
     with hub_server() as server:
         assert isinstance(server, HubServer)
@@ -216,4 +207,6 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> No
         assert not any("safetensors" in path for _, path, _ in server.requests)
         done = run("--model", "org/other", HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path))
         assert done.returncode == 1
-        assert "knows no model 'org/other'" in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("kvpool worker: ")
+        assert "knows no model 'org/other'" in last

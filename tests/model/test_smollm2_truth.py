@@ -1,4 +1,7 @@
-"""SmolLM2 in float32 over paged KV equals transformers' generate. Converts the model at the first run."""
+"""SmolLM2 in float32 over paged KV equals transformers' generate. Converts the model at the first run.
+
+tests/cluster/test_smollm2_cluster.py compares the stored answers with those of generate.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,10 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-NUM_NEW = 12
-COMMON = "You are a helpful assistant who answers briefly and never makes anything up.\n"
-TEXTS = (
-    "The three primary colours are",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "東京は日本の",
-    COMMON + "Question: what is water made of?\nAnswer:",
-    COMMON + "Question: who wrote Hamlet?\nAnswer:",
-)
+NUM_LONG = 2
+"""Texts of thousands of tokens, the last ones."""
+NUM_SHARERS = 3
+"""Texts that begin with SYSTEM, before those."""
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +30,19 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def truths() -> list[Truth]:
-    return smollm2.compute(smollm2.oracle(), TEXTS, NUM_NEW)
+    return smollm2.stored()[:-NUM_LONG]
 
 
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
 def test_smollm2_equals_generate(loaded: LoadedModel, truths: list[Truth], min_shared_tokens: int) -> None:
     paged = PagedModel(loaded, min_shared_tokens=min_shared_tokens, shapes=SHORT_SEGMENTS)
-    first = paged.request(truths[3].prompt, NUM_NEW)
+    num_new, num_shared = smollm2.NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
+    others, sharers = truths[:-NUM_SHARERS], truths[-NUM_SHARERS:]
+    first = paged.request(sharers[0].prompt, num_new)
     paged.run([first])
-    shared = first.table[: len(smollm2.tokenizer().encode(COMMON).ids) // BLOCK_SIZE]
-    requests = [paged.request(truth.prompt, NUM_NEW, shared if at >= 3 else ()) for at, truth in enumerate(truths)]
+    shared = first.table[: num_shared // BLOCK_SIZE]
+    requests = [paged.request(truth.prompt, num_new) for truth in others]
+    requests += [paged.request(truth.prompt, num_new, shared) for truth in sharers]
     paged.run(requests, chunk=16, stagger=1)
     for request, truth in zip(requests, truths, strict=True):
         assert request.token_ids == truth.tokens

@@ -183,3 +183,7 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (gate_forgets_its_base, {"one right text", "explained errors"}),
     )
 }
+"""What each mistake is called, and the laws of which it may break one."""
+
+FOUND_LATE = {"leak_on_abort": 203, "late_calls_executed": 55, "reserve_not_reported": 19}
+"""The first seed that finds a mistake that only a rare run notices. It is tried first; the others follow."""

@@ -19,13 +19,13 @@ from tests.soak.watch import GROWTH_BYTES, GROWTH_FILES, Holding, growth
 from tests.soak.workload import make_call
 
 SMALL = Settings(
-    seconds=4.0,
-    num_streams=150,
-    pools=(Pool(90, 8),),
+    seconds=2.0,
+    num_streams=60,
+    pools=(Pool(64, 8),),
     num_readers=16,
     num_requests=12,
     num_tokens=24,
-    seconds_between_looks=0.5,
+    seconds_between_looks=0.3,
 )
 
 

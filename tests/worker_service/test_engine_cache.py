@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.link_state import Call
-from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState, pack_tokens
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.state import CacheSettings
 
 _STEP_SECONDS = 0.001

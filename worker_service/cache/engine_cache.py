@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from . import events, next_call, parking, replies
 from .ledger import Content, DisagreementError
 from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
-from .sequence import CacheSequence, SequenceState, pack_tokens
+from .sequence import CacheSequence, SequenceState
 from .state import CacheSettings, CacheState
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
+from kvpool.protocol.tokens import TOKEN_BYTES, pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from . import parking
 from .link_state import Call, LinkState, Stated
 from .reserve import ReservedBlock
-from .sequence import TOKEN_BYTES, CacheSequence, SequenceState, pack_tokens
+from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
 

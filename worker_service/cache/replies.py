@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.protocol.status import reason_of
+from kvpool.protocol.tokens import TOKEN_BYTES
 from kvpool.v1 import cache_pb2
 
 from . import events, parking
 from .ledger import DisagreementError
 from .link_state import Call, LinkState, Stated
-from .sequence import TOKEN_BYTES, CacheSequence, SequenceId, SequenceState
+from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 
 _NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})

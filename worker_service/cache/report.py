@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .ledger import BlockLedger, Content
 from .reserve import ReservedBlock
-from .sequence import CacheSequence, pack_tokens
+from .sequence import CacheSequence
 
 _MAX_CONTENTS = 2048
 """Contents or table entries in one part, which the manager applies in a few milliseconds."""

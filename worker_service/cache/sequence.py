@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence as List
 from enum import Enum
 from typing import NamedTuple
 
@@ -130,15 +128,3 @@ class CacheSequence:
         self.uses_blocks = self.maybe_granted = False
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
         self.parked_on = None
-
-
-TOKEN_BYTES = 4
-"""Size of a token id in a message."""
-
-
-def pack_tokens(tokens: List[int]) -> bytes:
-    """Token ids as little-endian uint32."""
-    packed = array("I", tokens)
-    if packed.itemsize != 4:  # pragma: no cover - no such platform is known to run CPython 3.11
-        raise RuntimeError("array('I') is not 32 bits wide here")
-    return packed.tobytes()

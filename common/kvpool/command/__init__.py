@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import kvpool.process.quiet_start  # noqa: F401
-from kvpool.client.cli import main as run
+from kvpool.process.imports import without_collections
 from kvpool.process.signals import exit_in_order
+
+with without_collections():
+    from kvpool.client.cli import main as run
 
 __all__ = ["main"]
 

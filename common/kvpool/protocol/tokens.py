@@ -1,0 +1,17 @@
+"""Token ids in a message: little-endian uint32."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+TOKEN_BYTES: Final = 4
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """The ids in order, TOKEN_BYTES each. Raises OverflowError for one that is not a uint32."""
+    packed = array("I", token_ids)
+    if packed.itemsize != TOKEN_BYTES:  # pragma: no cover - no such platform is known to run CPython 3.11
+        raise RuntimeError("array('I') is not 32 bits wide here")
+    return packed.tobytes()
