@@ -117,11 +117,6 @@ class WorkerSettings(ServerSettings):
         le=19,
         description="On a CPU, the nice(1) value of the forward pass, so that RPCs and other processes get the CPU first.",
     )
-    model_spin: bool = Field(
-        False,
-        description="On a CPU, whether the threads of a forward pass spin for up to a millisecond between two products, instead of "
-        "sleeping: up to twice as fast on cores of its own, several times slower on cores that it shares.",
-    )
     scheduling_policy: SchedulingPolicy = Field(
         SchedulingPolicy.fcfs,
         description="fcfs: first come, first served. priority: by the requests' priority, smaller first. Both share fairly between "
