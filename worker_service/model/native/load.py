@@ -18,6 +18,7 @@ from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
+from ..memory.control_groups import cpu_quota
 from ..progress import Progress
 from .check import Reference, check
 from .errors import NotNative
@@ -54,7 +55,7 @@ def try_native(
     started = time.monotonic()
     _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
     reference = Reference(model, device, max_model_len)
-    runtime = NativeRuntime(model.config, PackedModel(description, library), torch.get_num_threads(), reference.finish)
+    runtime = NativeRuntime(model.config, PackedModel(description, library), _num_threads(), reference.finish)
     try:
         check(runtime, reference, layers, dtype, device)
     except (NotNative, OutOfMemory) as error:
@@ -64,6 +65,11 @@ def try_native(
         f"{time.monotonic() - started:.1f} s)"
     )
     return runtime, layers
+
+
+def _num_threads() -> int:
+    """CPUs given to this process: torch's number (affinity, OMP_NUM_THREADS, or set), and no more than a container's quota."""
+    return min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
 
 
 def _library(dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Library:
