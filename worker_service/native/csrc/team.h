@@ -17,6 +17,10 @@
 
 #define SPIN_NANOSECONDS 20000
 
+#ifndef KVPOOL_TEST_DELAY
+#define KVPOOL_TEST_DELAY(point) /* tests let a thread come late here */
+#endif
+
 /* One piece of a phase; in step.c. */
 static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece);
 
@@ -70,6 +74,7 @@ static void walk(struct kvpool_model *model, int is_caller) {
         while (atomic_load_explicit(&now->next, memory_order_relaxed) < num_pieces) {
             int64_t piece = atomic_fetch_add(&now->next, 1);
             if (piece >= num_pieces) break;
+            KVPOOL_TEST_DELAY(0);
             run_piece(model, phase, piece);
             if (atomic_fetch_add(&now->done, 1) + 1 == num_pieces) announce(model);
         }
@@ -85,8 +90,13 @@ static void *member(void *argument) {
         wait_for(model, &model->go, seen, 0);
         seen = atomic_load(&model->go);
         if (atomic_load(&model->is_closing)) return NULL;
+        KVPOOL_TEST_DELAY(1);
         atomic_fetch_add(&model->inside, 1);
-        if (atomic_load(&model->is_open)) walk(model, 0);
+        KVPOOL_TEST_DELAY(2);
+        if (atomic_load(&model->is_open)) {
+            KVPOOL_TEST_DELAY(3);
+            walk(model, 0);
+        }
         if (atomic_fetch_sub(&model->inside, 1) == 1) announce(model);
     }
 }
