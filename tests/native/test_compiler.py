@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.worker_service.native import build_cache, compiler
 from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
 from tests.until import until
 
 pytestmark = pytest.mark.compiler
 
 
 @pytest.fixture(scope="session")
-def real_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_file(step_file: Callable[[NumberType], Path]) -> Path:
     """The float32 step, compiled by this machine's compiler."""
-    return compiled_library("float32", tmp_path_factory.mktemp("real"), print).path
+    return step_file("float32")
 
 
 @pytest.fixture
@@ -326,7 +327,7 @@ def test_two_processes_that_compile_at_the_same_time_end_with_one_whole_file(
         "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: None).path)"
     )
     environment = {**os.environ, "CC": str(fake.path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, cache_dir]
+    command = [sys.executable, "-c", program, str(cache_dir)]
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert paths == {str(kept(cache_dir))}

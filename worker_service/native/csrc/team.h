@@ -17,8 +17,11 @@
 
 #define SPIN_NANOSECONDS 20000
 
-#ifndef KVPOOL_TEST_DELAY
-#define KVPOOL_TEST_DELAY(point) /* tests let a thread come late here */
+#ifdef KVPOOL_TEST_DELAY /* the name of a function with which tests let threads come late */
+void KVPOOL_TEST_DELAY(int point);
+#define LATE(point) KVPOOL_TEST_DELAY(point)
+#else
+#define LATE(point) ((void)0)
 #endif
 
 /* One piece of a phase; in step.c. */
@@ -74,7 +77,7 @@ static void walk(struct kvpool_model *model, int is_caller) {
         while (atomic_load_explicit(&now->next, memory_order_relaxed) < num_pieces) {
             int64_t piece = atomic_fetch_add(&now->next, 1);
             if (piece >= num_pieces) break;
-            KVPOOL_TEST_DELAY(0);
+            LATE(0);
             run_piece(model, phase, piece);
             if (atomic_fetch_add(&now->done, 1) + 1 == num_pieces) announce(model);
         }
@@ -90,11 +93,11 @@ static void *member(void *argument) {
         wait_for(model, &model->go, seen, 0);
         seen = atomic_load(&model->go);
         if (atomic_load(&model->is_closing)) return NULL;
-        KVPOOL_TEST_DELAY(1);
+        LATE(1);
         atomic_fetch_add(&model->inside, 1);
-        KVPOOL_TEST_DELAY(2);
+        LATE(2);
         if (atomic_load(&model->is_open)) {
-            KVPOOL_TEST_DELAY(3);
+            LATE(3);
             walk(model, 0);
         }
         if (atomic_fetch_sub(&model->inside, 1) == 1) announce(model);
