@@ -1,4 +1,4 @@
-"""For all tests: those that need a GPU or a C compiler are left out where there is none. The summary has their number and the
+"""For all tests: those that need a GPU or a C compiler are left out where there is none. The summary has their number, and the
 time of each part."""
 
 from __future__ import annotations

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.worker_service.native import build_cache, compiler
 from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
 from tests.until import until
 
 pytestmark = pytest.mark.compiler
 
 
 @pytest.fixture(scope="session")
-def real_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_file(step_file: Callable[[NumberType], Path]) -> Path:
     """The float32 step, compiled by this machine's compiler."""
-    return compiled_library("float32", tmp_path_factory.mktemp("real"), print).path
+    return step_file("float32")
 
 
 @pytest.fixture

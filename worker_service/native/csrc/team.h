@@ -17,6 +17,13 @@
 
 #define SPIN_NANOSECONDS 20000
 
+#ifdef KVPOOL_TEST_DELAY /* the name of a function with which tests let threads come late */
+void KVPOOL_TEST_DELAY(int point);
+#define LATE(point) KVPOOL_TEST_DELAY(point)
+#else
+#define LATE(point) ((void)0)
+#endif
+
 /* One piece of a phase; in step.c. */
 static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece);
 
@@ -70,6 +77,7 @@ static void walk(struct kvpool_model *model, int is_caller) {
         while (atomic_load_explicit(&now->next, memory_order_relaxed) < num_pieces) {
             int64_t piece = atomic_fetch_add(&now->next, 1);
             if (piece >= num_pieces) break;
+            LATE(0);
             run_piece(model, phase, piece);
             if (atomic_fetch_add(&now->done, 1) + 1 == num_pieces) announce(model);
         }
@@ -85,8 +93,13 @@ static void *member(void *argument) {
         wait_for(model, &model->go, seen, 0);
         seen = atomic_load(&model->go);
         if (atomic_load(&model->is_closing)) return NULL;
+        LATE(1);
         atomic_fetch_add(&model->inside, 1);
-        if (atomic_load(&model->is_open)) walk(model, 0);
+        LATE(2);
+        if (atomic_load(&model->is_open)) {
+            LATE(3);
+            walk(model, 0);
+        }
         if (atomic_fetch_sub(&model->inside, 1) == 1) announce(model);
     }
 }
