@@ -15,8 +15,6 @@ from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
 from tests.until import until
 
-pytestmark = pytest.mark.compiler
-
 
 @pytest.fixture(scope="session")
 def real_file(step_file: Callable[[NumberType], Path]) -> Path:
@@ -220,6 +218,7 @@ def test_the_next_compiler_is_used_if_the_first_fails(
     assert (bad.num_runs, good.num_runs) == (1, 1)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
