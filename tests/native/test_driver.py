@@ -62,7 +62,9 @@ def compile_with(compiler: Compiler, number_type: NumberType, *arguments: str | 
 
 
 def for_cpu(compiler: Compiler, level: str) -> list[str]:
-    if platform.machine() == "aarch64" or compiler.is_zig:
+    if compiler.is_zig:
+        return [f"-mcpu={level.replace('-', '_')}"]
+    if platform.machine() == "aarch64":
         return [f"-mcpu={level}"]
     return [f"-march={level}"] if platform.machine() == "x86_64" else []
 
