@@ -245,9 +245,8 @@ def test_a_torn_file_is_built_again_once(harm: str, cache_dir: Path, good: FakeC
     """A library that ends before its sections do would end the worker by a signal when it is loaded."""
     path = compiled_library("float32", cache_dir, print).path
     content = path.read_bytes()
-    if harm == "no file":
-        path.unlink()
-    else:
+    path.unlink()  # this process has it loaded: harm done to it would end the process
+    if harm != "no file":
         changed = content[:-1] + bytes([content[-1] ^ 1])
         path.write_bytes({"shorter": content[: len(content) // 2], "empty": b"", "changed": changed}[harm])
     assert compiled_library("float32", cache_dir, print).path == path
