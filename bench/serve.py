@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--wait-policy", choices=list(WAIT_POLICIES), default="passive",
         help="how the threads of all sides wait between two products: passive (default), as in a worker; spinning for about 3 ms, "
-        "OpenMP's default, which needs an otherwise idle machine; or brief, as with a worker's --model-spin",
+        "OpenMP's default, which needs an otherwise idle machine; or brief, about a millisecond. The native step has its own waits",
     )  # fmt: skip
     parser.add_argument("--worker-argument", action="append", default=[], help="another argument for kvpool's worker")
     parser.add_argument("--seed", type=int, default=1, help="of all prompts (default 1)")

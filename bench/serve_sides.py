@@ -13,7 +13,6 @@ from bench.piped_engine import EngineFailed, PipedEngine
 from kvpool.client.bench.engine import Engine, Served
 from kvpool.client.bench.kvpool_engine import KvpoolEngine
 from kvpool.client.config import ClientConfig
-from kvpool.worker_service.cpu_share import SPIN_COUNT
 
 NUM_CACHE_TOKENS: Final = 32_768
 """Size of every side's KV cache."""
@@ -35,8 +34,8 @@ WAIT_POLICIES: Final = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     # Not ACTIVE: idle processes would spin for minutes on the cores of the side being measured.
     "spinning": {"GOMP_SPINCOUNT": "300000"},
-    # As --model-spin of a worker; here for all sides.
-    "brief": {"GOMP_SPINCOUNT": SPIN_COUNT},
+    # About a millisecond: longer than the gap between two products of a step, shorter than the gap between steps.
+    "brief": {"GOMP_SPINCOUNT": "30000"},
 }
 """Environments that set how threads wait between two products."""
 

@@ -23,6 +23,7 @@ from bench.steps import BLOCK_SIZE, step
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.engine.step import Step
+from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
@@ -64,7 +65,7 @@ def _profile(loaded: LoadedModel, backend: AttentionBackend, runner: ModelRunner
         runner.execute(case)
         seconds.append(time.perf_counter() - began)
     watch = Stopwatch()
-    with _watched(loaded.model, backend, watch):
+    with _watched(modules_of(loaded.runtime), backend, watch):
         began = time.perf_counter()
         for _ in range(runs):
             runner.execute(case)
@@ -79,9 +80,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     arguments = parser.parse_args()
-    settings = ModelSettings(model="smollm2", dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
+    settings = ModelSettings(
+        model="smollm2", dtype=arguments.dtype, device="cpu", num_threads=arguments.threads, runtime="torch"
+    )
     loaded = load_model(settings, progress)
     backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
+    assert backend is not None
     plan = loaded.plan(MemorySettings(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), backend).kv_cache
     runner = loaded.runner(plan, backend)
     found = {}

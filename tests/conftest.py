@@ -1,4 +1,5 @@
-"""For all tests: GPU tests are left out where there is no GPU; the summary counts them, and lists the time of each part."""
+"""For all tests: those that need a GPU or a C compiler are left out where there is none. The summary has their number, and the
+time of each part."""
 
 from __future__ import annotations
 
@@ -56,6 +57,16 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _why_no_compiler() -> str | None:
+    from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+
+    try:
+        find_compilers()
+    except NoNativeLibrary as error:
+        return str(error)
+    return None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What the tests import is left out of all garbage collections: torch and transformers are 600,000 objects."""
@@ -64,10 +75,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked `gpu` on a machine without one."""
+    """Deselect what is marked `gpu` or `compiler` on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
+    compiled = [item for item in items if item.get_closest_marker("compiler")]
+    if compiled and (why := _why_no_compiler()):
+        left_out.leave_out(config, items, compiled, f"tests of the compiled step were left out: {why}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -97,7 +97,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
         root = REPOSITORY / folder
         files = {
             f"{package}/{path.relative_to(root).as_posix()}"
-            for pattern in ("*.py", "*.pyi", "*.proto", "py.typed")
+            for pattern in ("*.py", "*.pyi", "*.proto", "py.typed", "*.c", "*.h")
             for path in root.rglob(pattern)
         }
         assert files <= names, sorted(files - names)

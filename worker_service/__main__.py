@@ -21,7 +21,6 @@ from kvpool.process.printable import printable_lines
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.process.signals import INTERRUPTED
 
-from .cpu_share import spin_between_products
 from .incarnation import WorkerStateError
 from .model.errors import ModelError
 from .settings import WorkerSettings
@@ -38,8 +37,6 @@ def main() -> int:
         return 2
     configure_logging(settings.log_format, settings.log_level)
     identify_log_lines(service="worker")
-    if settings.model_spin:
-        spin_between_products()
     try:
         return _dry_run(settings) if settings.dry_run else _serve(settings)
     except (ModelError, PortError, WorkerStateError) as error:

@@ -106,16 +106,16 @@ class WorkerSettings(ServerSettings):
         description="Prompt tokens in one step while other sequences decode. Smaller: more even decoding; larger: first tokens "
         "sooner.",
     )
+    runtime: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description="What computes a step on a CPU. native: C of our own, compiled at the first start, for the models that it "
+        "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch.",
+    )
     model_nice: int = Field(
         5,
         ge=0,
         le=19,
         description="On a CPU, the nice(1) value of the forward pass, so that RPCs and other processes get the CPU first.",
-    )
-    model_spin: bool = Field(
-        False,
-        description="On a CPU, whether the threads of a forward pass spin for up to a millisecond between two products, instead of "
-        "sleeping: up to twice as fast on cores of its own, several times slower on cores that it shares.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         SchedulingPolicy.fcfs,
@@ -205,6 +205,9 @@ class WorkerSettings(ServerSettings):
             device=self.device,
             max_model_len=self.max_model_len,
             cache_dir=self.cache_dir,
+            # A backend is one for torch's modules.
+            runtime="torch" if self.runtime == "auto" and self.attention_backend != "auto" else self.runtime,
+            block_size=self.block_size,
         )
 
     def memory_settings(self) -> MemorySettings:

@@ -51,7 +51,7 @@ def _try_backends(
     device = torch.device(setup.device)
     enter_device(device)
     settings = ModelSettings(
-        str(tiny.path), dtype=dtype, device=setup.device, cache_dir=tiny.path / "cache", num_threads=1
+        str(tiny.path), dtype=dtype, device=setup.device, cache_dir=tiny.path / "cache", num_threads=1, runtime="torch"
     )
     loaded = load_model(settings, quiet)
     truth = [Oracle.of(tiny.path).logits(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
@@ -64,6 +64,7 @@ def _try_backends(
             except ModelError as refusal:
                 add_row(Row(row_name, Outcome.FAILED if name == "torch" else Outcome.REFUSED, _reason(refusal)))
                 continue
+            assert backend is not None
 
             def work(backend: AttentionBackend = backend, block_size: int = block_size, name: str = row_name) -> Row:
                 needs = tuple(dict.fromkeys(layer.needs for layer in loaded.layers))

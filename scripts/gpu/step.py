@@ -21,6 +21,7 @@ from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.modules import ModulesRuntime, modules_of
 from kvpool.worker_service.model.forward.row_selector import RowSelector
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.support import guarded_layers
@@ -72,6 +73,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
     loaded = _loaded(shape, device)
     log: list[str] = []
     backend = loaded.attention_backend("auto", _BLOCK_SIZE, log.append)
+    assert backend is not None
     blocks_per_sequence = -(-(max(sizes.context, sizes.prompt_tokens) + 1) // _BLOCK_SIZE)
     num_blocks = 1 + max(sizes.batches) * -(-(sizes.context + 1) // _BLOCK_SIZE) + blocks_per_sequence
     plan = KVCachePlan(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.layers, _DTYPE))
@@ -107,7 +109,7 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
         chat_template=None,
         special_tokens={},
     )
-    return LoadedModel(facts, layers, _DTYPE, device, model)
+    return LoadedModel(facts, layers, _DTYPE, device, ModulesRuntime(model, layers, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class _Bench:
         """Time of the step, the least time by the device's speed, and the host's time by section."""
         step = _step(batch, num_new, num_before, sampling, self.loaded.facts.vocab_size)
         seconds = self._seconds(step)
-        least = cost(self.loaded.model, batch, num_new, num_before)
+        least = cost(modules_of(self.loaded.runtime), batch, num_new, num_before)
         floor_s = self.speeds.floor_s(least.num_bytes, least.num_flop)
         median_s = statistics.median(seconds)
         figures: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from .outcome import Outcome, Result
+from .outcome import NATIVE, Outcome, Result
 
 PATH = Path(__file__).parents[2] / "docs" / "MODELS.md"
 
@@ -23,6 +23,7 @@ Every type with a causal language model in `transformers`, tried as a tiny rando
 * **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
   same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and
   longer than every window, packed together, whole and in chunks, prefill is mixed with decode, and blocks are in random order.
+* **native**: the native step of a CPU recognises it, and equals `generate` in the same way. Other types run with torch.
 * **refused**: load_model refuses it before it reads weights, for the given reason: by the config, by the way in which layers call
   attention, or because a tiny model of the same kind computes other logits; never by a list of names.
 * **not built here**: transformers cannot build or run the type in this environment.
@@ -64,15 +65,25 @@ def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
         "|---|---|",
         *(f"| {result.value} | {counts[result]} |" for result in Result),
         "",
+        f"Of those that run, {sum(outcome.native == NATIVE for outcome in ordered)} run natively on a CPU.",
+        "",
         "## Why types are refused\n",
         "| reason | types |",
         "|---|---|",
         *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in _grouped(ordered)),
         "",
+        "## Why types that run do not run natively\n",
+        "| reason | types |",
+        "|---|---|",
+        *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in _not_native(ordered)),
+        "",
         "## All types\n",
-        "| type | result | |",
-        "|---|---|---|",
-        *(f"| {outcome.kind} | {outcome.result.value} | {_cell(_remark(outcome))} |" for outcome in ordered),
+        "| type | result | native | |",
+        "|---|---|---|---|",
+        *(
+            f"| {outcome.kind} | {outcome.result.value} | {'yes' if outcome.native == NATIVE else ''} | {_cell(_remark(outcome))} |"
+            for outcome in ordered
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -98,6 +109,15 @@ def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
     for outcome in outcomes:
         if outcome.result is Result.REFUSED:
             groups.setdefault(_general(outcome), []).append(outcome.kind)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def _not_native(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
+    """Reasons without figures, the most common first."""
+    groups: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.native not in ("", NATIVE):
+            groups.setdefault(re.sub(r"\d+(\.\d+)?%", "x %", outcome.native), []).append(outcome.kind)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 

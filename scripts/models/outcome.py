@@ -15,6 +15,9 @@ class Result(Enum):
     WRONG = "WRONG"
 
 
+NATIVE = "native"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One line of the document."""
@@ -23,4 +26,6 @@ class Outcome:
     result: Result
     reason: str = ""
     """kvpool's message if it is refused, the library's if it cannot be built; a restriction, if any, if it runs."""
+    native: str = ""
+    """NATIVE, or why a type that runs does not run natively."""
     seconds: float = 0.0

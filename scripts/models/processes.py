@@ -72,7 +72,7 @@ class _Worker:
                 outcome = Outcome(kind, Result.NOT_BUILT, f"its process ended with status {status}")
                 self._process.restart()
         elif self._cpu_s() - self._began_s > limit_s:
-            outcome = Outcome(kind, Result.NOT_BUILT, f"took more than {limit_s:.0f} s", limit_s)
+            outcome = Outcome(kind, Result.NOT_BUILT, f"took more than {limit_s:.0f} s", seconds=limit_s)
             self._process.restart()
         if outcome is not None:
             self.kind = None

@@ -28,7 +28,7 @@ from kvpool.worker_service.model.rope import fix_longrope, longest_exact
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
 
-from .outcome import Outcome, Result
+from .outcome import NATIVE, Outcome, Result
 from .subjects import default_config
 
 TOLERANCE = 1e-3
@@ -129,9 +129,10 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
     limited = f"up to {limit} tokens" if limit else ""
     remark, wrong = "", None
     try:
-        wrong = _first_difference(loaded, _truths(folder, loaded))
+        truths = _truths(folder, loaded)
+        wrong = _first_difference(loaded, truths)
         if wrong is None:
-            return Outcome(kind, Result.RUNS, limited)
+            return _natively(Outcome(kind, Result.RUNS, limited), folder, max_model_len, truths)
         remark = "equals generate without a cache; with one, generate differs"
     except Meaningless as error:
         return Outcome(kind, Result.NOT_BUILT, str(error))
@@ -144,7 +145,21 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
         return Outcome(kind, Result.NOT_BUILT, f"transformers' own generate fails: {_shown(error)}")
     if (unlike := _first_difference(loaded, uncached)) is not None:
         return Outcome(kind, Result.WRONG, wrong or unlike)
-    return Outcome(kind, Result.RUNS, "; ".join(filter(None, (limited, remark))))
+    return _natively(
+        Outcome(kind, Result.RUNS, "; ".join(filter(None, (limited, remark)))), folder, max_model_len, uncached
+    )
+
+
+def _natively(outcome: Outcome, folder: Path, max_model_len: int, truths: list[_Truth]) -> Outcome:
+    """The outcome of a type that runs, with what the native step makes of it: the same, or a reason."""
+    try:
+        loaded = load(folder, max_model_len=max_model_len, runtime="native")
+    except ModelError as error:
+        reason = str(error).removeprefix("--runtime native cannot serve this model here: ")
+        return replace(outcome, native=reason.removesuffix(". Give --runtime auto or torch."))
+    if (wrong := _first_difference(loaded, truths)) is not None:
+        return Outcome(outcome.kind, Result.WRONG, f"natively: {wrong}")
+    return replace(outcome, native=NATIVE)
 
 
 def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:

@@ -16,12 +16,14 @@ from tests.tiny_models import ARCHITECTURES, make_tiny_model
 CAPACITY = 20
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "runtime"), [*((name, "auto") for name in ARCHITECTURES), ("llama", "torch"), ("gemma2", "torch")]
+)
+async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, runtime: str, tmp_path: Path) -> None:
     """Cold, warm, at once, alone; with eviction and preemption on the way; and with the cache switched off."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny)
-    async with in_process_cluster(tiny.path, tmp_path, **TIGHT) as cluster:
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **TIGHT) as cluster:
         num_preemptions = 0
         for salt in ("", *"abcd"):
             cold = await cluster.all_at_once(

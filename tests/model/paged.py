@@ -20,11 +20,12 @@ from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.packed_linear import packing_works
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 
 BLOCK_SIZE = 4
 NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
@@ -44,18 +45,28 @@ class Place(NamedTuple):
 
     device: str
     backend: str
-    """A BackendName."""
+    """A BackendName, or native: the native step attends itself."""
+
+    @property
+    def runtime(self) -> RuntimeName:
+        return "native" if self.backend == "native" else "torch"
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """What it needs of the machine."""
+        if self.device != "cpu":
+            return [pytest.mark.gpu]
+        return [pytest.mark.compiler] if self.backend == "native" else []
 
     def __str__(self) -> str:
         return f"{self.device}-{self.backend}"
 
 
+NATIVE = Place("cpu", "native")
 PLACES = [
     Place("cpu", "torch"),
-    *(
-        pytest.param(Place("cuda:0", name), marks=pytest.mark.gpu)
-        for name in ("torch", *(candidate.name for candidate in CANDIDATES))
-    ),
+    NATIVE,
+    *(Place("cuda:0", name) for name in ("torch", *(candidate.name for candidate in CANDIDATES))),
 ]
 
 
@@ -63,13 +74,18 @@ def quiet(_: str) -> None:
     """Progress that nobody wants to read."""
 
 
-def load(folder: Path, device: str = "cpu", max_model_len: int | None = None) -> LoadedModel:
+def load(
+    folder: Path, device: str = "cpu", max_model_len: int | None = None, runtime: RuntimeName = "torch"
+) -> LoadedModel:
     settings = ModelSettings(
         str(folder),
         dtype="float32",
         device=device,
         max_model_len=max_model_len,
-        cache_dir=folder / "cache",
+        # The native step is compiled once for all tests.
+        cache_dir=None if runtime == "native" else folder / "cache",
+        runtime=runtime,
+        block_size=BLOCK_SIZE,
         num_threads=NUM_THREADS,
     )
     return load_model(settings, quiet)
@@ -116,7 +132,7 @@ class PagedModel:
         self._block_size = block_size
         self.partition: int | None = None
         """Of the keys, if plain torch attends; None: it cuts nowhere."""
-        if backend is None:
+        if backend is None and isinstance(loaded.runtime, ModulesRuntime):
             shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
             self.partition = shapes.partition
             backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)

@@ -17,6 +17,7 @@ from kvpool.worker_service.codec import encode_batch_invariance
 from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.facts import BatchInvariance
 from kvpool.worker_service.model.forward import packed_linear
+from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
@@ -106,7 +107,7 @@ def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
 @NEEDS_PACKING
 def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> None:
     """An operation that no replacement is known for, here of the last norm."""
-    norm = loaded.model.model.norm
+    norm = modules_of(loaded.runtime).model.norm
     forward = norm.forward
 
     def varying(hidden: torch.Tensor) -> torch.Tensor:

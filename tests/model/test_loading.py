@@ -19,6 +19,7 @@ from kvpool.worker_service import server
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward import packed_linear
+from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.paged import NEEDS_PACKING, load
@@ -170,5 +171,5 @@ def _falls(counts: Sequence[int], by: int) -> bool:
 
 def test_a_model_that_was_loaded_with_a_device_map_has_no_hooks(tmp_path: Path) -> None:
     """Accelerate puts some around models that are spread over devices, which would cost time in every module."""
-    model = load(make_tiny_model("llama", tmp_path).path).model
+    model = modules_of(load(make_tiny_model("llama", tmp_path).path).runtime)
     assert not [name for name, module in model.named_modules() if "_hf_hook" in vars(module)]

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.memory.facts import facts_of_meta_model, kv_bytes_per_token, tensor_bytes
+from kvpool.worker_service.model.forward.modules import modules_of, tensor_bytes
+from kvpool.worker_service.model.memory.facts import facts_of_meta_model, kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from tests.model.paged import load
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
     loaded = load(make_tiny_model(architecture, tmp_path).path)
     meta_model = build_meta_model(AutoConfig.from_pretrained(tmp_path))
-    assert meta_model.weight_bytes(torch.float32, CPU) == tensor_bytes(loaded.model)
+    assert meta_model.weight_bytes(torch.float32, CPU) == tensor_bytes(modules_of(loaded.runtime))
     assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.layers]
     assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(loaded.layers, torch.float32)
 

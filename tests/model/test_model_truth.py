@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request, load
+from tests.model.paged import BLOCK_SIZE, NATIVE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request, load
 from tests.refused import refused
 from tests.tiny_models import ARCHITECTURES, MIN_MARGIN, WINDOW, Oracle, TinyModel, make_tiny_model
 
 LOGPROB_TOLERANCE = 1e-4
 GPU_LOGPROB_TOLERANCE = 1e-3
 """Sums go in other orders there than on the CPU, where the oracle runs."""
+
+
+NATIVE_ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral"})
+"""Architectures that the native step computes."""
 
 
 @dataclass
@@ -30,6 +35,8 @@ class Subject:
         """With a KV cache of its own. sharing: how plain torch treats shared prefixes."""
         if self.place.backend == "torch":
             return PagedModel(self.loaded, **sharing)
+        if self.place.backend == "native":
+            return PagedModel(self.loaded)
         backend = self.loaded.attention_backend(self.place.backend, BLOCK_SIZE, lambda _: None)  # type: ignore[arg-type]
         return PagedModel(self.loaded, backend=backend)
 
@@ -40,16 +47,19 @@ class Subject:
         return [oracle.logits(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=str)
-def place(request: pytest.FixtureRequest) -> Place:
-    found: Place = request.param
-    return found
+def _subjects() -> Iterator[Any]:
+    """Every architecture at every place, natively those that run so."""
+    for place in PLACES:
+        for architecture in ARCHITECTURES:
+            if place != NATIVE or architecture in NATIVE_ARCHITECTURES:
+                yield pytest.param((place, architecture), marks=place.marks, id=f"{place}-{architecture}")
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def subject(request: pytest.FixtureRequest, place: Place, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    tiny = make_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-    subject = Subject(tiny, load(tiny.path, place.device), place)
+@pytest.fixture(scope="module", params=_subjects())
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    place, architecture = request.param
+    tiny = make_tiny_model(architecture, tmp_path_factory.mktemp(architecture))
+    subject = Subject(tiny, load(tiny.path, place.device, runtime=place.runtime), place)
     try:
         subject.paged().runner.close()
     except ModelError as refusal:

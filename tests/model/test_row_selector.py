@@ -12,6 +12,7 @@ import torch
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, Step
 from kvpool.worker_service.model.errors import UnsupportedModel
+from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.row_selector import RowSelector
 from tests.model.paged import PagedModel, load
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
@@ -94,7 +95,7 @@ def test_no_architecture_computes_logits_that_nobody_wants(architecture: str, tm
     runner = PagedModel(loaded).runner
     runner._max_prompt_rows = 2
     seen: list[int] = []
-    head = loaded.model.get_output_embeddings()
+    head = modules_of(loaded.runtime).get_output_embeddings()
     head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[1]))
     greedy = SamplingParams()
     runner.execute(Step([SequencePart([1] * 9, 0, [1, 2, 3], None)]))

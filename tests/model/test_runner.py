@@ -11,6 +11,7 @@ from kvpool.worker_service.attention.packing import PackingError
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PartResult, PromptRows, SequencePart, Step
 from kvpool.worker_service.engine.token_counts import TokenCounts
+from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
@@ -83,7 +84,7 @@ BAD_TOKEN = 250
 @pytest.fixture(params=[float("nan"), float("inf")], ids=str)
 def spoilt(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """The model with one token whose embedding no layer can compute with."""
-    row = loaded.model.get_input_embeddings().weight.data[BAD_TOKEN]
+    row = modules_of(loaded.runtime).get_input_embeddings().weight.data[BAD_TOKEN]
     before = row.clone()
     row.fill_(request.param)
     yield loaded

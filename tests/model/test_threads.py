@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.cpu_share import spin_between_products
-
 PROGRAM = """
 import os, sys
 import kvpool.worker_service.model
@@ -36,7 +34,7 @@ def test_threads_wait_passively_unless_told_otherwise() -> None:
     assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE False"
 
 
-def spin_count(model: Path, *arguments: str) -> str:
+def spin_count(model: Path) -> str:
     """What the OpenMP of a worker's process reports when it was loaded. The process ends at the device, after torch's import."""
     result = subprocess.run(
         [
@@ -48,7 +46,6 @@ def spin_count(model: Path, *arguments: str) -> str:
             str(model),
             "--device",
             "cuda:99",
-            *arguments,
         ],
         env={
             **{k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
@@ -63,13 +60,6 @@ def spin_count(model: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU's OpenMP on Linux only")
-def test_a_worker_spins_only_if_it_is_told_to(tmp_path: Path) -> None:
+def test_the_threads_of_torch_do_not_spin(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert spin_count(tmp_path) == "0"
-    assert spin_count(tmp_path, "--model-spin") == "30000"
-
-
-def test_a_spin_count_of_the_environment_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-    spin_between_products()
-    assert os.environ["GOMP_SPINCOUNT"] == "5"

@@ -21,9 +21,12 @@ from ..attention.spec import AttentionSpec
 from .device import choose_device
 from .errors import ModelError
 from .facts import ModelFacts, TokenizerFiles, eos_token_ids
+from .forward.forward import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
 from .forward.layers import AttentionLayer
+from .forward.modules import ModulesRuntime
+from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
 from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
@@ -31,6 +34,8 @@ from .guard.support import check_config, check_replica, guarded_layers
 from .length import choose_max_model_len
 from .memory.facts import facts_of_loaded
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .native.errors import NotNative
+from .native.load import NotNativeAfterAll, try_native
 from .placement import choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress, quiet_transformers
 from .rope import Regime, describe_regime, fix_longrope
@@ -48,7 +53,7 @@ class LoadedModel:
     layers: Sequence[AttentionLayer]
     dtype: torch.dtype
     device: torch.device
-    model: Any
+    runtime: Runtime
 
     @property
     def attention_needs(self) -> tuple[LayerNeeds, ...]:
@@ -57,18 +62,21 @@ class LoadedModel:
 
     def attention_backend(
         self, name: BackendName, block_size: int, progress: Progress | None = None
-    ) -> AttentionBackend:
-        """The backend of that name, or the best that passes its self-test here; progress gets a line. Raises ModelError."""
+    ) -> AttentionBackend | None:
+        """The backend of that name, or the best that passes its self-test here; progress gets a line. None: the runtime attends
+        itself. Raises ModelError."""
+        if isinstance(self.runtime, NativeRuntime):
+            return None
         setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:
             raise ModelError(str(error)) from error
 
-    def try_batch_invariance(self, backend: AttentionBackend) -> Self:
+    def try_batch_invariance(self, backend: AttentionBackend | None) -> Self:
         """The same model, with the test's result in its facts. Takes some forward passes; call it before `runner`."""
         found = find_batch_invariance(
-            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
+            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
         )
         return replace(self, facts=replace(self.facts, batch_invariance=found))
 
@@ -79,17 +87,19 @@ class LoadedModel:
             return self.runner(plan, backend)
 
         facts = facts_of_loaded(
-            self.model, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
+            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
         )
         return plan_memory(facts, settings)
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
     ) -> ModelRunner:
-        """Allocate the KV cache and bind the model to it. backend: None: plain torch. sizes: see ModelRunner."""
+        """Allocate the KV cache and bind the model to it. backend: None: plain torch, unless the runtime attends itself. sizes: see
+        ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device)
-        backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
-        return ModelRunner(self.model, self.layers, cache, backend, self.device, sizes=sizes)
+        if isinstance(self.runtime, ModulesRuntime):
+            backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
+        return ModelRunner(self.runtime, cache, backend, self.device, sizes=sizes)
 
 
 def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:
@@ -109,10 +119,34 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, cache_dir, progress)
     started = time.monotonic()
-    model = _load_weights(folder.path, config, dtype, device)
-    layers = guarded_layers(model, config, dtype, device, prepared.max_model_len)
+    runtime, layers = _load_runtime(folder.path, config, prepared, settings, cache_dir, progress)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
-    return LoadedModel(facts, layers, dtype, device, model)
+    return LoadedModel(facts, layers, dtype, device, runtime)
+
+
+def _load_runtime(
+    path: Path, config: Any, prepared: Prepared, settings: ModelSettings, cache_dir: Path, progress: Progress
+) -> tuple[Runtime, Sequence[AttentionLayer]]:
+    """The weights in the chosen runtime, checked, and the attention layers. Raises ModelError."""
+    device, dtype, max_model_len = prepared.device, prepared.dtype, prepared.max_model_len
+    model = _load_weights(path, config, dtype, device)
+    if settings.runtime != "torch":
+        try:
+            return try_native(model, dtype, device, max_model_len, settings.block_size, cache_dir, progress)
+        except NotNative as error:
+            if settings.runtime == "native":
+                raise ModelError(
+                    f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
+                ) from error
+            if device.type == "cpu":
+                progress(f"runtime: torch; not native: {error}")
+            if isinstance(error, NotNativeAfterAll):
+                del model  # one model in memory at a time
+                model = _load_weights(path, config, dtype, device)
+    if device.type == "cpu":
+        pack_linears(model)
+    layers = guarded_layers(model, config, dtype, device, max_model_len)
+    return ModulesRuntime(model, layers, device), layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +215,4 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.dev
             device_map={"": device},
         )
     model.eval()
-    if device.type == "cpu":
-        pack_linears(model)
     return model

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+RuntimeName = Literal["auto", "native", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class ModelSettings:
     """Prompt and generated tokens together; None: the limit of the model's config."""
     cache_dir: Path | None = None
     """Folder of converted models and digests; None: $KVPOOL_CACHE_DIR, else kvpool in the user's cache folder."""
+    runtime: RuntimeName = "auto"
+    """native: the step in C, on a CPU; torch: transformers' modules; auto: native for the models that it computes, else torch."""
+    block_size: int = 16
+    """Tokens of a block of the KV cache: the native step needs an even number in bfloat16."""
     num_threads: int | None = None
     """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
     threads of two processes on the same cores slow both down many times."""

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModel
-
-
-class Selected(NamedTuple):
-    """The result of a forward pass."""
-
-    logits: torch.Tensor
-    """[rows selected, vocab_size]."""
-    is_finite: torch.Tensor
-    """bool [T], for every token, selected or not: whether its hidden state before the head is finite."""
+from .forward import Selected
 
 
 class RowSelector:

@@ -1,24 +1,22 @@
-"""Runs the engine's steps: forward passes of a transformers model over the paged KV, and sampling."""
+"""Runs the engine's steps: forward passes over the paged KV, and sampling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ...attention.backend import AttentionBackend
-from ...attention.packing import Packer, Packing, StepSizes
+from ...attention.packing import Packer, StepSizes
 from ...engine.sampling_params import TokenLogprobs
 from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
 from ..sampling.draw import Draw
 from ..sampling.sampler import prompt_logprobs, sample
+from .forward import Runtime
 from .kv_cache import KVCache
-from .layers import AttentionLayer, bind_layers, unbind_layers
 from .passes import PassPart, passes
-from .row_selector import RowSelector, Selected
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Logits of prompt rows in memory at a time: 64 MiB in float32."""
@@ -29,25 +27,20 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Any,
-        layers: Sequence[AttentionLayer],
+        runtime: Runtime,
         kv_cache: KVCache,
-        backend: AttentionBackend,
+        backend: AttentionBackend | None,
         device: torch.device,
         max_prompt_rows: int | None = None,
         sizes: StepSizes | None = None,
     ) -> None:
-        """`max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes of the input buffers."""
-        self._model = model
-        self._layers = layers
-        self._backend = backend
-        self._device = device
+        """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes
+        of the input buffers."""
+        self._forward = runtime.bind(kv_cache, backend)
         self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
-        self._selector = RowSelector(model)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache
-        bind_layers(layers, kv_cache.layers, backend)
 
     def execute(self, step: Step) -> list[PartResult]:
         """Run the step and sample; see StepRunner. Raises PackingError for a bad part, before any KV is written.
@@ -76,7 +69,7 @@ class ModelRunner:
         for _, _, wanted, offset in prompts:
             rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits, is_finite = self._forward(packing, rows)
+            logits, is_finite = self._forward.run(packing, rows)
             first = len(sampling)
             for index, start, wanted, _ in prompts:
                 end = first + len(wanted.targets)
@@ -99,22 +92,11 @@ class ModelRunner:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
         packing = self._packer.pack(parts)
         with torch.inference_mode():
-            return self._forward(packing, list(range(packing.num_tokens))).logits
+            return self._forward.run(packing, range(packing.num_tokens)).logits
 
     def close(self) -> None:
         """Release the KV tensors and the model; the runner must not be used afterwards."""
-        self._selector.close()
-        unbind_layers(self._layers)
-
-    def _forward(self, packing: Packing, rows: list[int]) -> Selected:
-        """Run the model for the logits of the given packed rows."""
-        self._backend.begin(packing)
-        return self._selector.run(
-            torch.tensor(rows, dtype=torch.int64, device=self._device),
-            input_ids=packing.input_ids,
-            position_ids=packing.position_ids,
-            use_cache=False,
-        )
+        self._forward.close()
 
 
 @dataclass(slots=True)

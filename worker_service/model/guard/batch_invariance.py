@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,15 +11,20 @@ from ...attention.invariance import Finding
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import SequencePart
+from ...native.program import PARTITION
 from ..facts import BatchInvariance
+from ..forward.forward import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer
+from ..forward.modules import ModulesRuntime
+from ..forward.native import NativeRuntime
 from ..forward.packed_linear import find_variance, packing_works
 from ..forward.runner import ModelRunner
 from ..placement import dtype_name
 from .self_check import logits_in_steps, random_sequences
 
+_CONSEQUENCE = "if two tokens are almost equally likely, the same request may get another text, even with a seed"
 _BLOCK_SIZE = 16
 _TEXT, _NEIGHBOUR = 0, 1
 _LENGTHS = (18, 5)
@@ -35,31 +39,46 @@ _STEPS = (
 
 
 def find_batch_invariance(
-    model: Any,
+    runtime: Runtime,
     layers: Sequence[AttentionLayer],
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    backend: AttentionBackend,
+    backend: AttentionBackend | None,
 ) -> BatchInvariance:
     """Test attention, the packed linear layers, and the logits of the whole model. The model is unbound afterwards."""
+    if isinstance(runtime, NativeRuntime):
+        return _of_native(runtime, layers, dtype, device, max_model_len)
+    assert isinstance(runtime, ModulesRuntime)
     needs = tuple(dict.fromkeys(layer.needs for layer in layers))
     finding = find_invariance(dtype, device, needs)
     if finding is None or not isinstance(backend, TorchAttention):
         reason = f"{dtype_name(dtype)} on {device} uses the fastest kernels; it is tested for --dtype float32 on a CPU"
         return BatchInvariance(False, 0, reason)
     partition = backend.shapes.partition or 0
-    problem = _problem(model, layers, device, max_model_len, backend, finding)
+    problem = _problem(runtime, device, max_model_len, backend, finding)
     if problem is None:
         reason = f"attention has {finding.how}; it, the linear layers and the whole model were tested at load"
         return BatchInvariance(True, partition, reason)
-    consequence = "if two tokens are almost equally likely, the same request may get another text, even with a seed"
-    return BatchInvariance(False, partition, f"{problem}; {consequence}")
+    return BatchInvariance(False, partition, f"{problem}; {_CONSEQUENCE}")
+
+
+def _of_native(
+    runtime: NativeRuntime,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> BatchInvariance:
+    problem = _differences(runtime, layers, dtype, device, max_model_len, None)
+    if problem is not None:
+        return BatchInvariance(False, PARTITION, f"{problem}; {_CONSEQUENCE}")
+    reason = "every sum of the native step has one order; the whole model was tested at load"
+    return BatchInvariance(True, PARTITION, reason)
 
 
 def _problem(
-    model: Any,
-    layers: Sequence[AttentionLayer],
+    runtime: ModulesRuntime,
     device: torch.device,
     max_model_len: int,
     backend: TorchAttention,
@@ -68,27 +87,44 @@ def _problem(
     """Why the last bits of a row depend on other rows; None if no such case was found."""
     if not packing_works(torch.float32):
         return "torch has no oneDNN products for float32 here; needed: a torch built with oneDNN (MKLDNN)"
-    if (where := find_variance(model)) is not None:
+    if (where := find_variance(runtime.model)) is not None:
         return f"oneDNN's products depend on other rows: {where}"
     if not finding.holds:
         return f"attention is {finding.describe()}"
-    num_different = _different_rows(model, layers, device, max_model_len, backend)
+    return _differences(runtime, runtime.layers, torch.float32, device, max_model_len, backend)
+
+
+def _differences(
+    runtime: Runtime,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    backend: AttentionBackend | None,
+) -> str | None:
+    """A line about rows whose bits depend on the step; None if there are none."""
+    num_different = _different_rows(runtime, layers, dtype, device, max_model_len, backend)
     if num_different:
         return f"{num_different} of {_LENGTHS[_TEXT]} rows of logits have other bits in chunks with other texts than at once, alone"
     return None
 
 
 def _different_rows(
-    model: Any, layers: Sequence[AttentionLayer], device: torch.device, max_model_len: int, backend: AttentionBackend
+    runtime: Runtime,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    backend: AttentionBackend | None,
 ) -> int:
     """Number of rows of the model's logits whose bits depend on how a text is cut into steps, or on the other text."""
     lengths = [min(length, max_model_len) for length in _LENGTHS]
-    sequences = random_sequences(model.config, lengths)
+    sequences = random_sequences(runtime.config, lengths)
     per_sequence = -(-max(lengths) // _BLOCK_SIZE)
     plan = KVCachePlan(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    cache = KVCache(plan, layers, torch.float32, device)
+    cache = KVCache(plan, layers, dtype, device)
     tables = [list(range(1 + index, plan.num_blocks, 2)) for index in range(2)]
-    runner = ModelRunner(model, layers, cache, backend, device)
+    runner = ModelRunner(runtime, cache, backend, device)
     try:
         at_once = runner.logits([SequencePart(sequences[_TEXT], 0, tables[_TEXT], None)])
         return sum(

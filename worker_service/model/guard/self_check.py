@@ -18,6 +18,7 @@ from ..errors import UnsupportedModel
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
+from ..forward.modules import ModulesRuntime
 from ..forward.runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
@@ -68,7 +69,7 @@ def probe(
     trial = _Trial(model, layers, dtype, device, max_model_len)
     lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
     sequences = random_sequences(model.config, lengths)
-    alone = [_eager_logits(trial, tokens) for tokens in sequences]
+    alone = [eager_logits(model, tokens, device) for tokens in sequences]
     for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
         _compare(
             trial,
@@ -78,7 +79,7 @@ def probe(
             "ignores position_ids, has a mask of its own, or keeps a state",
         )
     far_start = max_model_len - lengths[_FAR]
-    far = _eager_logits(trial, sequences[_FAR], far_start)
+    far = eager_logits(model, sequences[_FAR], device, far_start)
     rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
     for near, far_first in rows:
         near_logits, far_logits = _near_and_far_logits(trial, sequences, near, far_start, far_first)
@@ -144,7 +145,8 @@ def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
 def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Per sequence [T, vocab_size], through the runner."""
     cache, tables = _new_cache(trial)
-    runner = ModelRunner(trial.model, trial.layers, cache, TorchAttention(trial.dtype), trial.device)
+    runtime = ModulesRuntime(trial.model, trial.layers, trial.device)
+    runner = ModelRunner(runtime, cache, TorchAttention(trial.dtype), trial.device)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
         for index, _, rows in logits_in_steps(runner, sequences, tables, _STEPS):
@@ -195,16 +197,16 @@ def _near_and_far_logits(
     return (second, first) if far_first else (first, second)
 
 
-def _eager_logits(trial: _Trial, tokens: list[int], start: int = 0) -> torch.Tensor:
+def eager_logits(model: Any, tokens: list[int], device: torch.device, start: int = 0) -> torch.Tensor:
     """[T, vocab_size] of one sequence; positions are passed as `generate` does, to models with that parameter."""
     positions: dict[str, torch.Tensor] = {}
-    if start or "position_ids" in inspect.signature(trial.model.forward).parameters:
-        positions["position_ids"] = torch.arange(start, start + len(tokens), device=trial.device)[None]
-    trial.model.set_attn_implementation("eager")
+    if start or "position_ids" in inspect.signature(model.forward).parameters:
+        positions["position_ids"] = torch.arange(start, start + len(tokens), device=device)[None]
+    model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            ids = torch.tensor([tokens], device=trial.device)
-            logits: torch.Tensor = trial.model(input_ids=ids, use_cache=False, **positions).logits[0]
+            ids = torch.tensor([tokens], device=device)
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False, **positions).logits[0]
     finally:
-        trial.model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
     return logits

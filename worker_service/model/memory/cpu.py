@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ModelError
-
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
+from .control_groups import CGROUP, PROC, groups
 
 
 class CPUMemory(NamedTuple):
@@ -32,10 +30,11 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def read_cpu_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> CPUMemory:
+def read_cpu_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> CPUMemory:
     """The present numbers of the kernel. Raises ModelError if there are none."""
     total, available = _machine(proc)
-    for folder, names in _groups(proc, cgroup):
+    for folder, is_v2 in groups("memory", proc, cgroup):
+        names = _V2 if is_v2 else _V1
         limit = _number(folder / names.limit)
         used = _number(folder / names.used)
         if limit is None or used is None:
@@ -54,25 +53,6 @@ def _machine(proc: Path) -> CPUMemory:
     if len(found) != 2:
         raise ModelError(f"The memory of this machine is unknown: {proc / 'meminfo'} lacks MemTotal or MemAvailable.")
     return CPUMemory(int(found["MemTotal"]) * 1024, int(found["MemAvailable"]) * 1024)
-
-
-def _groups(proc: Path, cgroup: Path) -> list[tuple[Path, _Names]]:
-    """The control groups of this process, up to the root. Some may not exist."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups: list[tuple[Path, _Names]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, names = (cgroup / "memory", _V1) if controllers else (cgroup, _V2)
-        # In a container the process's own group is mounted as the root, under any name.
-        inner = root / path.lstrip("/")
-        folders = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
-        groups.extend((folder, names) for folder in folders)
-    return groups
 
 
 def _number(file: Path) -> int | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModel
+from ..forward.forward import Runtime
 from ..forward.layers import AttentionLayer
-from ..forward.packed_linear import PackedLinear
 from .cpu import read_cpu_memory
 from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings
@@ -23,15 +23,8 @@ def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> 
     return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers) * dtype.itemsize
 
 
-def tensor_bytes(model: torch.nn.Module) -> int:
-    """Size of a model's parameters, buffers and packed weights, each tensor counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [module.weight for module in model.modules() if isinstance(module, PackedLinear)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
 def facts_of_loaded(
-    model: Any,
+    runtime: Runtime,
     layers: Sequence[AttentionLayer],
     dtype: torch.dtype,
     device: torch.device,
@@ -45,8 +38,8 @@ def facts_of_loaded(
     """
     bytes_per_token = kv_bytes_per_token(layers, dtype)
     if device.type != "cuda":
-        num_bytes = tensor_bytes(model)
-        activations, origin = _estimated(model.config, dtype, settings)
+        num_bytes = runtime.num_bytes()
+        activations, origin = _estimated(runtime.config, dtype, settings)
         total, available = read_cpu_memory()
         return MemoryFacts(
             device=str(device),

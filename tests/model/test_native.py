@@ -1,0 +1,209 @@
+"""Which models run natively, what becomes of the others, and the bits of those that do."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.forward.kv_cache import KVCache
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
+from kvpool.worker_service.model.forward.native import NativeRuntime
+from kvpool.worker_service.model.forward.runner import ModelRunner
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.native import check
+from kvpool.worker_service.model.settings import DTypeName, ModelSettings, RuntimeName
+from tests.model.paged import GREEDY, load
+from tests.model.test_model_truth import NATIVE_ARCHITECTURES
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
+
+pytestmark = pytest.mark.compiler
+
+CPU = torch.device("cpu")
+LENGTH = 400
+"""More than a partition of keys, so that partitions are folded and shared."""
+TEXT = random.Random(1).choices(range(250), k=LENGTH)
+_REASONS = {
+    "olmo2": "its attention has 2 norms",
+    "mixtral": "its MLP has modules besides",
+    "gpt_oss": "it has attention sinks",
+    "deepseek_v3": "heads of K and V differ in size",
+}
+
+
+def open_model(
+    path: Path, dtype: DTypeName, runtime: RuntimeName = "native", say: list[str] | None = None
+) -> LoadedModel:
+    lines = [] if say is None else say
+    return load_model(ModelSettings(str(path), dtype, "cpu", runtime=runtime, num_threads=1), lines.append)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - NATIVE_ARCHITECTURES))
+def test_what_is_not_native_is_refused_with_the_reason_or_runs_on_torch(architecture: str, tmp_path: Path) -> None:
+    tiny = make_tiny_model(architecture, tmp_path)
+    with pytest.raises(
+        ModelError, match=f"--runtime native cannot serve this model here: .*{_REASONS.get(architecture, '')}"
+    ):
+        load(tiny.path, runtime="native")
+
+
+def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> None:
+    lines: list[str] = []
+    loaded = open_model(make_tiny_model("gpt_oss", tmp_path).path, "float32", "auto", lines)
+    assert isinstance(loaded.runtime, ModulesRuntime)
+    assert "runtime: torch; not native: it has attention sinks" in lines
+
+
+def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are gone from the modules by then."""
+    monkeypatch.setattr(check, "_TOLERANCE", {torch.float32: 1e-4, torch.bfloat16: 0.0})
+    lines: list[str] = []
+    loaded = open_model(llama, "bfloat16", "auto", lines)
+    assert isinstance(loaded.runtime, ModulesRuntime)
+    assert [line for line in lines if line.startswith("runtime: torch; not native: its logits differ")]
+    runner = loaded.runner(KVCachePlan(3, 16, 1))
+    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
+    assert result.token is not None
+
+
+def test_without_a_compiler_torch_serves_and_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    lines: list[str] = []
+    settings = ModelSettings(str(llama), "float32", "cpu", cache_dir=tmp_path, num_threads=1)
+    assert isinstance(load_model(settings, lines.append).runtime, ModulesRuntime)
+    assert [line for line in lines if line.startswith("runtime: torch; not native: ") and "no-such-compiler" in line]
+
+
+def test_weights_are_held_once(llama: Path) -> None:
+    """In the native layout: the modules are empty, and nothing else has a copy."""
+    lines: list[str] = []
+    native = open_model(llama, "float32", say=lines)
+    torch_bytes = open_model(llama, "float32", "torch").runtime.num_bytes()
+    assert isinstance(native.runtime, NativeRuntime)
+    # Vectors are filled up with zeros, and there are tables of cos and sin.
+    tables = 2 * 512 * 4 * 4
+    assert native.runtime.num_bytes() <= 1.1 * torch_bytes + tables
+    assert [line for line in lines if line.startswith("runtime: native (")]
+
+
+def test_a_row_without_numbers_ends_its_request_alone(llama: Path) -> None:
+    """NaN passes through the native step, and reaches no other request."""
+    runner = open_model(llama, "float32").runner(KVCachePlan(8, 16, 1))
+    good = SequencePart(TEXT[:9], 0, [1], GREEDY)
+    (expected,) = runner.execute(Step([good]))
+    runner.execute(Step([SequencePart(TEXT[:9], 0, [2], None)]))
+    for layer in runner.kv_cache.layers:  # as a model with an overflow would leave it
+        layer.k_cache[2] = float("nan")
+    spoilt = SequencePart(TEXT[9:10], 9, [2], GREEDY)
+    found = runner.execute(Step([spoilt, good._replace(block_table=[3])]))
+    assert found[0].bad_logits is not None
+    assert found[1] == expected
+
+
+class Run(NamedTuple):
+    """A way to compute TEXT."""
+
+    num_threads: int
+    block_size: int
+    cuts: list[int]
+    """Between chunks."""
+    neighbours: list[int]
+    """Lengths of the texts in the same steps."""
+    num_sharers: int
+    """Texts with the same leading blocks, in the last step."""
+    seed: int
+    """Of the order of parts and of block ids."""
+
+
+_runs = st.builds(
+    Run,
+    num_threads=st.sampled_from([1, 2, 3]),
+    block_size=st.sampled_from([4, 16, 32]),
+    cuts=st.sets(st.integers(1, LENGTH - 4), max_size=5).map(sorted),
+    neighbours=st.lists(st.integers(1, 40), max_size=4),
+    num_sharers=st.integers(0, 4),
+    seed=st.integers(0, 1 << 16),
+)
+
+
+class Subject:
+    """A model whose bits are tried."""
+
+    def __init__(self, path: Path, dtype: DTypeName) -> None:
+        loaded = open_model(path, dtype)
+        assert isinstance(loaded.runtime, NativeRuntime)
+        self.loaded, self.runtime = loaded, loaded.runtime
+        runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
+        self.truth = runner.logits([SequencePart(TEXT, 0, tables[0], None)])
+        runner.close()
+
+    def runner(self, run: Run, num_tables: int) -> tuple[ModelRunner, list[list[int]]]:
+        """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
+        each = -(-LENGTH // run.block_size)
+        cache = KVCache(
+            KVCachePlan(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
+        )
+        cache.fill(float("nan"))
+        blocks = list(range(1, 1 + num_tables * each))
+        random.Random(run.seed).shuffle(blocks)
+        runtime = dataclasses.replace(self.runtime, num_threads=run.num_threads)
+        return ModelRunner(runtime, cache, None, CPU), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
+
+    def same(self, rows: torch.Tensor, first: int) -> bool:
+        return torch.equal(rows, self.truth[first : first + len(rows)])
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Full attention, and windows with soft caps."""
+    return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def subject(request: pytest.FixtureRequest, path: Path) -> Subject:
+    return Subject(path, request.param)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=_runs)
+def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> None:
+    """In chunks, packed in any order with others, decoded, shared, over any blocks, by any number of threads."""
+    numbers = random.Random(run.seed)
+    runner, tables = subject.runner(run, 2 + len(run.neighbours) + run.num_sharers)
+    own, others = tables[0], tables[1:]
+    try:
+        ends = [*run.cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
+        for first, end in zip([0, *ends], ends, strict=False):
+            parts = [SequencePart(TEXT[first:end], first, own, None)]
+            for length, table in zip(run.neighbours, others, strict=False):
+                parts.append(SequencePart(numbers.choices(range(VOCAB_SIZE), k=length), 0, table, None))
+            numbers.shuffle(parts)
+            rows = torch.split(runner.logits(parts), [len(part.token_ids) for part in parts])
+            place = next(index for index, part in enumerate(parts) if part.block_table is own)
+            assert subject.same(rows[place], first)
+        num_shared = (LENGTH - 1) // run.block_size
+        start = num_shared * run.block_size
+        sharers = [
+            SequencePart(TEXT[start : start + 1], start, [*own[:num_shared], *table[num_shared:]], None)
+            for table in others[len(run.neighbours) :]
+        ]
+        for logits in runner.logits(sharers):
+            assert subject.same(logits[None], start)
+    finally:
+        runner.close()

@@ -1,0 +1,24 @@
+"""The compiled step, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.worker_service.native.build_cache import compiled_library
+from kvpool.worker_service.native.compiler import NumberType
+
+
+@pytest.fixture(scope="session")
+def build_folder(pytestconfig: pytest.Config) -> Path:
+    """In pytest's cache folder: what is compiled serves later runs."""
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("native")
+
+
+@pytest.fixture(scope="session")
+def step_file(build_folder: Path) -> Callable[[NumberType], Path]:
+    """The step, compiled as a worker does it."""
+    return lambda number_type: compiled_library(number_type, build_folder, print).path

@@ -1,0 +1,358 @@
+/* Steps of small random models, without Python: run by test_driver.py, with and without sanitizers.
+ *
+ * driver all | small | threads: exit status 0 and nothing on stderr if all is as it must be. `small`: shorter sequences and fewer teams;
+ * `threads`: of these what several threads do.
+ *
+ * Linked with step.c. Where both are built with KVPOOL_TEST_DELAY=driver_delay, which team.h calls where a thread may come late,
+ * late threads are checked too.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "driver_model.h"
+#include "driver_reference.h"
+#include "driver_steps.h"
+
+static int is_small;
+
+#ifdef KVPOOL_TEST_DELAY
+/* ---- Threads that come late ---- */
+
+static atomic_int delays;       /* all points sleep at random */
+static atomic_int held_point;   /* members wait at this one */
+static atomic_int num_held;
+
+void driver_delay(int point) {
+    if (atomic_load(&delays)) {
+        static _Thread_local unsigned state;
+        if (!state) state = (unsigned)(uintptr_t)&state | 1;
+        state = state * 1664525u + 1013904223u;
+        if (state >> 27 == 0) usleep(state >> 16 & 511);
+    }
+    if (point && atomic_load(&held_point) == point) {
+        atomic_fetch_add(&num_held, 1);
+        while (atomic_load(&held_point) == point) usleep(100);
+        atomic_fetch_sub(&num_held, 1);
+    }
+}
+
+static void wait_until_held(int count) {
+    while (atomic_load(&num_held) < count) usleep(100);
+}
+
+static void release(void) {
+    atomic_store(&held_point, 0);
+    while (atomic_load(&num_held)) usleep(100);
+}
+
+#endif
+
+/* ---- Models ---- */
+
+#define COMMON .longest = 640, .embedding_scale = 1, .residual_scale = 1
+static const struct shape shapes[] = {
+    {"llama", 2, 48, 3, 1, 32, 64, 50, 16, .rotary = 32, .is_gated = 1, COMMON},
+    {"gemma, windows, softcap, blocks of 32", 3, 32, 8, 1, 16, 48, 33, 32, .window = 100, .rotary = 16, .is_gated = 1,
+     .activation = KVPOOL_GELU_TANH, .has_post_norms = 1, .has_qk_norms = 1, .softcap = 5, .longest = 640, .embedding_scale = 5.65f,
+     .residual_scale = 1},
+    {"qwen3, blocks of 4, packed embedding", 2, 36, 4, 2, 16, 32, 37, 4, .rotary = 16, .is_gated = 1, .has_qk_norms = 1,
+     .has_biases = 1, .embedding_is_packed = 1, COMMON},
+    {"gpt-2, odd MLP, blocks of 12", 2, 34, 2, 2, 16, 70, 41, 12, .activation = KVPOOL_GELU, .is_centered = 1, .has_biases = 1,
+     .has_positions = 1, COMMON},
+    {"partial interleaved rotary, heads of 80, short windows, blocks of 8", 2, 40, 2, 1, 80, 32, 35, 8, .window = 7, .rotary = 20,
+     .rotary_is_interleaved = 1, .activation = KVPOOL_RELU, .longest = 640, .embedding_scale = 2, .residual_scale = 0.5f},
+};
+enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
+
+/* Sequences of one to three partitions of keys; some begin like the first one. */
+static struct batch mixed_batch(struct tiny *tiny) {
+    int64_t lengths[] = {530, 1, 17, 300, 262, 541, 33}, leaders[] = {0, 1, 2, 0, 0, 0, 6}, same[] = {0, 0, 0, 290, 256, 517, 0};
+    int64_t few_lengths[] = {290, 1, 280, 262, 33}, few_leaders[] = {0, 1, 0, 0, 4}, few_same[] = {0, 0, 265, 256, 0};
+    if (is_small) return make_batch(tiny, 5, few_lengths, few_leaders, few_same);
+    return make_batch(tiny, 7, lengths, leaders, same);
+}
+
+/* ---- What must hold ---- */
+
+static void check_reference(const struct batch *batch, float *const *found) {
+    const struct shape *shape = batch->tiny->shape;
+    for (int64_t s = 0; s < batch->count; s++) {
+        int64_t length = batch->sequences[s].length, count = length * shape->vocab;
+        double *wanted = malloc(count * sizeof *wanted), square = 0, error = 0, largest = 0;
+        reference(batch->tiny, batch->sequences[s].ids, length, wanted);
+        for (int64_t i = 0; i < count; i++) {
+            double difference = fabs(found[s][i] - wanted[i]);
+            if (!(difference <= largest)) largest = difference;
+            square += wanted[i] * wanted[i] / count;
+            error += difference * difference / count;
+        }
+        free(wanted);
+        if (P == 1)
+            CHECK(largest <= 1e-4, "%s: a logit differs by %g from the reference", shape->name, largest);
+        else
+            CHECK(error <= 0.01 * 0.01 * square, "%s: logits differ by %g from the reference, root mean square, theirs is %g", shape->name,
+                  sqrt(error), sqrt(square));
+    }
+}
+
+/* Alone = packed = permuted = chunked = shared = decoded one by one, with 1, 2, 3 and 16 threads. */
+static void check_bits(const struct shape *shape) {
+    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct batch batch = mixed_batch(tiny);
+    float **expected = compute_alone(&batch);
+    check_reference(&batch, expected);
+    struct schedule schedules[] = {
+        {"packed", INT64_MAX, INT64_MAX, 0, 0},    {"permuted chunks", 4, 90, 1, 0},       {"shared chunks", INT64_MAX, 200, 1, 1},
+        {"one by one", INT64_MAX, 1, 0, 0},        {"shared, one by one", INT64_MAX, 1, 0, 1}, {"few tokens, shared", 3, 5, 1, 1},
+    };
+    int64_t threads[] = {16, 1, 2, 3};
+    for (int64_t i = 0; i < (is_small ? 1 : 4); i++) {
+        struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, threads[i]);
+        CHECK(model, "kvpool_open with %lld threads failed", (long long)threads[i]);
+        /* Many steps of few tokens: in full with two threads only. */
+        for (int64_t j = 0; j < (threads[i] == 2 && !is_small ? 6 : 3); j++) {
+            run_schedule(model, &batch, &schedules[j]);
+            expect_same_bits(&batch, expected, &schedules[j], threads[i]);
+        }
+        kvpool_close(model);
+    }
+    free_tiny(tiny);
+}
+
+/* Decodes over long prefixes, shared and not: partitions into slots. */
+static void check_decodes(const struct shape *shape) {
+    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct batch batch = mixed_batch(tiny);
+    float **expected = compute_alone(&batch);
+    for (int64_t num_threads = is_small ? 3 : 1; num_threads <= (is_small ? 3 : 16); num_threads = num_threads == 3 ? 16 : num_threads + 1)
+        for (int shares = 0; shares < 2; shares++) {
+            struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, num_threads);
+            struct schedule schedule = {shares ? "shared decodes" : "decodes", INT64_MAX, 1, 0, shares};
+            lay_out(&batch, shares);
+            /* Up to the last tokens in chunks, leaders first. */
+            for (int64_t s = 0; s < batch.count; s++) {
+                int64_t length = batch.sequences[s].length - batch.sequences[s].done - 3;
+                if (length > 0) run_step(model, &batch, &s, &length, 1, 0);
+            }
+            for (;;) {
+                int64_t parts[7], ones[] = {1, 1, 1, 1, 1, 1, 1}, count = 0;
+                for (int64_t s = batch.count - 1; s >= 0; s--)
+                    if (batch.sequences[s].done < batch.sequences[s].length) parts[count++] = s;
+                if (!count) break;
+                run_step(model, &batch, parts, ones, count, shares);
+            }
+            expect_same_bits(&batch, expected, &schedule, num_threads);
+            kvpool_close(model);
+        }
+    free_tiny(tiny);
+}
+
+/* A NaN ends its own sequence, and changes no bit of others. */
+static void check_nan(const struct shape *shape) {
+    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct batch batch = mixed_batch(tiny);
+    struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 2);
+    struct schedule schedule = {"packed with NaN", INT64_MAX, 64, 0, 0};
+    int64_t bad = batch.count - 1, at = 20, hidden = shape->hidden, id = shape->vocab - 1;
+    for (int64_t s = 0; s < batch.count; s++)
+        for (int64_t t = 0; t < batch.sequences[s].length; t++)
+            if (batch.sequences[s].ids[t] == id) batch.sequences[s].ids[t] = 0;
+    float **expected = compute_alone(&batch);
+    batch.sequences[bad].ids[at] = id;
+    memset(tiny->embedding + id * hidden, 0xff, hidden * sizeof(number));
+    run_schedule(model, &batch, &schedule);
+    for (int64_t t = at; t < batch.sequences[bad].length; t++)
+        CHECK(!batch.sequences[bad].is_finite[t], "token %lld after a NaN is called finite", (long long)t);
+    for (int64_t s = 0; s < bad; s++)
+        for (int64_t t = 0; t < batch.sequences[s].length; t++)
+            CHECK(batch.sequences[s].is_finite[t], "token %lld of another sequence is called not finite", (long long)t);
+    batch.count = bad;
+    expect_same_bits(&batch, expected, &schedule, 2);
+    kvpool_close(model);
+    free_tiny(tiny);
+}
+
+/* 4,096 sequences in one step, that share 256 tokens. */
+static void check_many_sequences(void) {
+    struct shape shape = {"many sequences", 1, 32, 2, 1, 16, 32, 33, 16, .rotary = 16, .is_gated = 1, COMMON};
+    enum { COUNT = 4096, SHARED = 256 };
+    const int64_t num_steps = is_small ? 1 : 3, length = SHARED + num_steps;
+    struct tiny *tiny = make_tiny(&shape, COUNT + SHARED / 16 + 1);
+    int64_t *lengths = own(tiny, COUNT * sizeof *lengths), *leaders = own(tiny, COUNT * sizeof *leaders), *same = own(tiny, COUNT * sizeof *same);
+    for (int64_t s = 0; s < COUNT; s++) lengths[s] = length, leaders[s] = 0, same[s] = s ? SHARED : 0;
+    struct batch batch = make_batch(tiny, COUNT, lengths, leaders, same);
+    struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 2);
+    struct schedule schedule = {"at once", INT64_MAX, SHARED, 0, 1}, decodes = {"decodes", INT64_MAX, 1, 0, 1};
+    float *expected[COUNT];
+    run_schedule(model, &batch, &schedule);
+    for (int64_t s = 0; s < COUNT; s++) {
+        expected[s] = own(tiny, length * shape.vocab * sizeof(float));
+        memcpy(expected[s], batch.sequences[s].logits, length * shape.vocab * sizeof(float));
+    }
+    lay_out(&batch, 1);
+    int64_t first = 0, prefix = SHARED, *parts = own(tiny, COUNT * sizeof *parts), *ones = own(tiny, COUNT * sizeof *ones);
+    for (int64_t s = 0; s < COUNT; s++) parts[s] = s, ones[s] = 1;
+    run_step(model, &batch, &first, &prefix, 1, 0);
+    for (int64_t t = SHARED; t < length; t++) run_step(model, &batch, parts, ones, COUNT, 1);
+    expect_same_bits(&batch, expected, &decodes, 2);
+    kvpool_close(model);
+    for (int64_t s = 0; s < COUNT; s += 1023) { /* and alone */
+        struct batch one = {.tiny = tiny, .sequences = &batch.sequences[s], .count = 1, .tables = batch.tables, .stride = batch.stride};
+        batch.sequences[s].leader = 0;
+        batch.sequences[s].same_tokens = 0;
+        float **alone = compute_alone(&one);
+        CHECK(!memcmp(alone[0] + SHARED * shape.vocab, expected[s] + SHARED * shape.vocab, num_steps * shape.vocab * sizeof(float)),
+              "sequence %lld of 4,096 has other logits than alone", (long long)s);
+    }
+    free_tiny(tiny);
+}
+
+/* The last tokens of a context of a million: a block table whose entries repeat the same blocks. */
+static void check_long_context(void) {
+    enum { PERIOD = 1024, BLOCK = 16 };
+    int64_t length = is_small ? 100002 : 1000002, vocab = 33, width = 16;
+    struct shape shape = {"long context", 1, 32, 2, 1, 16, 32, 33, BLOCK, .rotary = 2, .is_gated = 1, .longest = length + 8,
+                          .embedding_scale = 1, .residual_scale = 1};
+    struct tiny *tiny = make_tiny(&shape, PERIOD / BLOCK + 1);
+    struct kvpool_layer *layer = tiny->layers;
+    double *keys = own(tiny, PERIOD * width * sizeof *keys), *values = own(tiny, PERIOD * width * sizeof *values);
+    forget_kv(tiny);
+    for (int64_t t = 0; t < PERIOD; t++)
+        for (int64_t i = 0; i < width; i++) {
+            int64_t block = t / BLOCK * BLOCK * width, offset = t % BLOCK;
+            number k = narrow(random_float()), v = narrow(random_float());
+            ((number *)layer->k_cache)[block + i / P * P * BLOCK + offset * P + i % P] = k;
+            ((number *)layer->v_cache)[block + offset / P * P * width + offset % P + i * P] = v;
+            keys[t * width + i] = widen(k);
+            values[t * width + i] = widen(v);
+        }
+    struct batch batch = make_batch(tiny, 1, &length, NULL, NULL);
+    for (int64_t b = 0; b < batch.stride; b++) batch.tables[b] = b % (PERIOD / BLOCK);
+    batch.tables[batch.stride - 1] = PERIOD / BLOCK; /* of the two tokens that are computed */
+    float expected[2][33];
+    for (int64_t num_threads = 1; num_threads <= 3; num_threads += 2)
+        for (int64_t chunk = 1; chunk <= 2; chunk++) {
+            struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, num_threads);
+            int64_t part = 0;
+            batch.sequences[0].done = length - 2;
+            while (batch.sequences[0].done < length) run_step(model, &batch, &part, &chunk, 1, 0);
+            kvpool_close(model);
+            const float *found = batch.sequences[0].logits + (length - 2) * vocab;
+            if (num_threads == 1 && chunk == 1) memcpy(expected, found, sizeof expected);
+            CHECK(!memcmp(expected, found, sizeof expected), "the bits over %lld tokens depend on threads or chunks", (long long)length);
+        }
+    double residual[32], wanted[33], *all_keys = malloc(length * width * sizeof(double)), *all_values = malloc(length * width * sizeof(double));
+    CHECK(all_keys && all_values, "no memory for the reference");
+    for (int64_t t = 0; t < length; t++) {
+        memcpy(all_keys + t * width, keys + t % PERIOD * width, width * sizeof(double));
+        memcpy(all_values + t * width, values + t % PERIOD * width, width * sizeof(double));
+    }
+    for (int64_t t = length - 2; t < length; t++) {
+        plain_embedding(tiny, batch.sequences[0].ids[t], t, residual);
+        plain_layer(tiny, 0, residual, all_keys, all_values, t);
+        plain_logits(tiny, residual, wanted);
+        for (int64_t i = 0; i < vocab; i++)
+            CHECK(fabs(wanted[i] - expected[t - length + 2][i]) <= (P == 1 ? 1e-3 : 0.1), "a logit over %lld tokens is %g, not %g",
+                  (long long)length, expected[t - length + 2][i], wanted[i]);
+    }
+    free(all_keys);
+    free(all_values);
+    free_tiny(tiny);
+}
+
+#ifdef KVPOOL_TEST_DELAY
+/* A member that does not come delays no step; one that is inside late delays the next step only. */
+static void check_late_members(const struct shape *shape) {
+    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct batch batch = mixed_batch(tiny);
+    float **expected = compute_alone(&batch);
+    struct schedule chunks = {"with members that never come", INT64_MAX, 150, 0, 1}, random = {"with late members", 5, 100, 1, 1};
+    struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 4);
+    CHECK(model, "kvpool_open failed");
+    atomic_store(&held_point, 1); /* before it is inside */
+    run_schedule(model, &batch, &chunks);
+    expect_same_bits(&batch, expected, &chunks, 4);
+    wait_until_held(3);
+    release();
+    for (int point = 2; point <= 3; point++) { /* inside: before it looks whether the step is open, and after */
+        lay_out(&batch, 0);
+        atomic_store(&held_point, point);
+        int64_t part = 0, length = batch.sequences[0].length;
+        run_step(model, &batch, &part, &length, 1, 0);
+        CHECK(!memcmp(batch.sequences[0].logits, expected[0], length * shape->vocab * sizeof(float)), "late members changed bits");
+        if (point == 2) wait_until_held(3);
+        release();
+    }
+    atomic_store(&delays, 1);
+    for (int i = 0; i < 2; i++) {
+        run_schedule(model, &batch, &random);
+        expect_same_bits(&batch, expected, &random, 4);
+    }
+    atomic_store(&delays, 0);
+    kvpool_close(model);
+    free_tiny(tiny);
+}
+
+#endif
+
+/* Models one after the other: closed before a step, after one, and while their threads sleep; and two at the same time. */
+static void check_models_in_succession(void) {
+    for (int i = 0; i < 12; i++) {
+        const struct shape *shape = &shapes[i % NUM_SHAPES];
+        struct tiny *tiny = make_tiny(shape, 4 * 640 / shape->block_size);
+        int64_t lengths[] = {40, 9};
+        struct batch batch = make_batch(tiny, 2, lengths, NULL, NULL);
+        float **expected = compute_alone(&batch);
+        struct schedule schedule = {"in succession", INT64_MAX, 16, 0, 0};
+        struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 1 + i % 5), *other = NULL;
+        if (i % 3) {
+            if (i % 4 == 0) other = kvpool_open(&tiny->sizes, tiny->layers, 3);
+            double seconds[kvpool_num_phases(model)];
+            CHECK(kvpool_phase_seconds(model, seconds) == 0, "the clock has no memory");
+            run_schedule(model, &batch, &schedule);
+            expect_same_bits(&batch, expected, &schedule, 1 + i % 5);
+            if (other) run_schedule(other, &batch, &schedule);
+            expect_same_bits(&batch, expected, &schedule, 3);
+            CHECK(kvpool_phase_seconds(model, seconds) == 0, "the clock has no times");
+            for (int64_t phase = 0; phase < kvpool_num_phases(model); phase++)
+                CHECK(seconds[phase] >= 0, "phase %lld ended before it began", (long long)phase);
+            if (i % 2) usleep(2000); /* longer than threads spin */
+        }
+        kvpool_close(other);
+        kvpool_close(model);
+        free_tiny(tiny);
+    }
+}
+
+static void report(const char *what) { printf("%s: after %.1f s of CPU\n", what, clock() / (double)CLOCKS_PER_SEC); }
+
+int main(int argc, char **argv) {
+    alarm(400); /* a deadlock ends */
+    int is_for_threads = argc > 1 && !strcmp(argv[1], "threads");
+    is_small = is_for_threads || (argc > 1 && !strcmp(argv[1], "small"));
+    int num_shapes = is_for_threads ? 1 : NUM_SHAPES;
+    for (int i = 0; i < num_shapes; i++) check_bits(&shapes[i]);
+    report("bits");
+    for (int i = 0; i < num_shapes; i++) check_decodes(&shapes[i]);
+    report("decodes");
+    if (!is_for_threads) {
+        check_nan(&shapes[0]);
+        check_nan(&shapes[1]);
+        report("NaN");
+        check_many_sequences();
+        report("many sequences");
+        check_long_context();
+        report("a long context");
+    }
+#ifdef KVPOOL_TEST_DELAY
+    check_late_members(&shapes[0]);
+    report("late members");
+#endif
+    check_models_in_succession();
+    report("models in succession");
+    printf("W %d, P %d, %d shapes\n", W, P, num_shapes);
+    return 0;
+}

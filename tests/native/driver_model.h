@@ -1,0 +1,219 @@
+/* Small models with random weights, as the driver's tests need them. */
+#ifndef DRIVER_MODEL_H
+#define DRIVER_MODEL_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "step.h"
+#include "vectors.h" /* the number type: number, P, W, widen, narrow */
+
+#define CHECK(condition, ...)                                     \
+    do {                                                          \
+        if (!(condition)) {                                       \
+            fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);       \
+            fprintf(stderr, __VA_ARGS__);                         \
+            fprintf(stderr, "\n");                                \
+            exit(1);                                              \
+        }                                                         \
+    } while (0)
+
+struct shape {
+    const char *name;
+    int64_t layers, hidden, heads, kv_heads, head_size, mlp, vocab, block_size;
+    int64_t window; /* of every second layer */
+    int64_t rotary;
+    int rotary_is_interleaved, is_gated, activation, has_biases, has_qk_norms, has_post_norms, is_centered, has_positions;
+    int embedding_is_packed;
+    float softcap, embedding_scale, residual_scale;
+    int64_t longest; /* of a sequence */
+};
+
+/* Row-major, as a checkpoint has it. */
+struct plain_linear {
+    number *weight; /* [n][k] */
+    float *bias;    /* [n] or NULL */
+    int64_t n, k;
+};
+
+struct plain_layer {
+    struct plain_linear qkv, out, gate, up, down;
+};
+
+struct tiny {
+    const struct shape *shape;
+    struct kvpool_sizes sizes;
+    struct kvpool_layer *layers;
+    struct plain_layer *plain;
+    struct plain_linear head;
+    number *embedding, *positions; /* row-major */
+    int64_t num_blocks;
+    void **owned;
+    int64_t num_owned;
+};
+
+static uint64_t random_state = 88172645463325252u;
+
+static uint64_t random_bits(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state >> 11;
+}
+
+static int64_t random_below(int64_t n) { return random_bits() % n; }
+static float random_float(void) { return (random_below(1 << 20) + 0.5f) / (1 << 19) - 1; }
+
+/* Memory that lives as long as the model. */
+static void *own(struct tiny *tiny, int64_t bytes) {
+    void *memory = aligned_alloc(64, (bytes + 64) / 64 * 64);
+    CHECK(memory, "no memory for %lld bytes", (long long)bytes);
+    tiny->owned = realloc(tiny->owned, (tiny->num_owned + 1) * sizeof *tiny->owned);
+    return tiny->owned[tiny->num_owned++] = memory;
+}
+
+static number *random_numbers(struct tiny *tiny, int64_t count, float scale) {
+    number *numbers = own(tiny, count * sizeof *numbers);
+    for (int64_t i = 0; i < count; i++) numbers[i] = narrow(random_float() * scale);
+    return numbers;
+}
+
+static float *random_floats(struct tiny *tiny, int64_t count, float middle, float scale) {
+    float *floats = own(tiny, count * sizeof *floats);
+    for (int64_t i = 0; i < count; i++) floats[i] = middle + random_float() * scale;
+    return floats;
+}
+
+static struct plain_linear random_linear(struct tiny *tiny, int64_t n, int64_t k) {
+    return (struct plain_linear){.weight = random_numbers(tiny, n * k, 1.7f / sqrtf(k)),
+                                 .bias = tiny->shape->has_biases ? random_floats(tiny, n, 0, 0.3f) : NULL,
+                                 .n = n,
+                                 .k = k};
+}
+
+static struct kvpool_linear packed(struct tiny *tiny, const struct plain_linear *plain) {
+    int64_t padded = (plain->n + W - 1) / W * W;
+    number *weight = own(tiny, padded * plain->k * sizeof *weight);
+    memset(weight, 0, padded * plain->k * sizeof *weight);
+    kvpool_pack(weight, plain->weight, 0, plain->n, plain->k);
+    return (struct kvpool_linear){.weight = weight, .bias = plain->bias, .n = plain->n, .k = plain->k};
+}
+
+/* W outputs of gate, W of up, in turn. */
+static struct kvpool_linear packed_pair(struct tiny *tiny, const struct plain_linear *gate, const struct plain_linear *up) {
+    int64_t n = 2 * gate->n;
+    number *weight = own(tiny, n * gate->k * sizeof *weight);
+    float *bias = gate->bias ? own(tiny, n * sizeof *bias) : NULL;
+    for (int64_t i = 0; i < gate->n; i += W) {
+        kvpool_pack(weight, gate->weight + i * gate->k, 2 * i, W, gate->k);
+        kvpool_pack(weight, up->weight + i * gate->k, 2 * i + W, W, gate->k);
+        if (bias) {
+            memcpy(bias + 2 * i, gate->bias + i, W * sizeof *bias);
+            memcpy(bias + 2 * i + W, up->bias + i, W * sizeof *bias);
+        }
+    }
+    return (struct kvpool_linear){.weight = weight, .bias = bias, .n = n, .k = gate->k};
+}
+
+static struct kvpool_norm random_norm(struct tiny *tiny, int64_t n, int is_used) {
+    if (!is_used) return (struct kvpool_norm){.is_used = 0};
+    int is_centered = tiny->shape->is_centered;
+    return (struct kvpool_norm){.weight = random_floats(tiny, n, 1, 0.3f),
+                                .bias = is_centered ? random_floats(tiny, n, 0, 0.2f) : NULL,
+                                .epsilon = 1e-5f,
+                                .is_centered = is_centered,
+                                .is_used = 1};
+}
+
+static int64_t kv_bytes(const struct tiny *tiny) {
+    const struct shape *shape = tiny->shape;
+    return tiny->num_blocks * shape->kv_heads * shape->head_size * shape->block_size * sizeof(number);
+}
+
+/* All slots become NaN: what was not written since must not count. */
+static void forget_kv(struct tiny *tiny) {
+    for (int64_t l = 0; l < tiny->shape->layers; l++) {
+        memset(tiny->layers[l].k_cache, 0xff, kv_bytes(tiny));
+        memset(tiny->layers[l].v_cache, 0xff, kv_bytes(tiny));
+    }
+}
+
+static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
+    struct tiny *tiny = calloc(1, sizeof *tiny);
+    CHECK(tiny, "no memory");
+    tiny->shape = shape;
+    tiny->num_blocks = num_blocks;
+    int64_t hidden = shape->hidden, d = shape->head_size, half = shape->rotary / 2;
+    tiny->layers = own(tiny, shape->layers * sizeof *tiny->layers);
+    tiny->plain = own(tiny, shape->layers * sizeof *tiny->plain);
+    float *cos_table = own(tiny, shape->longest * half * sizeof(float)), *sin_table = own(tiny, shape->longest * half * sizeof(float));
+    for (int64_t p = 0; p < shape->longest; p++)
+        for (int64_t i = 0; i < half; i++) {
+            cos_table[p * half + i] = cos(p * pow(1e4, -2.0 * i / shape->rotary));
+            sin_table[p * half + i] = sin(p * pow(1e4, -2.0 * i / shape->rotary));
+        }
+    for (int64_t l = 0; l < shape->layers; l++) {
+        struct plain_layer *plain = &tiny->plain[l];
+        struct kvpool_layer *layer = &tiny->layers[l];
+        *plain = (struct plain_layer){.qkv = random_linear(tiny, (shape->heads + 2 * shape->kv_heads) * d, hidden),
+                                      .out = random_linear(tiny, hidden, shape->heads * d),
+                                      .up = random_linear(tiny, shape->mlp, hidden),
+                                      .down = random_linear(tiny, hidden, shape->mlp)};
+        if (shape->is_gated) plain->gate = random_linear(tiny, shape->mlp, hidden);
+        *layer = (struct kvpool_layer){
+            .heads = shape->heads,
+            .kv_heads = shape->kv_heads,
+            .head_size = d,
+            .window = l % 2 ? shape->window : 0,
+            .before_attention = random_norm(tiny, hidden, 1),
+            .q_norm = random_norm(tiny, d, shape->has_qk_norms),
+            .k_norm = random_norm(tiny, d, shape->has_qk_norms),
+            .after_attention = random_norm(tiny, hidden, shape->has_post_norms),
+            .before_mlp = random_norm(tiny, hidden, 1),
+            .after_mlp = random_norm(tiny, hidden, shape->has_post_norms),
+            .qkv = packed(tiny, &plain->qkv),
+            .out = packed(tiny, &plain->out),
+            .up = shape->is_gated ? packed_pair(tiny, &plain->gate, &plain->up) : packed(tiny, &plain->up),
+            .down = packed(tiny, &plain->down),
+            .cos = cos_table,
+            .sin = sin_table,
+            .rotary = shape->rotary,
+            .rotary_is_interleaved = shape->rotary_is_interleaved,
+            .is_gated = shape->is_gated,
+            .activation = shape->activation,
+            .scaling = 1 / sqrtf(d),
+            .softcap = shape->softcap,
+            .k_cache = own(tiny, kv_bytes(tiny)),
+            .v_cache = own(tiny, kv_bytes(tiny)),
+        };
+    }
+    tiny->head = random_linear(tiny, shape->vocab, hidden);
+    struct kvpool_linear head = packed(tiny, &tiny->head);
+    tiny->embedding = shape->embedding_is_packed ? tiny->head.weight : random_numbers(tiny, shape->vocab * hidden, 1);
+    tiny->positions = shape->has_positions ? random_numbers(tiny, (shape->longest + 2) * hidden, 0.5f) : NULL;
+    tiny->sizes = (struct kvpool_sizes){
+        .hidden = hidden,
+        .vocab = shape->vocab,
+        .num_layers = shape->layers,
+        .block_size = shape->block_size,
+        .embedding = shape->embedding_is_packed ? head.weight : tiny->embedding,
+        .positions = tiny->positions,
+        .position_offset = tiny->positions ? 2 : 0,
+        .last_norm = random_norm(tiny, hidden, 1),
+        .head = head,
+        .embedding_scale = shape->embedding_scale,
+        .residual_scale = shape->residual_scale,
+        .embedding_is_packed = shape->embedding_is_packed,
+    };
+    return tiny;
+}
+
+static void free_tiny(struct tiny *tiny) {
+    for (int64_t i = 0; i < tiny->num_owned; i++) free(tiny->owned[i]);
+    free(tiny->owned);
+    free(tiny);
+}
+
+#endif

@@ -1,0 +1,337 @@
+"""A compiler or a cache folder that is missing, broken, slow or not to be trusted gives one clear line, and never another error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.worker_service.native import build_cache, compiler
+from kvpool.worker_service.native.build_cache import compiled_library
+from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
+from tests.until import until
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(scope="session")
+def real_file(step_file: Callable[[NumberType], Path]) -> Path:
+    """The float32 step, compiled by this machine's compiler."""
+    return step_file("float32")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """Of progress."""
+    return []
+
+
+class FakeCompiler:
+    """A shell script that has a version, and runs `body` with $output as the file to write. It counts its runs."""
+
+    def __init__(self, path: Path, body: str, version: str = "echo fake 1.0") -> None:
+        self.path = path
+        self._runs = path.with_suffix(".runs")
+        path.write_text(
+            f'#!/bin/sh\ncase "$*" in *--version) {version}; exit;; esac\necho run >> {self._runs}\n'
+            f'while [ "$1" != -o ]; do shift; done\noutput=$2\n{body}\n'
+        )
+        path.chmod(0o755)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._runs.read_text().splitlines()) if self._runs.exists() else 0
+
+
+@pytest.fixture
+def good(real_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """$CC, which writes a step that runs, at once."""
+    fake = FakeCompiler(tmp_path / "good", f'cp {real_file} "$output"')
+    monkeypatch.setenv("CC", str(fake.path))
+    return fake
+
+
+def refusal(cache_dir: Path, lines: list[str]) -> str:
+    with pytest.raises(NoNativeLibrary) as raised:
+        compiled_library("float32", cache_dir, lines.append)
+    message = str(raised.value)
+    assert "\n" not in message
+    native = cache_dir / "native"
+    assert not native.is_dir() or not list(native.iterdir()), "a failed build leaves nothing"
+    return message
+
+
+def kept(cache_dir: Path) -> Path:
+    (file,) = (cache_dir / "native").iterdir()
+    return file
+
+
+def not_mine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it another user's."""
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def test_the_step_is_compiled_once_and_then_found(cache_dir: Path, good: FakeCompiler, lines: list[str]) -> None:
+    first = compiled_library("float32", cache_dir, lines.append)
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "compiling the float32 step with good 1.0: a few seconds",
+        "compiled the float32 step",
+    ]
+    second = compiled_library("float32", cache_dir, lines.append)
+    assert first.path == second.path == kept(cache_dir)
+    assert good.num_runs == 1
+    assert len(lines) == 2
+    assert first.numbers_per_word == 1
+
+
+def test_each_type_compiler_and_cpu_has_a_file_of_its_own(
+    cache_dir: Path, tmp_path: Path, good: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache folder may be shared by machines."""
+    paths = {compiled_library("float32", cache_dir, print).path, compiled_library("bfloat16", cache_dir, print).path}
+    other_cpu = tmp_path / "cpuinfo"
+    other_cpu.write_text("model name\t: another\nflags\t\t: sse2\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(build_cache, "CPU_INFO", other_cpu)
+        paths.add(compiled_library("float32", cache_dir, print).path)
+    good.path.write_text(good.path.read_text().replace("fake 1.0", "fake 1.1"))
+    paths.add(compiled_library("float32", cache_dir, print).path)
+    assert len(paths) == good.num_runs == 4
+
+
+def test_no_compiler(cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiler, "_zig_of_python", lambda: None)
+    assert refusal(cache_dir, lines) == (
+        "A C compiler is needed; there is no cc, gcc, clang in PATH. Install gcc, or the Python package ziglang."
+    )
+
+
+@pytest.mark.parametrize("given", ["no-such-compiler", "'unbalanced", "/"])
+def test_cc_names_no_compiler(given: str, cache_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", given)
+    assert refusal(cache_dir, lines).startswith("CC must be a C compiler's command; ")
+
+
+def test_cc_cannot_be_started(
+    cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "text"
+    program.write_bytes(b"\x7fELF no program")
+    program.chmod(0o755)
+    monkeypatch.setenv("CC", str(program))
+    assert "cannot be started: Exec format error" in refusal(cache_dir, lines)
+
+
+def test_cc_may_have_arguments(cache_dir: Path, good: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"env A=1 {good.path}")
+    (found,) = find_compilers()
+    assert found.command[1:] == ("A=1", str(good.path))
+    compiled_library("float32", cache_dir, print)
+    assert good.num_runs == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "echo warning: x; echo step.c:1: fatal error: no headers >&2; exit 3",
+            "exit status 3: step.c:1: fatal error: no headers.",
+        ),
+        ("exit 1", "exit status 1: no output."),
+        ("kill -9 $$", "ended by signal 9."),
+        ("true", "ended without an error and without a file."),
+        ('echo text > "$output"', "does not run here: OSError: "),
+        ("printf '\\033[31merror\\n'; exit 1", "exit status 1: [31merror."),
+    ],
+)
+def test_a_compiler_that_fails(
+    body: str, expected: str, cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line has the compiler's own first error, in printable characters."""
+    monkeypatch.setenv("CC", str(FakeCompiler(tmp_path / "bad", body).path))
+    message = refusal(cache_dir, lines)
+    assert message.startswith(("bad 1.0 ", "The step that bad 1.0 compiled "))
+    assert expected in message
+    assert message.isprintable()
+
+
+def test_a_compiler_that_has_no_version(
+    cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(FakeCompiler(tmp_path / "bad", "true", version="echo unknown option; exit 1").path))
+    assert "bad --version failed: exit status 1: unknown option." in refusal(cache_dir, lines)
+
+
+def test_a_version_that_does_not_come(
+    cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_VERSION_LIMIT_S", 0.2)
+    monkeypatch.setenv("CC", str(FakeCompiler(tmp_path / "slow", "true", version="sleep 1000").path))
+    assert "slow --version took more than" in refusal(cache_dir, lines)
+
+
+async def test_a_compiler_that_hangs_is_killed_with_its_children(
+    cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    fake = FakeCompiler(tmp_path / "slow", f"sleep 1000 & echo $! > {child}.new; mv {child}.new {child}; wait")
+    monkeypatch.setattr(compiler, "_COMPILE_LIMIT_S", 3)
+    monkeypatch.setenv("CC", str(fake.path))
+    assert refusal(cache_dir, lines).startswith("slow 1.0 compiled for more than 3 s and was ended.")
+    await until(lambda: not is_running(int(child.read_text())))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_next_compiler_is_used_if_the_first_fails(
+    cache_dir: Path, tmp_path: Path, good: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from then on its file, without another try of the first."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    bad = FakeCompiler(programs / "cc", "exit 1")
+    good.path.rename(programs / "clang")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(compiler, "_NAMES", ("cc", "clang"))
+    for _ in range(2):
+        compiled_library("float32", cache_dir, print)
+    assert (bad.num_runs, good.num_runs) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("void kvpool_describe_build(void) {}", "lacks a function"),
+        ("__attribute__((constructor)) static void start(void) { __builtin_trap(); }", "ended by signal "),
+    ],
+)
+def test_a_file_that_does_not_run_here_is_not_loaded(
+    function: str, expected: str, cache_dir: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An illegal instruction ends the process of the trial, not the worker."""
+    source = tmp_path / "wrong.c"
+    source.write_text(function)
+    real = find_compilers()[0]
+    fake = FakeCompiler(tmp_path / "fake", f'{" ".join(real.command)} -shared -fPIC {source} -o "$output"')
+    monkeypatch.setenv("CC", str(fake.path))
+    message = refusal(cache_dir, lines)
+    assert "does not run here: " in message
+    assert expected in message
+
+
+@pytest.mark.parametrize("harm", ["shorter", "empty", "changed", "no file"])
+def test_a_torn_file_is_built_again_once(harm: str, cache_dir: Path, good: FakeCompiler) -> None:
+    """A library that ends before its sections do would end the worker by a signal when it is loaded."""
+    path = compiled_library("float32", cache_dir, print).path
+    content = path.read_bytes()
+    if harm == "no file":
+        path.unlink()
+    else:
+        changed = content[:-1] + bytes([content[-1] ^ 1])
+        path.write_bytes({"shorter": content[: len(content) // 2], "empty": b"", "changed": changed}[harm])
+    assert compiled_library("float32", cache_dir, print).path == path
+    assert good.num_runs == 2
+    assert path.read_bytes() == content
+
+
+def test_a_whole_file_with_other_functions_is_built_again(cache_dir: Path, tmp_path: Path, good: FakeCompiler) -> None:
+    path = compiled_library("float32", cache_dir, print).path
+    source = tmp_path / "wrong.c"
+    source.write_text("int other;")
+    path.unlink()
+    subprocess.run([*find_real().command, "-shared", "-fPIC", source, "-o", path], check=True)
+    build_cache._seal(path)
+    assert compiled_library("float32", cache_dir, print).path == path
+    assert good.num_runs == 2
+
+
+def find_real() -> compiler.Compiler:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        return find_compilers()[0]
+
+
+@pytest.mark.parametrize("place", ["cache folder", "its folder of steps"])
+def test_a_cache_folder_that_cannot_be_written(
+    place: str, tmp_path: Path, cache_dir: Path, good: FakeCompiler, lines: list[str]
+) -> None:
+    """The step is compiled into a temporary folder, which is gone when the library is loaded."""
+    if place == "cache folder":
+        cache_dir = tmp_path / "good" / "cache"  # below a file
+    else:
+        (cache_dir / "native").symlink_to("/proc/self/task")  # not even root can write there
+    library = compiled_library("float32", cache_dir, lines.append)
+    assert lines[0].startswith(f"the compiled step is not kept, each start compiles it: {cache_dir}/native cannot be ")
+    assert not library.path.parent.exists()
+    assert library.functions.kvpool_open
+
+
+@pytest.mark.parametrize("place", ["cache folder", "its folder of steps", "file"])
+@pytest.mark.parametrize("harm", ["foreign", "writable by others"])
+def test_what_others_could_have_written_is_not_loaded(
+    place: str, harm: str, cache_dir: Path, good: FakeCompiler, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = compiled_library("float32", cache_dir, print).path
+    path = {"cache folder": cache_dir, "its folder of steps": file.parent, "file": file}[place]
+    if harm == "foreign":
+        not_mine(path, monkeypatch)
+    else:
+        path.chmod(0o777)
+    library = compiled_library("float32", cache_dir, lines.append)
+    assert good.num_runs == 2
+    if place != "file":
+        assert lines[0].startswith(f"the compiled step is not kept, each start compiles it: {path} ")
+        assert not library.path.exists()
+    elif os.geteuid() == 0 or harm != "foreign":
+        assert library.path == file, "a file of ours takes its place"
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_shared_folder_with_a_sticky_bit_is_trusted(cache_dir: Path, good: FakeCompiler) -> None:
+    """In it only the owner can replace a folder."""
+    cache_dir.chmod(0o1777)
+    for _ in range(2):
+        compiled_library("float32", cache_dir, print)
+    assert good.num_runs == 1
+
+
+def test_two_processes_that_compile_at_the_same_time_end_with_one_whole_file(
+    cache_dir: Path, tmp_path: Path, real_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = f"mktemp {tmp_path}/started.XXXXXX; while [ $(ls {tmp_path}/started.* | wc -l) != 2 ]; do sleep 0.05; done"
+    fake = FakeCompiler(tmp_path / "fake", f'{both}; cp {real_file} "$output"')
+    program = (
+        "import sys, pathlib; from kvpool.worker_service.native.build_cache import compiled_library;"
+        "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: None).path)"
+    )
+    environment = {**os.environ, "CC": str(fake.path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(cache_dir)]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert paths == {str(kept(cache_dir))}
+    assert fake.num_runs == 2
+    monkeypatch.setenv("CC", str(fake.path))
+    assert compiled_library("float32", cache_dir, print).path == kept(cache_dir)
+    assert fake.num_runs == 2

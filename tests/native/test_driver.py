@@ -1,0 +1,148 @@
+"""Steps from a C program without Python: the same bits in every batch, on every build that this CPU can run; sanitizers."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.worker_service.native.compiler import SOURCE_DIR, Compiler, NumberType, find_compilers, run_command
+
+pytestmark = pytest.mark.compiler
+
+FOLDER = Path(__file__).parent
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers", "-Wno-unknown-pragmas")
+SANITIZERS = {
+    "address,undefined": ("libasan and libubsan", "small"),
+    "thread": ("libtsan", "threads"),
+}
+LEVELS = {
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+"""What a build needs of the CPU, in the words of /proc/cpuinfo."""
+
+
+def run_driver(program: Path, argument: str) -> None:
+    """Exit status 0 and nothing on stderr."""
+    command = [str(program), argument]
+    variables = {"LD_PRELOAD": "", "TSAN_OPTIONS": "halt_on_error=1"}
+    finished = run_command(command, 250.0, variables)
+    if (
+        "unexpected memory mapping" in finished.output
+    ):  # libtsan of gcc 12, on a kernel with 32 random bits in addresses
+        finished = run_command(["setarch", "-R", *command], 250.0, variables)
+    assert finished.status == 0, f"{program.name}: {finished.output}"
+    assert finished.output.splitlines()[-1].startswith("W "), finished.output
+
+
+def levels() -> list[str]:
+    """The instruction sets, older than this CPU's own, that it can run."""
+    if platform.machine() != "x86_64":
+        return []
+    (flags, *_) = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    found: list[str] = []
+    for name, needed in LEVELS.items():
+        if not needed <= set(flags.split()):
+            break
+        found.append(name)
+    return found
+
+
+def compile_with(compiler: Compiler, number_type: NumberType, *arguments: str | Path) -> None:
+    kept = [flag for flag in compiler.flags(number_type) if flag not in ("-O3", "-shared", "-fPIC", "-march=native")]
+    command = [*compiler.command, *kept, *WARNINGS, f"-I{SOURCE_DIR}", *map(str, arguments)]
+    finished = run_command(command, 250.0)
+    assert finished.status == 0, finished.output
+
+
+def for_cpu(compiler: Compiler, level: str) -> list[str]:
+    if platform.machine() == "aarch64" or compiler.is_zig:
+        return [f"-mcpu={level}"]
+    return [f"-march={level}"] if platform.machine() == "x86_64" else []
+
+
+@pytest.fixture
+def build(build_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A driver with its step, by number type, instruction set and flags of the step. Built again when something has changed."""
+
+    def build(number_type: NumberType, level: str, *flags: str) -> Path:
+        compiler = find_compilers()[0]
+        sources = [path.read_bytes() for folder in (SOURCE_DIR, FOLDER) for path in sorted(folder.glob("*.[ch]"))]
+        digest = hashlib.sha256(b"".join([*sources, repr((compiler, number_type, level, flags)).encode()])).hexdigest()[
+            :16
+        ]
+        name = re.sub(r"\W+", "-", f"driver-{number_type}-{level}-{' '.join(flags)}")
+        built = build_folder / f"{name}-{digest}"
+        if built.exists():
+            return built
+        # The driver has no checks of its own: its reference would be slow.
+        late, driver, step = "-DKVPOOL_TEST_DELAY=driver_delay", tmp_path / "driver.o", tmp_path / "step.o"
+        cpu = for_cpu(compiler, level)
+        compile_with(compiler, number_type, *cpu, "-O1", late, "-c", FOLDER / "driver.c", "-o", driver)
+        compile_with(compiler, number_type, *cpu, late, *flags, "-c", SOURCE_DIR / "step.c", "-o", step)
+        compile_with(compiler, number_type, *flags, driver, step, "-o", tmp_path / "driver", "-lm")
+        for old in build_folder.glob(f"{name}-{'?' * 16}"):
+            old.unlink()
+        shutil.move(tmp_path / "driver", built)
+        return built
+
+    return build
+
+
+@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
+def test_the_step_as_workers_run_it(
+    number_type: NumberType, tmp_path: Path, step_file: Callable[[NumberType], Path]
+) -> None:
+    """All shapes and all teams, with the very file that a worker loads."""
+    compiler, file, program = find_compilers()[0], step_file(number_type), tmp_path / "driver"
+    cpu = compiler.flags(number_type)[-2]
+    compile_with(
+        compiler, number_type, cpu, "-O1", FOLDER / "driver.c", "-o", program, file, "-lm", f"-Wl,-rpath,{file.parent}"
+    )
+    run_driver(program, "all")
+
+
+@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", levels())
+def test_the_step_as_older_cpus_run_it(level: str, number_type: NumberType, build: Callable[..., Path]) -> None:
+    run_driver(build(number_type, level, "-O3"), "small")
+
+
+@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_sanitizers_report_nothing(
+    sanitizer: str, number_type: NumberType, tmp_path: Path, build: Callable[..., Path]
+) -> None:
+    """Of the narrowest build: it has fewest variants, which take long to compile with checks."""
+    if find_compilers()[0].is_zig:
+        pytest.skip("zig has no runtimes of the sanitizers; they need gcc or clang")
+    package, argument = SANITIZERS[sanitizer]
+    program = tmp_path / "empty"
+    (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n")
+    check = run_command(
+        [*find_compilers()[0].command, f"-fsanitize={sanitizer}", str(tmp_path / "empty.c"), "-o", str(program)], 100.0
+    )
+    assert check.status == 0, f"-fsanitize={sanitizer} needs the compiler's {package}: {check.output}"
+    flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    run_driver(build(number_type, (levels() or ["native"])[0], *flags), argument)
+
+
+def test_a_race_is_reported(tmp_path: Path) -> None:
+    """The thread sanitizer of this machine works, and what it reports fails a test."""
+    if find_compilers()[0].is_zig:
+        pytest.skip("zig has no runtimes of the sanitizers; they need gcc or clang")
+    source = tmp_path / "race.c"
+    source.write_text(
+        "#include <pthread.h>\nint x;\nvoid *add(void *a) { x++; return a; }\n"
+        "int main(void) { pthread_t t; pthread_create(&t, 0, add, 0); x++; pthread_join(t, 0); return 0; }\n"
+    )
+    program = tmp_path / "race"
+    compile_with(find_compilers()[0], "float32", "-g", "-fsanitize=thread", source, "-o", program)
+    with pytest.raises(AssertionError, match="data race"):
+        run_driver(program, "all")

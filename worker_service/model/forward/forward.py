@@ -1,0 +1,50 @@
+"""The seam between a step and what computes it: transformers' modules, or the native step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...attention.backend import AttentionBackend
+from ...attention.packing import Packing
+from .kv_cache import KVCache
+
+
+class Selected(NamedTuple):
+    """The result of a forward pass."""
+
+    logits: torch.Tensor
+    """[rows selected, vocab_size]."""
+    is_finite: torch.Tensor
+    """bool [T], for every token, selected or not: whether its hidden state before the head is finite."""
+
+
+class Forward(Protocol):
+    """A model bound to a KV cache."""
+
+    def run(self, packing: Packing, rows: Sequence[int]) -> Selected:
+        """Write the KV of the packed tokens and compute the logits of the given ones. Called in inference mode."""
+        ...
+
+    def close(self) -> None:
+        """Release the KV tensors; it must not be used afterwards."""
+        ...
+
+
+class Runtime(Protocol):
+    """A loaded model, and how its forward passes are computed."""
+
+    @property
+    def config(self) -> Any:
+        """Of transformers."""
+        ...
+
+    def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
+        """For one KV cache at a time. backend: None: the runtime attends itself."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Size of its weights and buffers."""
+        ...

@@ -1,0 +1,48 @@
+"""Forward passes by the native step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...attention.backend import AttentionBackend
+from ...attention.packing import Packing
+from ...native.program import Program
+from ...native.weights import PackedModel
+from .forward import Forward, Selected
+from .kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeRuntime:
+    """The Runtime of a packed model."""
+
+    config: Any
+    packed: PackedModel
+    num_threads: int
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the model does to its logits after the head, such as a soft cap."""
+
+    def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
+        return NativeForward(Program(self.packed, cache.layers, self.num_threads), self.finish)
+
+    def num_bytes(self) -> int:
+        return self.packed.num_bytes
+
+
+class NativeForward:
+    """The Forward of a packed model."""
+
+    def __init__(self, program: Program, finish: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        self._program = program
+        self._finish = finish
+
+    def run(self, packing: Packing, rows: Sequence[int]) -> Selected:
+        logits, is_finite = self._program.run(packing, rows)
+        return Selected(logits if self._finish is None else self._finish(logits), is_finite)
+
+    def close(self) -> None:
+        self._program.close()

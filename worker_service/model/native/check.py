@@ -1,0 +1,88 @@
+"""The check of a packed model: the native step must compute what transformers computed with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...engine.step import SequencePart
+from ..forward.forward import Runtime
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import KVCachePlan
+from ..forward.layers import AttentionLayer
+from ..forward.runner import ModelRunner
+from ..guard.self_check import eager_logits, logits_in_steps, random_sequences, relative_difference
+from .errors import NotNative
+from .recognition import find_finish
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+"""Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32.
+In bfloat16 transformers' own rounding is a tenth, three times that of the native step. So what a model computes is checked with
+a replica in float32, and here only that its weights are where they belong."""
+_LENGTHS = (40, 24, 9)
+_BLOCK_SIZE = 16
+# Steps of (sequence, first token, end): at once, in chunks with others, and decodes.
+_STEPS = (
+    ((0, 0, 17),),
+    ((1, 0, 24), (0, 17, 39)),
+    ((0, 39, 40), (2, 0, 8)),
+    ((2, 8, 9),),
+)
+
+
+class Reference:
+    """Logits of transformers for random sequences, taken before the weights are packed."""
+
+    def __init__(self, model: Any, device: torch.device, max_model_len: int) -> None:
+        self.sequences = random_sequences(model.config, [min(length, max_model_len) for length in _LENGTHS])
+        outputs: list[torch.Tensor] = []
+        hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
+            self.logits = [eager_logits(model, tokens, device).float() for tokens in self.sequences]
+        finally:
+            hook.remove()
+        self.finish = find_finish(model.config, outputs[-1][0].float(), self.logits[-1])
+        """Of NativeRuntime."""
+
+
+def check(
+    runtime: Runtime, reference: Reference, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises NotNative if a row differs by more than rounding, or reads slots that no token has written."""
+    per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
+    count = len(reference.sequences)
+    plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    cache = KVCache(plan, layers, dtype, device)
+    cache.fill(float("nan"))
+    tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
+    runner = ModelRunner(runtime, cache, None, device)
+    rows: list[list[torch.Tensor]] = [[] for _ in reference.sequences]
+    try:
+        for index, _, logits in logits_in_steps(runner, reference.sequences, tables, _STEPS):
+            rows[index].append(logits.float())
+        _check_decode_alone(runner, reference, rows[0], tables[0])
+    finally:
+        runner.close()
+    for ours, wanted in zip(rows, reference.logits, strict=True):
+        _compare(torch.cat(ours), wanted, dtype)
+
+
+def _check_decode_alone(
+    runner: ModelRunner, reference: Reference, rows: Sequence[torch.Tensor], table: list[int]
+) -> None:
+    """The last token again: the same bits, though its step is another one."""
+    tokens = reference.sequences[0]
+    again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, table, None)])
+    if not torch.equal(again[0].float(), torch.cat(list(rows))[-1]):
+        raise NotNative("a token's logits have other bits in another step")
+
+
+def _compare(ours: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    difference, tolerance = relative_difference(ours, wanted), _TOLERANCE[dtype]
+    if not difference <= tolerance:
+        raise NotNative(
+            f"its logits differ from those of transformers by {difference:.2%} of their deviation; rounding explains "
+            f"{tolerance:.2%}"
+        )

@@ -1,0 +1,109 @@
+"""From a transformers model to one that runs natively: described, compiled, packed and checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...native.build_cache import compiled_library
+from ...native.compiler import NoNativeLibrary
+from ...native.library import Library
+from ...native.program import OutOfMemory
+from ...native.weights import PackedModel
+from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.native import NativeRuntime
+from ..guard.support import check_layers
+from ..guard.tiny_replica import build_replica, replica_config, replica_length
+from ..memory.control_groups import cpu_quota
+from ..progress import Progress
+from .check import Reference, check
+from .errors import NotNative
+from .recognition import describe
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NotNativeAfterAll(NotNative):
+    """The model was packed and failed the check: its weights are gone from torch's modules."""
+
+
+def try_native(
+    model: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    block_size: int,
+    cache_dir: Path,
+    progress: Progress,
+) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
+    """The model natively, and its attention layers. Empties the modules of their weights.
+
+    Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
+    cannot be served at all.
+    """
+    if device.type != "cpu" or dtype not in _DTYPES:
+        raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
+    layers = find_attention_layers(model, device)
+    check_layers(model.config, layers, max_model_len)
+    description = describe(model, layers, dtype, max_model_len)
+    library = _library(dtype, cache_dir, progress)
+    _check_sizes(library, layers, block_size)
+    started = time.monotonic()
+    _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
+    reference = Reference(model, device, max_model_len)
+    runtime = NativeRuntime(model.config, PackedModel(description, library), _num_threads(), reference.finish)
+    try:
+        check(runtime, reference, layers, dtype, device)
+    except (NotNative, OutOfMemory) as error:
+        raise NotNativeAfterAll(str(error)) from error
+    progress(
+        f"runtime: native ({library.describe()}, {runtime.num_threads} threads; packed and checked in "
+        f"{time.monotonic() - started:.1f} s)"
+    )
+    return runtime, layers
+
+
+def _num_threads() -> int:
+    """CPUs given to this process: torch's number (affinity, OMP_NUM_THREADS, or set), and no more than a container's quota."""
+    return min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
+
+
+def _library(dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Library:
+    try:
+        return compiled_library("bfloat16" if dtype == torch.bfloat16 else "float32", cache_dir, progress)
+    except NoNativeLibrary as error:
+        raise NotNative(str(error)) from error
+
+
+def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
+    """Run a tiny model with the same rules in float32, whose rounding hides nothing. Raises NotNative."""
+    small = replica_config(config, max_model_len)
+    replica, cpu, length = build_replica(small), torch.device("cpu"), replica_length(config, max_model_len)
+    layers = find_attention_layers(replica, cpu)
+    description = describe(replica, layers, torch.float32, length)
+    reference = Reference(replica, cpu, length)
+    try:
+        check(
+            NativeRuntime(small, PackedModel(description, library), 1, reference.finish),
+            reference,
+            layers,
+            torch.float32,
+            cpu,
+        )
+    except NotNative as error:
+        raise NotNative(f"a tiny model of its kind: {error}") from error
+
+
+def _check_sizes(library: Library, layers: Sequence[AttentionLayer], block_size: int) -> None:
+    in_word = library.numbers_per_word
+    for layer in layers:
+        if layer.k_head_dim % in_word or layer.k_head_dim > library.max_head_size:
+            raise NotNative(
+                f"its heads have {layer.k_head_dim} numbers; needed: an even number up to {library.max_head_size}"
+            )
+    if block_size % in_word:
+        raise NotNative(f"blocks of {block_size} tokens; needed: an even number")

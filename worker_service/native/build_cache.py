@@ -1,0 +1,188 @@
+"""Compiled steps: built once per source, flags, compiler and CPU, tried in another process, and kept in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .compiler import (
+    SOURCE_DIR,
+    Compiler,
+    NoNativeLibrary,
+    NumberType,
+    compile_step,
+    find_compilers,
+    one_line,
+    run_command,
+)
+from .library import Library, LibraryMismatch, open_library
+
+CPU_INFO = Path("/proc/cpuinfo")
+_TRIAL_LIMIT_S = 60.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
+    """The step for this number type: from the cache folder, else compiled, which takes seconds.
+
+    Each compiler found is tried until one gives a file that runs. Where the cache folder cannot be written, or others could
+    have written it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
+    """
+    try:
+        compilers = find_compilers()
+        names = [f"step-{number_type}-{_digest(compiler, number_type)}.so" for compiler in compilers]
+        folder = _trusted_folder(cache_dir, progress)
+        for name in names:
+            if folder is not None and (library := _kept_library(folder / name)) is not None:
+                return library
+        problems = []
+        for compiler, name in zip(compilers, names, strict=True):
+            try:
+                return _build(compiler, number_type, folder, name, progress)
+            except NoNativeLibrary as error:
+                problems.append(str(error))
+    except OSError as error:
+        raise NoNativeLibrary(
+            f"The step cannot be compiled: {one_line(str(error))}. Give a --cache-dir or a TMPDIR that can be written."
+        ) from error
+    raise NoNativeLibrary(" ".join(problems))
+
+
+def _build(
+    compiler: Compiler, number_type: NumberType, folder: Path | None, name: str, progress: Callable[[str], None]
+) -> Library:
+    """Compile, try, and keep as `name` in the folder, if there is one."""
+    work, is_kept = _work_folder(folder, progress)
+    with work:
+        file = Path(work.name) / name
+        started = time.monotonic()
+        progress(f"compiling the {number_type} step with {compiler.name}: a few seconds")
+        compile_step(compiler, number_type, file)
+        _seal(file)
+        _try(file, compiler)
+        progress(f"compiled the {number_type} step in {time.monotonic() - started:.1f} s")
+        try:
+            # By a path that was never loaded before: the loader takes a known path for the file that it has.
+            library = open_library(file)
+        except (OSError, LibraryMismatch) as error:
+            raise NoNativeLibrary(
+                f"The step that {compiler.name} compiled cannot be loaded: {one_line(str(error))}."
+            ) from error
+        if folder is not None and is_kept:
+            # Another process may have done the same: both files are whole, and one of them stays.
+            library = replace(library, path=file.replace(folder / name))
+        return library  # its file may go: it stays in memory
+
+
+def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
+    """A new folder that only this user can enter, and whether it is in `folder`; else it is where temporary files are."""
+    if folder is not None:
+        try:
+            return tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True), True
+        except OSError as error:
+            _will_not_be_kept(f"{folder} cannot be written: {error.strerror}", progress)
+    return tempfile.TemporaryDirectory(prefix="kvpool-native-", ignore_cleanup_errors=True), False
+
+
+def _try(file: Path, compiler: Compiler) -> None:
+    """Run a step with it in another process. Raises NoNativeLibrary."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    finished = run_command(
+        (sys.executable, "-m", f"{__package__}.trial", str(file)), _TRIAL_LIMIT_S, {"PYTHONPATH": paths}
+    )
+    if finished.status == 0:
+        return
+    if finished.status is None:
+        found = f"took more than {_TRIAL_LIMIT_S:.0f} s"
+    elif finished.status < 0:
+        found = f"ended by signal {-finished.status}"
+    else:
+        found = one_line((finished.output.splitlines() or [f"exit status {finished.status}"])[-1])
+    raise NoNativeLibrary(
+        f"The step that {compiler.name} compiled does not run here: {found}. Set CC to another C compiler, "
+        "or give a --cache-dir from which programs may be run."
+    )
+
+
+def _kept_library(path: Path) -> Library | None:
+    """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library."""
+    try:
+        with path.open("rb") as file:
+            if _distrust(os.fstat(file.fileno())) or not _is_whole(file.read()):
+                return None
+        return open_library(path)
+    except (OSError, LibraryMismatch):
+        return None
+
+
+def _seal(file: Path) -> None:
+    """Append the file's SHA-256. A loaded file that is shorter than it says ends the process that reads beyond its end."""
+    content = file.read_bytes()
+    with file.open("ab") as opened:
+        opened.write(hashlib.sha256(content).digest())
+        opened.flush()
+        os.fsync(opened.fileno())
+    file.chmod(0o600)
+
+
+def _is_whole(content: bytes) -> bool:
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _trusted_folder(cache_dir: Path, progress: Callable[[str], None]) -> Path | None:
+    """The folder of compiled files, or None with a line to progress: what is in it runs as this user."""
+    folder = cache_dir / "native"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        above, own = cache_dir.stat(), folder.stat()
+    except OSError as error:
+        _will_not_be_kept(f"{folder} cannot be made: {error.strerror}", progress)
+        return None
+    for path, problem in ((cache_dir, _distrust(above, is_above=True)), (folder, _distrust(own))):
+        if problem:
+            _will_not_be_kept(f"{path} {problem}", progress)
+            return None
+    return folder
+
+
+def _distrust(status: os.stat_result, *, is_above: bool = False) -> str | None:
+    """Why another user could have put something there. In a folder above, a sticky bit keeps others from what is not theirs,
+    and its group may write."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if is_above and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & (stat.S_IWOTH if is_above else stat.S_IWOTH | stat.S_IWGRP):
+        return "can be written by others"
+    return None
+
+
+def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
+    progress(
+        f"the compiled step is not kept, each start compiles it: {why}. Give another --cache-dir, or mend this one."
+    )
+
+
+def _digest(compiler: Compiler, number_type: NumberType) -> str:
+    """Of all that the compiled file depends on."""
+    sources = {path.name: path.read_text() for path in sorted(SOURCE_DIR.iterdir()) if path.suffix in (".c", ".h")}
+    parts = [sources, compiler.flags(number_type), _cpu(), compiler.command, compiler.version]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _cpu() -> list[str]:
+    """Lines that identify the kinds of CPU here and their instructions."""
+    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU ")
+    try:
+        lines = CPU_INFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return sorted({line for line in lines if line.startswith(keys)})

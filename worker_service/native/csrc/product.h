@@ -1,0 +1,139 @@
+/* Products of packed weights, in tiles, and what becomes of their sums. */
+#ifndef KVPOOL_PRODUCT_H
+#define KVPOOL_PRODUCT_H
+
+#include "state.h"
+
+#define COLUMNS 4      /* vectors of a tile's outputs, at most */
+#define TILE_ROWS 96   /* rows of a tile, at most */
+
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
+/* sums[r][c] = Σ over k of row r times outputs of vector c. */
+INLINE void product(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
+                    vf sums[ROWS][COLUMNS]) {
+    vf sum[ROWS][COLUMNS];
+    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
+    const word *rows[ROWS];
+    UNROLL for (int r = 0; r < num_rows; r++) rows[r] = (const word *)(inputs + r * k);
+    for (int64_t i = 0; i < k_words; i++) {
+        vu w[COLUMNS];
+        UNROLL for (int c = 0; c < columns; c++) {
+            const word *at = weight + (c * k_words + i) * W;
+            if (num_rows == 1) prefetch(at + 40 * W);
+            w[c] = load_words(at);
+        }
+        UNROLL for (int r = 0; r < num_rows; r++) {
+            word x;
+            memcpy(&x, rows[r] + i, 4);
+            vu input = set_word(x);
+            UNROLL for (int c = 0; c < columns; c++) sum[r][c] = dot(sum[r][c], w[c], input);
+        }
+    }
+    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sums[r][c] = sum[r][c];
+}
+
+INLINE void product_of_columns(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
+                               vf sums[ROWS][COLUMNS]) {
+    switch (columns) {
+    case 1: product(num_rows, 1, weight, k_words, inputs, k, sums); break;
+    case 2: product(num_rows, 2, weight, k_words, inputs, k, sums); break;
+    case 3: product(num_rows, 3, weight, k_words, inputs, k, sums); break;
+    default: product(num_rows, 4, weight, k_words, inputs, k, sums); break;
+    }
+}
+
+static void product_of_rows(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
+                            vf sums[ROWS][COLUMNS]) {
+    switch (num_rows) {
+    case 1: product_of_columns(1, columns, weight, k_words, inputs, k, sums); break;
+    case 2: product_of_columns(2, columns, weight, k_words, inputs, k, sums); break;
+    case 3: product_of_columns(3, columns, weight, k_words, inputs, k, sums); break;
+#if ROWS > 3
+    case 4: product_of_columns(4, columns, weight, k_words, inputs, k, sums); break;
+    case 5: product_of_columns(5, columns, weight, k_words, inputs, k, sums); break;
+    default: product_of_columns(6, columns, weight, k_words, inputs, k, sums); break;
+#endif
+    }
+}
+
+/* Vectors of outputs in a tile: narrower ones where there are few, so that every thread gets work. */
+static int64_t tile_columns(const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t least) {
+    int64_t vectors = (linear->n + W - 1) / W, columns = COLUMNS;
+    while (columns > least && (vectors + columns - 1) / columns < 8 * model->num_threads) columns /= 2;
+    return columns;
+}
+
+static int64_t tiles_of(const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t rows, int64_t least) {
+    int64_t vectors = (linear->n + W - 1) / W, columns = tile_columns(model, linear, least);
+    return (vectors + columns - 1) / columns * ((rows + TILE_ROWS - 1) / TILE_ROWS);
+}
+
+/* What becomes of the sums of a product. */
+struct result {
+    enum { STORE, ADD, ACTIVATE } action;
+    float *floats;   /* [rows][n] */
+    number *numbers; /* [rows][n / 2 or n] of ACTIVATE */
+    float scale;     /* of ADD */
+    int32_t activation, is_gated;
+};
+
+static vf activate(vf x, int32_t activation) {
+    switch (activation) {
+    case KVPOOL_SILU: return x / (1.0f + exp_of(-x));
+    case KVPOOL_GELU_TANH: return 0.5f * x * (1.0f + tanh_of(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    case KVPOOL_GELU: {
+        float lanes[W];
+        store(lanes, x);
+        for (int i = 0; i < W; i++) lanes[i] = 0.5f * lanes[i] * (1.0f + erff(lanes[i] * 0.70710678118654752f));
+        return load(lanes);
+    }
+    default: return choose((x > 0) | (x != x), x, set(0));
+    }
+}
+
+static void finish(vf sums[COLUMNS], int64_t row, int64_t first, int columns, const struct kvpool_linear *linear,
+                   const struct result *result) {
+    int64_t n = linear->n;
+    if (linear->bias)
+        for (int c = 0; c < columns; c++) sums[c] += load_part(linear->bias + first + c * W, n - first - c * W);
+    if (result->action == ACTIVATE && result->is_gated) { /* W outputs of gate, W of up, in turn */
+        for (int c = 0; c < columns; c += 2) {
+            int64_t at = (first + c * W) / 2;
+            vf y = activate(sums[c], result->activation) * sums[c + 1];
+            store_numbers_part(result->numbers + row * (n / 2) + at, y, n / 2 - at);
+        }
+        return;
+    }
+    for (int c = 0; c < columns; c++) {
+        int64_t at = first + c * W, count = n - at;
+        if (count <= 0) return;
+        float *floats = result->floats + row * n + at;
+        if (result->action == ACTIVATE)
+            store_numbers_part(result->numbers + row * n + at, activate(sums[c], result->activation), count);
+        else if (result->action == ADD)
+            store_part(floats, load_part(floats, count) + sums[c] * result->scale, count);
+        else
+            store_part(floats, sums[c], count);
+    }
+}
+
+/* One tile: columns first, so that threads next to each other read other weights of the same rows. */
+static void tile(const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t least, const number *inputs,
+                 int64_t rows, int64_t piece, const struct result *result) {
+    int64_t vectors = (linear->n + W - 1) / W, columns = tile_columns(model, linear, least);
+    int64_t across = (vectors + columns - 1) / columns, k = linear->k, k_words = k / P;
+    int64_t column = piece % across * columns, row = piece / across * TILE_ROWS;
+    int64_t num_rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+    int here = vectors - column < columns ? vectors - column : columns;
+    int64_t passes = (num_rows + ROWS - 1) / ROWS;
+    for (int64_t pass = 0; pass < passes; pass++) {
+        int64_t first = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
+        vf sums[ROWS][COLUMNS];
+        product_of_rows(end - first, here, (const word *)linear->weight + column * k_words * W, k_words, inputs + (row + first) * k, k,
+                        sums);
+        for (int64_t r = first; r < end; r++) finish(sums[r - first], row + r, column * W, here, linear, result);
+    }
+}
+
+#endif

@@ -1,0 +1,85 @@
+/* A loaded model with its buffers, the step that it runs, and its team of threads. */
+#ifndef KVPOOL_STATE_H
+#define KVPOOL_STATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "step.h"
+#include "vectors.h"
+
+#define PARTITION 256  /* keys */
+#define MAX_HEAD 256   /* numbers of a head */
+
+struct item {
+    int32_t order;     /* index of the rows' first token in `order` */
+    int32_t first_row; /* of the (token, query head of the group) rows from there, token first */
+    int32_t num_rows;
+    int32_t part;      /* whose block table is walked */
+    int32_t first, end; /* partitions */
+    int32_t slot;      /* of each row's slots; −1: the result is complete */
+};
+
+/* Layers with the same heads and window have the same items. */
+struct kind {
+    int64_t heads, kv_heads, window;
+    struct item *items;
+    int64_t num_items, room;
+};
+
+struct phase {
+    _Alignas(64) atomic_llong next, done;
+};
+
+enum { NORM_1, QKV, ROTARY, ATTENTION, MERGE, OUT, NORM_2, UP, DOWN, PHASES_PER_LAYER };
+enum { END = 1, NORM_3, HEAD, PHASES_AROUND = 4 }; /* the embedding first; the others count from the last layer's end */
+
+struct kvpool_model {
+    struct kvpool_sizes sizes;
+    struct kvpool_layer *layers;
+    int64_t num_phases;
+    struct kind *kinds;
+    int64_t num_kinds, *kind_of_layer;
+
+    /* Of the step, written before it is published. */
+    struct kvpool_step step;
+    int64_t *offsets;      /* [N + 1] of the parts */
+    int32_t *context;      /* [T] keys that a token sees without a window: those before it, and itself */
+    int32_t *order;        /* [2T] tokens; the second half are 0 … T − 1 */
+    int32_t *num_slots;    /* [T] per head */
+    int64_t *first_slot;   /* [T] of the token's first head, per kind alike */
+    int32_t *prefix;       /* [N] partitions that are attended together with others */
+    int64_t *num_pieces;   /* [phases] */
+    float *residual;       /* [T][hidden] */
+    float *stored;         /* [T][hidden] a product that a norm follows */
+    number *inputs;        /* [T][hidden] */
+    float *qkv;            /* [T][(Hq + 2 Hkv) · D] */
+    number *queries;       /* [T][Hq][D] */
+    number *attended;      /* [T][Hq · D] */
+    number *activated;     /* [T][mlp] */
+    number *selected;      /* [rows][hidden] */
+    float *slots;          /* [slots][D + 2]: m, l, o */
+    int64_t token_room, part_room, row_room, slot_room;
+    int64_t widest_qkv, widest_attended, widest_mlp, widest_head;
+
+    /* The team. */
+    struct phase *phases;
+    pthread_t *threads;
+    int64_t num_threads, num_members;
+    atomic_llong go, inside;
+    atomic_int is_open, is_closing, tick, sleepers;
+    struct timespec *times; /* [phases + 1] of the caller, if wanted */
+};
+
+/* New memory for what `at` points to; its old contents are lost. */
+static int grow(void *at, int64_t bytes) {
+    void *new = aligned_alloc(64, (bytes + 127) / 64 * 64);
+    if (!new) return -1;
+    free(*(void **)at);
+    *(void **)at = new;
+    return 0;
+}
+
+#endif

@@ -1,0 +1,296 @@
+/* One step of a decoder-only transformer over paged KV, computed by a team of threads.
+ *
+ * Built once per number type: -DBFLOAT16=0 for float32, 1 for bfloat16. Needs Linux and a compiler with GNU vector types.
+ *
+ * A step is a list of phases, a phase a number of pieces. Every thread walks through all phases and takes pieces until none is
+ * left; a phase ends with its last piece, so that a thread that gets no CPU delays nobody. See team.h.
+ *
+ * Bits: an output of a product is one sum over k = 0, 1, …; attention is computed in partitions of 256 keys, which are folded from
+ * the first to the last. Neither depends on the other rows of the step, on chunks, on shared prefixes or on the number of threads.
+ *
+ * Words: P numbers of the type fill a 32-bit word, W words a vector.
+ *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros
+ *   K       [blocks][Hkv][D/P][block_size] words   one load is W keys at one word of D
+ *   V       [blocks][Hkv][block_size/P][D] words   one load is W dimensions of P neighbouring tokens
+ */
+#define _GNU_SOURCE
+#include "step.h"
+
+#include "attention.h"
+#include "plan.h"
+#include "product.h"
+#include "rows.h"
+#include "state.h"
+#include "team.h"
+
+#define ROW_PIECES 16  /* rows of a piece in steps of many tokens */
+
+/* ---- Phases ---- */
+
+static int64_t rows_of_piece(const struct kvpool_model *model) { return model->step.num_tokens > 64 ? ROW_PIECES : 1; }
+
+static int64_t row_pieces(const struct kvpool_model *model) {
+    int64_t rows = rows_of_piece(model);
+    return (model->step.num_tokens + rows - 1) / rows;
+}
+
+static int64_t pieces_of(const struct kvpool_model *model, int64_t phase) {
+    int64_t tokens = model->step.num_tokens, from_end = phase - (model->num_phases - PHASES_AROUND);
+    if (phase == 0 || from_end == END) return row_pieces(model);
+    if (from_end == NORM_3) return model->step.num_rows;
+    if (from_end == HEAD) return tiles_of(model, &model->sizes.head, model->step.num_rows, 1);
+    const struct kvpool_layer *layer = &model->layers[(phase - 1) / PHASES_PER_LAYER];
+    switch ((phase - 1) % PHASES_PER_LAYER) {
+    case QKV: return tiles_of(model, &layer->qkv, tokens, 1);
+    case ATTENTION: {
+        const struct kind *kind = &model->kinds[model->kind_of_layer[(phase - 1) / PHASES_PER_LAYER]];
+        return kind->num_items * layer->kv_heads;
+    }
+    case OUT: return tiles_of(model, &layer->out, tokens, 1);
+    case UP: return tiles_of(model, &layer->up, tokens, layer->is_gated ? 2 : 1);
+    case DOWN: return tiles_of(model, &layer->down, tokens, 1);
+    default: return row_pieces(model);
+    }
+}
+
+/* The products that follow attention and the MLP: added to the residual, or stored for a norm. */
+static struct result onto_residual(struct kvpool_model *model, const struct kvpool_norm *after) {
+    if (after->is_used) return (struct result){.action = STORE, .floats = model->stored};
+    return (struct result){.action = ADD, .floats = model->residual, .scale = model->sizes.residual_scale};
+}
+
+static void run_rows(struct kvpool_model *model, int64_t layer_index, int64_t what, int64_t piece) {
+    int64_t each = rows_of_piece(model), first = piece * each, hidden = model->sizes.hidden;
+    int64_t end = first + each < model->step.num_tokens ? first + each : model->step.num_tokens;
+    struct kvpool_layer *layer = &model->layers[layer_index];
+    float normed[hidden];
+    for (int64_t t = first; t < end; t++) {
+        number *inputs = model->inputs + t * hidden;
+        switch (what) {
+        case NORM_1: norm_row(model, t, layer_index ? &layer[-1].after_mlp : NULL, &layer->before_attention, inputs, normed); break;
+        case ROTARY: rotary_row(model, layer, t); break;
+        case MERGE: merge_row(model, layer, t); break;
+        case NORM_2: norm_row(model, t, &layer->after_attention, &layer->before_mlp, inputs, normed); break;
+        default: break;
+        }
+    }
+}
+
+static void run_end(struct kvpool_model *model, int64_t piece) {
+    int64_t each = rows_of_piece(model), first = piece * each, hidden = model->sizes.hidden;
+    int64_t end = first + each < model->step.num_tokens ? first + each : model->step.num_tokens;
+    float normed[hidden];
+    for (int64_t t = first; t < end; t++) {
+        norm_row(model, t, &model->layers[model->sizes.num_layers - 1].after_mlp, NULL, NULL, normed);
+        const float *row = model->residual + t * hidden;
+        float zero = 0;
+        for (int64_t i = 0; i < hidden; i++) zero += row[i] * 0;
+        model->step.is_finite[t] = zero == 0;
+    }
+}
+
+static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) {
+    const struct kvpool_step *step = &model->step;
+    int64_t tokens = step->num_tokens, hidden = model->sizes.hidden, from_end = phase - (model->num_phases - PHASES_AROUND);
+    if (phase == 0) {
+        int64_t each = rows_of_piece(model);
+        for (int64_t t = piece * each; t < (piece + 1) * each && t < tokens; t++) embed(model, t);
+    } else if (from_end == END) {
+        run_end(model, piece);
+    } else if (from_end == NORM_3) {
+        float normed[hidden];
+        norm_row(model, step->rows[piece], NULL, &model->sizes.last_norm, model->selected + piece * hidden, normed);
+    } else if (from_end == HEAD) {
+        struct result result = {.action = STORE, .floats = step->logits};
+        tile(model, &model->sizes.head, 1, model->selected, step->num_rows, piece, &result);
+    } else {
+        int64_t index = (phase - 1) / PHASES_PER_LAYER, what = (phase - 1) % PHASES_PER_LAYER;
+        const struct kvpool_layer *layer = &model->layers[index];
+        struct result result;
+        switch (what) {
+        case QKV:
+            result = (struct result){.action = STORE, .floats = model->qkv};
+            tile(model, &layer->qkv, 1, model->inputs, tokens, piece, &result);
+            break;
+        case ATTENTION: attention_item(model, layer, &model->kinds[model->kind_of_layer[index]], piece); break;
+        case OUT:
+            result = onto_residual(model, &layer->after_attention);
+            tile(model, &layer->out, 1, model->attended, tokens, piece, &result);
+            break;
+        case UP:
+            result = (struct result){
+                .action = ACTIVATE, .numbers = model->activated, .activation = layer->activation, .is_gated = layer->is_gated};
+            tile(model, &layer->up, layer->is_gated ? 2 : 1, model->inputs, tokens, piece, &result);
+            break;
+        case DOWN:
+            result = onto_residual(model, &layer->after_mlp);
+            tile(model, &layer->down, 1, model->activated, tokens, piece, &result);
+            break;
+        default: run_rows(model, index, what, piece); break;
+        }
+    }
+}
+
+/* ---- A step ---- */
+
+static int make_room(struct kvpool_model *model) {
+    const struct kvpool_step *step = &model->step;
+    int64_t tokens = step->num_tokens, hidden = model->sizes.hidden;
+    if (tokens > model->token_room) {
+        model->token_room = 0;
+        if (grow(&model->context, tokens * sizeof(int32_t)) ||
+            grow(&model->order, 2 * tokens * sizeof(int32_t)) || grow(&model->num_slots, tokens * sizeof(int32_t)) ||
+            grow(&model->first_slot, tokens * sizeof(int64_t)) || grow(&model->residual, tokens * hidden * sizeof(float)) ||
+            (model->sizes.stores_products && grow(&model->stored, tokens * hidden * sizeof(float))) ||
+            grow(&model->inputs, tokens * hidden * sizeof(number)) || grow(&model->qkv, tokens * model->widest_qkv * sizeof(float)) ||
+            grow(&model->queries, tokens * model->widest_attended * sizeof(number)) ||
+            grow(&model->attended, tokens * model->widest_attended * sizeof(number)) ||
+            grow(&model->activated, tokens * model->widest_mlp * sizeof(number)))
+            return -1;
+        model->token_room = tokens;
+    }
+    if (step->num_parts > model->part_room) {
+        model->part_room = 0;
+        if (grow(&model->offsets, (step->num_parts + 1) * sizeof(int64_t)) || grow(&model->prefix, step->num_parts * sizeof(int32_t)))
+            return -1;
+        model->part_room = step->num_parts;
+    }
+    if (step->num_rows > model->row_room) {
+        model->row_room = 0;
+        if (grow(&model->selected, step->num_rows * hidden * sizeof(number))) return -1;
+        model->row_room = step->num_rows;
+    }
+    return 0;
+}
+
+int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step) {
+    wait_for(model, &model->inside, 0, 1);
+    model->step = *step;
+    if (make_room(model)) return KVPOOL_NO_MEMORY;
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < step->num_parts; i++) {
+        model->offsets[i] = tokens;
+        for (int64_t j = 0; j < step->lengths[i]; j++, tokens++) {
+            model->context[tokens] = step->starts[i] + j + 1;
+            model->order[step->num_tokens + tokens] = tokens;
+        }
+    }
+    model->offsets[step->num_parts] = tokens;
+    if (plan_attention(model)) return KVPOOL_NO_MEMORY;
+    for (int64_t phase = 0; phase < model->num_phases; phase++) {
+        model->num_pieces[phase] = pieces_of(model, phase);
+        atomic_store_explicit(&model->phases[phase].next, 0, memory_order_relaxed);
+        atomic_store_explicit(&model->phases[phase].done, 0, memory_order_relaxed);
+    }
+    atomic_store(&model->is_open, 1);
+    atomic_fetch_add(&model->go, 1);
+    announce(model);
+    walk(model, 1);
+    atomic_store(&model->is_open, 0);
+    return 0;
+}
+
+/* ---- Open and close ---- */
+
+static int find_kinds(struct kvpool_model *model) {
+    int64_t count = model->sizes.num_layers;
+    model->kinds = calloc(count, sizeof *model->kinds);
+    model->kind_of_layer = calloc(count, sizeof *model->kind_of_layer);
+    if (!model->kinds || !model->kind_of_layer) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const struct kvpool_layer *layer = &model->layers[i];
+        int64_t k = 0;
+        while (k < model->num_kinds && (model->kinds[k].heads != layer->heads || model->kinds[k].kv_heads != layer->kv_heads ||
+                                        model->kinds[k].window != layer->window))
+            k++;
+        if (k == model->num_kinds) {
+            model->kinds[k] = (struct kind){.heads = layer->heads, .kv_heads = layer->kv_heads, .window = layer->window};
+            model->num_kinds++;
+        }
+        model->kind_of_layer[i] = k;
+        int64_t attended = layer->heads * layer->head_size;
+        if (layer->qkv.n > model->widest_qkv) model->widest_qkv = layer->qkv.n;
+        if (attended > model->widest_attended) model->widest_attended = attended;
+        if (layer->down.k > model->widest_mlp) model->widest_mlp = layer->down.k;
+        if (layer->head_size > model->widest_head) model->widest_head = layer->head_size;
+        if (layer->after_attention.is_used || layer->after_mlp.is_used) model->sizes.stores_products = 1;
+    }
+    return 0;
+}
+
+struct kvpool_model *kvpool_open(const struct kvpool_sizes *sizes, const struct kvpool_layer *layers, int64_t num_threads) {
+    struct kvpool_model *model = aligned_alloc(64, (sizeof *model + 63) / 64 * 64);
+    if (!model) return NULL;
+    memset(model, 0, sizeof *model);
+    model->sizes = *sizes;
+    model->num_threads = num_threads;
+    model->num_phases = PHASES_AROUND + PHASES_PER_LAYER * sizes->num_layers;
+    model->layers = malloc(sizes->num_layers * sizeof *layers);
+    model->num_pieces = malloc(model->num_phases * sizeof *model->num_pieces);
+    model->phases = aligned_alloc(64, model->num_phases * sizeof *model->phases);
+    model->threads = malloc(num_threads * sizeof *model->threads);
+    if (!model->layers || !model->num_pieces || !model->phases || !model->threads) goto failed;
+    memcpy(model->layers, layers, sizes->num_layers * sizeof *layers);
+    if (find_kinds(model)) goto failed;
+    for (; model->num_members < num_threads - 1; model->num_members++)
+        if (pthread_create(&model->threads[model->num_members], NULL, member, model)) goto failed;
+    return model;
+failed:
+    kvpool_close(model);
+    return NULL;
+}
+
+void kvpool_close(struct kvpool_model *model) {
+    if (!model) return;
+    atomic_store(&model->is_closing, 1);
+    atomic_fetch_add(&model->go, 1);
+    announce(model);
+    for (int64_t i = 0; i < model->num_members; i++) pthread_join(model->threads[i], NULL);
+    for (int64_t k = 0; k < model->num_kinds; k++) free(model->kinds[k].items);
+    void *owned[] = {model->layers,   model->kinds,   model->kind_of_layer, model->offsets,   model->context,
+                     model->order,    model->num_slots, model->first_slot,  model->prefix,    model->num_pieces, model->residual,
+                     model->stored,   model->inputs,  model->qkv,           model->queries,   model->attended, model->activated,
+                     model->selected, model->slots,   model->phases,        model->threads,   model->times};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    free(model);
+}
+
+int64_t kvpool_num_phases(const struct kvpool_model *model) { return model->num_phases; }
+
+/* Seconds of each phase of the last step, [phases], as the calling thread saw them. The first call turns the clock on. */
+int kvpool_phase_seconds(struct kvpool_model *model, double *seconds) {
+    if (!model->times) {
+        model->times = calloc(model->num_phases + 1, sizeof *model->times);
+        return model->times ? 0 : KVPOOL_NO_MEMORY;
+    }
+    for (int64_t i = 0; i < model->num_phases; i++)
+        seconds[i] = (model->times[i + 1].tv_sec - model->times[i].tv_sec) + (model->times[i + 1].tv_nsec - model->times[i].tv_nsec) * 1e-9;
+    return 0;
+}
+
+/* ---- Packing ---- */
+
+/* Rows of a row-major weight [count][k] to the outputs from `first` on of a packed one. */
+void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t k) {
+    int64_t words = k / P;
+    const word *from = rows;
+    for (int64_t n = 0; n < count;) { /* the rows of one vector together: written in order, read in W streams */
+        int64_t lane = (first + n) % W, here = W - lane < count - n ? W - lane : count - n;
+        word *to = (word *)packed + (first + n) / W * words * W + lane;
+        for (int64_t i = 0; i < words; i++)
+            for (int64_t r = 0; r < here; r++) to[i * W + r] = from[(n + r) * words + i];
+        n += here;
+    }
+}
+
+void kvpool_describe_build(struct kvpool_build *build) {
+    *build = (struct kvpool_build){
+        .words_per_vector = W,
+        .numbers_per_word = P,
+        .rows_per_pass = ROWS,
+        .max_head_size = MAX_HEAD,
+        .sizes_bytes = sizeof(struct kvpool_sizes),
+        .layer_bytes = sizeof(struct kvpool_layer),
+        .step_bytes = sizeof(struct kvpool_step),
+    };
+}

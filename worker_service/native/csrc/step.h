@@ -1,0 +1,88 @@
+/* The interface of step.c. All sizes are in numbers of the model's type unless they say otherwise; library.py has the same
+ * structures. Pointers belong to the caller and live as long as the model, those of a step as long as the call. */
+#ifndef KVPOOL_STEP_H
+#define KVPOOL_STEP_H
+
+#include <stdint.h>
+
+enum { KVPOOL_NO_MEMORY = 1 };
+enum { KVPOOL_SILU, KVPOOL_GELU_TANH, KVPOOL_GELU, KVPOOL_RELU };
+
+/* outputs [n] = weight [n][k] · inputs [k] + bias */
+struct kvpool_linear {
+    const void *weight; /* packed, n padded with zeros to whole vectors */
+    const float *bias;  /* [n] or NULL */
+    int64_t n, k;
+};
+
+struct kvpool_norm {
+    const float *weight, *bias; /* or NULL */
+    float epsilon;
+    int32_t is_centered; /* LayerNorm; else RMSNorm */
+    int32_t is_used;
+    int32_t unused;
+};
+
+struct kvpool_layer {
+    int64_t heads, kv_heads, head_size;
+    int64_t window; /* tokens that a token sees, itself included; 0: all */
+    struct kvpool_norm before_attention, q_norm, k_norm, after_attention, before_mlp, after_mlp;
+    struct kvpool_linear qkv; /* outputs: heads of Q, of K, of V */
+    struct kvpool_linear out;
+    struct kvpool_linear up; /* gated: W outputs of gate, W of up, in turn; n counts both */
+    struct kvpool_linear down;
+    const float *cos, *sin; /* [positions][rotary / 2] */
+    int64_t rotary;         /* leading numbers of a head that are rotated */
+    int32_t rotary_is_interleaved;
+    int32_t is_gated;
+    int32_t activation;
+    float scaling;
+    float softcap; /* 0: none */
+    int32_t unused;
+    void *k_cache, *v_cache;
+};
+
+struct kvpool_sizes {
+    int64_t hidden, vocab, num_layers, block_size;
+    const void *embedding; /* [vocab][hidden], or the head's packed weight */
+    const void *positions; /* [.., hidden] learned, or NULL */
+    int64_t position_offset;
+    struct kvpool_norm last_norm;
+    struct kvpool_linear head;
+    float embedding_scale, residual_scale;
+    int32_t embedding_is_packed;
+    int32_t stores_products; /* set by kvpool_open */
+};
+
+struct kvpool_step {
+    int64_t num_tokens, num_parts, num_rows, num_prefixes;
+    const int64_t *ids, *positions, *slots;        /* [tokens] */
+    const int64_t *starts, *lengths, *table_rows;  /* [parts] */
+    const int32_t *tables;                         /* [.., table_stride] block ids */
+    int64_t table_stride;
+    const int64_t *prefix_parts;  /* parts that share leading blocks, one set after the other */
+    const int64_t *prefix_ends;   /* [prefixes] index after a set's last part */
+    const int64_t *prefix_blocks; /* [prefixes] leading blocks that are shared, full, and not written in this step */
+    const int64_t *rows;          /* [rows] tokens that need logits */
+    float *logits;                /* [rows][vocab] */
+    uint8_t *is_finite;           /* [tokens] */
+};
+
+struct kvpool_build {
+    int64_t words_per_vector, numbers_per_word, rows_per_pass, max_head_size;
+    int64_t sizes_bytes, layer_bytes, step_bytes;
+};
+
+struct kvpool_model;
+
+/* NULL: no memory, or no threads. */
+struct kvpool_model *kvpool_open(const struct kvpool_sizes *sizes, const struct kvpool_layer *layers, int64_t num_threads);
+/* 0, or KVPOOL_NO_MEMORY, with which no KV has been written. One call at a time. */
+int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step);
+void kvpool_close(struct kvpool_model *model);
+int64_t kvpool_num_phases(const struct kvpool_model *model);
+int kvpool_phase_seconds(struct kvpool_model *model, double *seconds);
+void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t k);
+void kvpool_describe_build(struct kvpool_build *build);
+
+#endif

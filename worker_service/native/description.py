@@ -1,0 +1,106 @@
+"""What the native step needs to know of a model: sizes, norms, and where the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .library import Activation
+
+
+class Rows(NamedTuple):
+    """Outputs of a linear module: rows of its weight [outputs, inputs]."""
+
+    module: torch.nn.Module
+    first: int
+    num_outputs: int
+    is_transposed: bool = False
+    """The weight is [inputs, outputs]."""
+
+    def weight(self) -> torch.Tensor:
+        """[num_outputs, inputs], contiguous."""
+        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator]
+        if self.is_transposed:
+            weight = weight.t()
+        return weight[self.first : self.first + self.num_outputs].contiguous()
+
+    def bias(self) -> torch.Tensor | None:
+        """[num_outputs] in float32."""
+        bias: torch.Tensor | None = getattr(self.module, "bias", None)
+        return None if bias is None else bias.detach()[self.first : self.first + self.num_outputs].float().contiguous()
+
+
+class NormDescription(NamedTuple):
+    """RMSNorm, or LayerNorm if it is centered."""
+
+    weight: torch.Tensor | None
+    """[n] float32, the factor itself."""
+    bias: torch.Tensor | None
+    epsilon: float
+    is_centered: bool
+
+
+class RotaryDescription(NamedTuple):
+    """Rotation of the leading `size` numbers of every head."""
+
+    cos: torch.Tensor
+    """[positions, size / 2] float32."""
+    sin: torch.Tensor
+    size: int
+    is_interleaved: bool
+    """Pairs (2i, 2i + 1); else (i, i + size / 2)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerDescription:
+    """One layer: attention, then the MLP, each added to the residual."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    query: Rows
+    key: Rows
+    value: Rows
+    out: Rows
+    gate: Rows | None
+    """None: the MLP is not gated."""
+    up: Rows
+    down: Rows
+    activation: Activation
+    rotary: RotaryDescription | None
+    before_attention: NormDescription | None = None
+    after_attention: NormDescription | None = None
+    before_mlp: NormDescription | None = None
+    after_mlp: NormDescription | None = None
+    query_norm: NormDescription | None = None
+    key_norm: NormDescription | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelDescription:
+    """A model whose layers all have this form. Weights are in `dtype`, float32 or bfloat16."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    vocab_size: int
+    embedding: torch.nn.Module
+    head: Rows
+    """Its weight may be the embedding's."""
+    last_norm: NormDescription | None
+    layers: Sequence[LayerDescription]
+    positions: torch.Tensor | None = None
+    """[positions, hidden_size] learned, added to the embedding."""
+    position_offset: int = 0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and the MLP add to the residual."""
+
+    @property
+    def is_tied(self) -> bool:
+        return self.head.module.weight is self.embedding.weight

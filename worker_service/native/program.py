@@ -1,0 +1,129 @@
+"""Runs packed steps of a packed model over KV tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from ..attention.layer import KVLayer
+from ..attention.packing import Packing
+from ..attention.shared_prefix import SharedPrefix, find_shared_prefixes
+from .library import Layer, StepArguments
+from .weights import PackedModel
+
+_MIN_SAVED_TOKENS = 1024
+"""KV reads that a shared prefix must save."""
+PARTITION = 256
+"""Keys that attention sums at once."""
+_SHORT_PASSES = 4
+"""A part with at most so many passes of rows may attend to a shared prefix together with others."""
+
+
+class OutOfMemory(RuntimeError):
+    """No memory for a step's activations, or for a thread."""
+
+
+class Program:
+    """A packed model bound to KV tensors, with its team of threads. One step at a time; `close` ends the team.
+
+    The threads inherit the nice value of the thread that makes the Program. A block has the bytes that KVLayer says; the layout
+    within it is the step's own (csrc/step.c).
+    """
+
+    def __init__(self, model: PackedModel, kv_layers: Sequence[KVLayer], num_threads: int) -> None:
+        """Raises OutOfMemory."""
+        self._model = model
+        self._kv_layers = kv_layers  # their memory is used for as long as this object lives
+        self._functions = model.library.functions
+        block_size = kv_layers[0].block_size
+        group = max(layer.heads // layer.kv_heads for layer in model.layers)
+        self._max_short = _SHORT_PASSES * model.library.rows_per_pass // group
+        model.sizes.block_size = block_size
+        layers = (Layer * len(kv_layers))(*model.layers)
+        for layer, kv_layer in zip(layers, kv_layers, strict=True):
+            layer.k_cache, layer.v_cache = kv_layer.k_cache.data_ptr(), kv_layer.v_cache.data_ptr()
+        self._handle: int | None = self._functions.kvpool_open(ctypes.byref(model.sizes), layers, num_threads)
+        if self._handle is None:
+            raise OutOfMemory(f"no memory for a native step, or no {num_threads} threads; see ulimit -u and ulimit -v")
+
+    def run(self, packing: Packing, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the KV of the packed tokens. Returns logits [rows, vocab_size] float32 of the given tokens, and bool [T]: whether
+        the token's last hidden state is finite. Raises OutOfMemory, before any KV is written.
+        """
+        parts = packing.on_device
+        logits = torch.empty(len(rows), self._model.vocab_size)
+        is_finite = torch.empty(packing.num_tokens, dtype=torch.bool)
+        wanted = torch.tensor(rows, dtype=torch.int64)
+        members, ends, blocks = _prefix_arrays(self._shared_prefixes(packing))
+        arguments = StepArguments(
+            num_tokens=packing.num_tokens,
+            num_parts=len(packing.starts),
+            num_rows=len(rows),
+            num_prefixes=len(ends),
+            ids=packing.input_ids.data_ptr(),
+            positions=packing.position_ids.data_ptr(),
+            slots=packing.slot_mapping.data_ptr(),
+            starts=parts.starts.data_ptr(),
+            lengths=parts.query_lens.data_ptr(),
+            table_rows=parts.rows.data_ptr(),
+            tables=parts.block_tables.data_ptr(),
+            table_stride=parts.block_tables.stride(0),
+            prefix_parts=members.data_ptr(),
+            prefix_ends=ends.data_ptr(),
+            prefix_blocks=blocks.data_ptr(),
+            rows=wanted.data_ptr(),
+            logits=logits.data_ptr(),
+            is_finite=is_finite.data_ptr(),
+        )
+        if self._functions.kvpool_run(self._handle, ctypes.byref(arguments)):
+            raise OutOfMemory(
+                f"no memory for the activations of {packing.num_tokens} tokens: give a smaller --max-num-batched-tokens"
+            )
+        return logits, is_finite
+
+    def phase_seconds(self) -> list[float]:
+        """Seconds of each phase of the last step, as the calling thread saw them. The first call turns the clock on and returns
+        zeros."""
+        seconds = (ctypes.c_double * self._functions.kvpool_num_phases(self._handle))()
+        self._functions.kvpool_phase_seconds(self._handle, seconds)
+        return list(seconds)
+
+    def close(self) -> None:
+        """End the threads. May be repeated."""
+        if self._handle is not None:
+            self._functions.kvpool_close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _shared_prefixes(self, packing: Packing) -> list[SharedPrefix]:
+        """Sets of decodes that share whole partitions; a long part reads its keys often enough by itself."""
+        short = [index for index, length in enumerate(packing.query_lens) if length <= self._max_short]
+        if len(short) < 2:
+            return []
+        found = find_shared_prefixes(
+            [packing.tables[index] for index in short],
+            [packing.starts[index] for index in short],
+            packing.block_size,
+            _MIN_SAVED_TOKENS,
+        )
+        least = PARTITION // packing.block_size
+        return [
+            SharedPrefix([short[part] for part in one.parts], one.num_blocks)
+            for one in found
+            if one.num_blocks >= least
+        ]
+
+
+def _prefix_arrays(prefixes: Sequence[SharedPrefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Members one set after the other, the index after each set's last, and blocks: int64."""
+    members = [part for prefix in prefixes for part in prefix.parts]
+    ends = torch.tensor([len(prefix.parts) for prefix in prefixes], dtype=torch.int64).cumsum(0)
+    return (
+        torch.tensor(members, dtype=torch.int64),
+        ends,
+        torch.tensor([prefix.num_blocks for prefix in prefixes], dtype=torch.int64),
+    )
