@@ -2,8 +2,8 @@
 
 python -m bench.step_profile [--runtime native] [--dtype bfloat16] [--threads N] [--runs N] [--json]
 
-Each case is a step as in the workloads of bench.serve, with generated block tables. First its time, then its shares: with torch of each
-kind of module and of attention, measured around each call; natively of each kind of phase, as the calling thread saw them.
+Each case is a step as in the workloads of bench.serve, with generated block tables. First its time, then its shares: with torch
+of each kind of module and of attention, measured around each call; natively of each kind of phase, as the calling thread saw it.
 """
 
 from __future__ import annotations
@@ -116,19 +116,18 @@ def main() -> None:
     backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
     plan = loaded.plan(MemorySettings(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), backend).kv_cache
     runner = loaded.runner(plan, backend)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, case in CASES.items():
         progress(name)
         found[name] = _profile(loaded, backend, runner, case, arguments.runs)
     if arguments.json:
         print(json.dumps({"cases": found, "facts": facts("torch", "transformers")}))
         return
-    kinds = list(dict.fromkeys(kind for case in found.values() for kind in case["shares"]))
+    kinds = list(dict.fromkeys(kind for figures in found.values() for kind in figures["shares"]))
     table = Table("step", "ms", *kinds, box=None)
-    for name, case in found.items():
-        table.add_row(
-            name, f"{case['seconds'] * 1000:.1f}", *(f"{case['shares'].get(kind, 0.0):.0%}" for kind in kinds)
-        )
+    for name, figures in found.items():
+        shares = (f"{figures['shares'].get(kind, 0.0):.0%}" for kind in kinds)
+        table.add_row(name, f"{figures['seconds'] * 1000:.1f}", *shares)
     print_table(table)
 
 
