@@ -75,11 +75,15 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked `gpu` or `compiler` on a machine without one."""
+    """Deselect what is marked `gpu` or `compiler`, or uses a compiled step, on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
-    compiled = [item for item in items if item.get_closest_marker("compiler")]
+    compiled = [
+        item
+        for item in items
+        if item.get_closest_marker("compiler") or "step_file" in getattr(item, "fixturenames", ())
+    ]
     if compiled and (why := _why_no_compiler()):
         left_out.leave_out(config, items, compiled, f"tests of the compiled step were left out: {why}")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Final, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -49,6 +49,10 @@ def _flags(settings: Mapping[str, Any]) -> list[str]:
         else:
             flags += [f"--{option}", str(value)]
     return flags
+
+
+TAKES_TIME: Final = {"runtime": "torch"}
+"""Settings of a worker whose steps take milliseconds, so that a fault comes in the middle of a stream."""
 
 
 class Cluster:

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
-from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.cluster import MANAGER, TAKES_TIME, Cluster
 from tests.cluster.truth import Truth
 from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
@@ -93,7 +93,13 @@ class Arena:
         folder = self._folder / f"cluster-{next(self._numbers)}"
         folder.mkdir()
         self.cluster = await Cluster(folder, lease_seconds=self.lease_seconds).__aenter__()
-        worker = {"model": self.model.path, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, **self._worker_settings}
+        worker = {
+            "model": self.model.path,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": NUM_BLOCKS,
+            **TAKES_TIME,
+            **self._worker_settings,
+        }
         await self.cluster.start(dict.fromkeys(WORKERS, worker))
         self._pids = {name: process.pid for name, process in self.cluster.processes.items()}
         self.model_fingerprint = (await self.described(VICTIM)).model_fingerprint

@@ -178,7 +178,8 @@ def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -
 @pytest.mark.slow
 def test_smollm2_too() -> None:
     """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""
-    loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=NUM_THREADS), quiet)
+    settings = ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=NUM_THREADS, runtime="torch")
+    loaded = load_model(settings, quiet)
     skip_unless_promised(loaded)
     numbers = random.Random(2)
     shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8

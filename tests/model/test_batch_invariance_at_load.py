@@ -20,7 +20,7 @@ from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 from kvpool.worker_service.server import log_batch_invariance
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
@@ -121,15 +121,20 @@ def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> Non
     assert "rows of logits" in said.reason
 
 
-def test_in_bfloat16_nothing_is_promised(tmp_path: Path) -> None:
-    settings = ModelSettings(
-        str(make_tiny_model("qwen3", tmp_path).path),
-        dtype="bfloat16",
-        device="cpu",
-        cache_dir=tmp_path / "cache",
-        num_threads=1,
-    )
-    said = found(load_model(settings, quiet))
+def of_bfloat16(folder: Path, runtime: RuntimeName) -> BatchInvariance:
+    path = make_tiny_model("qwen3", folder).path
+    return found(load_model(ModelSettings(str(path), "bfloat16", "cpu", runtime=runtime, num_threads=1), quiet))
+
+
+@pytest.mark.compiler
+def test_natively_it_is_promised_in_bfloat16_too(tmp_path: Path) -> None:
+    said = of_bfloat16(tmp_path, "native")
+    assert said.is_promised
+    assert said.attention_partition == 256
+
+
+def test_with_torch_nothing_is_promised_in_bfloat16(tmp_path: Path) -> None:
+    said = of_bfloat16(tmp_path, "torch")
     assert not said.is_promised
     assert said.attention_partition == 0
     assert "bfloat16" in said.reason

@@ -15,8 +15,6 @@ from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
 from tests.until import until
 
-pytestmark = pytest.mark.compiler
-
 
 @pytest.fixture(scope="session")
 def real_file(step_file: Callable[[NumberType], Path]) -> Path:
@@ -220,6 +218,7 @@ def test_the_next_compiler_is_used_if_the_first_fails(
     assert (bad.num_runs, good.num_runs) == (1, 1)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -246,9 +245,8 @@ def test_a_torn_file_is_built_again_once(harm: str, cache_dir: Path, good: FakeC
     """A library that ends before its sections do would end the worker by a signal when it is loaded."""
     path = compiled_library("float32", cache_dir, print).path
     content = path.read_bytes()
-    if harm == "no file":
-        path.unlink()
-    else:
+    path.unlink()  # this process has it loaded: harm done to it would end the process
+    if harm != "no file":
         changed = content[:-1] + bytes([content[-1] ^ 1])
         path.write_bytes({"shorter": content[: len(content) // 2], "empty": b"", "changed": changed}[harm])
     assert compiled_library("float32", cache_dir, print).path == path
@@ -315,6 +313,19 @@ def test_a_shared_folder_with_a_sticky_bit_is_trusted(cache_dir: Path, good: Fak
     for _ in range(2):
         compiled_library("float32", cache_dir, print)
     assert good.num_runs == 1
+
+
+def test_what_killed_processes_left_is_removed_and_the_work_of_others_is_not(
+    cache_dir: Path, good: FakeCompiler
+) -> None:
+    folders = [cache_dir / "native" / name for name in ("build-abandoned", "build-running")]
+    for folder in folders:
+        folder.mkdir(mode=0o700, parents=True)
+        (folder / "step.s").write_text("")
+    folders[0].parent.chmod(0o700)
+    os.utime(folders[0], (0, 0))
+    compiled_library("float32", cache_dir, print)
+    assert [folder.exists() for folder in folders] == [False, True]
 
 
 def test_two_processes_that_compile_at_the_same_time_end_with_one_whole_file(

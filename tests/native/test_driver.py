@@ -62,7 +62,9 @@ def compile_with(compiler: Compiler, number_type: NumberType, *arguments: str | 
 
 
 def for_cpu(compiler: Compiler, level: str) -> list[str]:
-    if platform.machine() == "aarch64" or compiler.is_zig:
+    if compiler.is_zig:
+        return [f"-mcpu={level.replace('-', '_')}"]
+    if platform.machine() == "aarch64":
         return [f"-mcpu={level}"]
     return [f"-march={level}"] if platform.machine() == "x86_64" else []
 
@@ -108,14 +110,21 @@ def test_the_step_as_workers_run_it(
     run_driver(program, "all")
 
 
-@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize(
+    ("level", "number_type"),
+    # In float32 AVX-512 with and without bfloat16's instructions is one step.
+    [
+        (level, kind)
+        for level in levels()
+        for kind in ("float32", "bfloat16")
+        if (level, kind) != ("x86-64-v4", "float32")
+    ],
+)
 def test_the_step_as_older_cpus_run_it(level: str, number_type: NumberType, build: Callable[..., Path]) -> None:
     run_driver(build(number_type, level, "-O3"), "small")
 
 
-@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize(("sanitizer", "number_type"), [("address,undefined", "bfloat16"), ("thread", "float32")])
 def test_sanitizers_report_nothing(
     sanitizer: str, number_type: NumberType, tmp_path: Path, build: Callable[..., Path]
 ) -> None:

@@ -21,6 +21,7 @@ from kvpool.worker_service.engine.prompt import TextBound
 from kvpool.worker_service.request_sizes import request_limits
 from kvpool.worker_service.server import SERVICE
 from tests import http2
+from tests.cluster.cluster import TAKES_TIME
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.truth import Truth
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[InProcessCluster]:
     settings = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 1025, "reader_seconds": READER_SECONDS}
-    async with in_process_cluster(model.path, tmp_path_factory.mktemp("cluster"), **settings) as cluster:
+    async with in_process_cluster(model.path, tmp_path_factory.mktemp("cluster"), **TAKES_TIME, **settings) as cluster:
         yield cluster
 
 
@@ -102,7 +103,9 @@ async def test_a_stream_in_flight_comes_to_its_right_end_after_bad_paths(
     """Its text is that of transformers, it is one attempt, the session is the same, and new requests are served on the same ports.
     Also with the serving loop of a grpcio that is not known, where both servers end and are replaced."""
     monkeypatch.setattr(serving_loop, "KNOWN_GRPCIO", known)
-    async with in_process_cluster(model.path, tmp_path, max_model_len=MAX_MODEL_LEN, num_blocks=1025) as cluster:
+    async with in_process_cluster(
+        model.path, tmp_path, max_model_len=MAX_MODEL_LEN, num_blocks=1025, **TAKES_TIME
+    ) as cluster:
         prompt, num_tokens = model.prompts[0], 120
         truth = Truth.of(Oracle.of(model.path), prompt, 16)
         undisturbed = await cluster.complete(prompt, max_tokens=num_tokens)

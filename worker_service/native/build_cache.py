@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -27,6 +29,8 @@ from .library import Library, LibraryMismatch, open_library
 
 CPU_INFO = Path("/proc/cpuinfo")
 _TRIAL_LIMIT_S = 60.0
+_ABANDONED_S = 3600.0
+"""More than all limits of a build together."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -85,11 +89,20 @@ def _build(
 def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
     """A new folder that only this user can enter, and whether it is in `folder`; else it is where temporary files are."""
     if folder is not None:
+        _remove_abandoned(folder)
         try:
             return tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True), True
         except OSError as error:
             _will_not_be_kept(f"{folder} cannot be written: {error.strerror}", progress)
     return tempfile.TemporaryDirectory(prefix="kvpool-native-", ignore_cleanup_errors=True), False
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Work folders of processes that were killed while they compiled."""
+    for path in folder.glob("build-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(path)
 
 
 def _try(file: Path, compiler: Compiler) -> None:
@@ -173,7 +186,8 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
 
 def _digest(compiler: Compiler, number_type: NumberType) -> str:
     """Of all that the compiled file depends on."""
-    sources = {path.name: path.read_text() for path in sorted(SOURCE_DIR.iterdir()) if path.suffix in (".c", ".h")}
+    files = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".c", ".h"))
+    sources = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
     parts = [sources, compiler.flags(number_type), _cpu(), compiler.command, compiler.version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

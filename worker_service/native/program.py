@@ -21,6 +21,10 @@ _SHORT_PASSES = 4
 """A part with at most so many passes of rows may attend to a shared prefix together with others."""
 
 
+_LAYER_PHASES = ("norm", "qkv", "rotary", "attention", "merge", "out", "norm", "up", "down")
+"""As in csrc/state.h."""
+
+
 class OutOfMemory(RuntimeError):
     """No memory for a step's activations, or for a thread."""
 
@@ -83,12 +87,16 @@ class Program:
             )
         return logits, is_finite
 
-    def phase_seconds(self) -> list[float]:
-        """Seconds of each phase of the last step, as the calling thread saw them. The first call turns the clock on and returns
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the last step by kind of phase, as the calling thread saw them. The first call turns the clock on and returns
         zeros."""
         seconds = (ctypes.c_double * self._functions.kvpool_num_phases(self._handle))()
         self._functions.kvpool_phase_seconds(self._handle, seconds)
-        return list(seconds)
+        names = ["embedding", *(_LAYER_PHASES * len(self._model.layers)), "end", "norm", "head"]
+        sums = dict.fromkeys(["embedding", *_LAYER_PHASES, "end", "head"], 0.0)
+        for name, spent in zip(names, seconds, strict=True):
+            sums[name] += spent
+        return sums
 
     def close(self) -> None:
         """End the threads. May be repeated."""

@@ -44,5 +44,9 @@ class NativeForward:
         logits, is_finite = self._program.run(packing, rows)
         return Selected(logits if self._finish is None else self._finish(logits), is_finite)
 
+    def phase_seconds(self) -> dict[str, float]:
+        """See Program."""
+        return self._program.phase_seconds()
+
     def close(self) -> None:
         self._program.close()

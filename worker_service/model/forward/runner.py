@@ -36,7 +36,7 @@ class ModelRunner:
     ) -> None:
         """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes
         of the input buffers."""
-        self._forward = runtime.bind(kv_cache, backend)
+        self.forward = runtime.bind(kv_cache, backend)
         self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
@@ -69,7 +69,7 @@ class ModelRunner:
         for _, _, wanted, offset in prompts:
             rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits, is_finite = self._forward.run(packing, rows)
+            logits, is_finite = self.forward.run(packing, rows)
             first = len(sampling)
             for index, start, wanted, _ in prompts:
                 end = first + len(wanted.targets)
@@ -92,11 +92,11 @@ class ModelRunner:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
         packing = self._packer.pack(parts)
         with torch.inference_mode():
-            return self._forward.run(packing, range(packing.num_tokens)).logits
+            return self.forward.run(packing, range(packing.num_tokens)).logits
 
     def close(self) -> None:
         """Release the KV tensors and the model; the runner must not be used afterwards."""
-        self._forward.close()
+        self.forward.close()
 
 
 @dataclass(slots=True)
