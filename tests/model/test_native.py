@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
+from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, RuntimeName
 from tests.model.paged import GREEDY, load
 from tests.model.test_model_truth import NATIVE_ARCHITECTURES
@@ -77,6 +78,28 @@ def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, mon
     assert [line for line in lines if line.startswith("runtime: torch; not native: its logits differ")]
     runner = loaded.runner(KVCachePlan(3, 16, 1))
     (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
+    assert result.token is not None
+
+
+@pytest.mark.parametrize("num_calls", [1, 2], ids=["its replica", "itself"])
+def test_a_model_that_surprises_is_served_by_torch(
+    num_calls: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is packed, and after: its modules are empty by then."""
+    calls: list[object] = []
+
+    def surprised(runtime: NativeRuntime, *rest: Any) -> None:
+        calls.append(runtime)
+        if len(calls) == num_calls:
+            raise KeyError("inv_freq")
+        check.check(runtime, *rest)
+
+    monkeypatch.setattr(native_load, "check", surprised)
+    lines: list[str] = []
+    loaded = open_model(llama, "float32", "auto", lines)
+    assert isinstance(loaded.runtime, ModulesRuntime)
+    assert "runtime: torch; not native: KeyError: 'inv_freq'" in lines
+    (result,) = loaded.runner(KVCachePlan(3, 16, 1)).execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
     assert result.token is not None
 
 

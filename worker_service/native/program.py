@@ -38,6 +38,7 @@ class Program:
 
     def __init__(self, model: PackedModel, kv_layers: Sequence[KVLayer], num_threads: int) -> None:
         """Raises OutOfMemory."""
+        self._handle: int | None = None
         self._model = model
         self._kv_layers = kv_layers  # their memory is used for as long as this object lives
         self._functions = model.library.functions
@@ -48,7 +49,7 @@ class Program:
         layers = (Layer * len(kv_layers))(*model.layers)
         for layer, kv_layer in zip(layers, kv_layers, strict=True):
             layer.k_cache, layer.v_cache = kv_layer.k_cache.data_ptr(), kv_layer.v_cache.data_ptr()
-        self._handle: int | None = self._functions.kvpool_open(ctypes.byref(model.sizes), layers, num_threads)
+        self._handle = self._functions.kvpool_open(ctypes.byref(model.sizes), layers, num_threads)
         if self._handle is None:
             raise OutOfMemory(f"no memory for a native step, or no {num_threads} threads; see ulimit -u and ulimit -v")
 

@@ -10,8 +10,9 @@ import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
-from ...native.program import Program
+from ...native.program import OutOfMemory, Program
 from ...native.weights import PackedModel
+from ..errors import ModelError
 from .forward import Forward, Selected
 from .kv_cache import KVCache
 
@@ -27,7 +28,10 @@ class NativeRuntime:
     """What the model does to its logits after the head, such as a soft cap."""
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
-        return NativeForward(Program(self.packed, cache.layers, self.num_threads), self.finish)
+        try:
+            return NativeForward(Program(self.packed, cache.layers, self.num_threads), self.finish)
+        except OutOfMemory as error:
+            raise ModelError(f"The native step cannot start: {error}.") from error
 
     def num_bytes(self) -> int:
         return self.packed.num_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...native.compiler import NoNativeLibrary
 from ...native.library import Library
 from ...native.program import OutOfMemory
 from ...native.weights import PackedModel
+from ..errors import ModelError
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
@@ -49,22 +51,32 @@ def try_native(
         raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
     layers = find_attention_layers(model, device)
     check_layers(model.config, layers, max_model_len)
-    description = describe(model, layers, dtype, max_model_len)
-    library = _library(dtype, cache_dir, progress)
-    _check_sizes(library, layers, block_size)
     started = time.monotonic()
-    _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
-    reference = Reference(model, device, max_model_len)
-    runtime = NativeRuntime(model.config, PackedModel(description, library), _num_threads(), reference.finish)
-    try:
+    with _reasons(NotNative):
+        description = describe(model, layers, dtype, max_model_len)
+        library = _library(dtype, cache_dir, progress)
+        _check_sizes(library, layers, block_size)
+        _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
+        reference = Reference(model, device, max_model_len)
+    with _reasons(NotNativeAfterAll):
+        runtime = NativeRuntime(model.config, PackedModel(description, library), _num_threads(), reference.finish)
         check(runtime, reference, layers, dtype, device)
-    except (NotNative, OutOfMemory) as error:
-        raise NotNativeAfterAll(str(error)) from error
     progress(
-        f"runtime: native ({library.describe()}, {runtime.num_threads} threads; packed and checked in "
+        f"runtime: native ({library.describe()}, {runtime.num_threads} threads; checked and packed in "
         f"{time.monotonic() - started:.1f} s)"
     )
     return runtime, layers
+
+
+@contextmanager
+def _reasons(kind: type[NotNative]) -> Iterator[None]:
+    """Any error is a reason of this kind: models raise all kinds of errors for what they do not expect."""
+    try:
+        yield
+    except (NotNative, OutOfMemory, ModelError) as error:
+        raise kind(str(error)) from error
+    except Exception as error:
+        raise kind(f"{type(error).__name__}: {error}") from error
 
 
 def _num_threads() -> int:
@@ -94,7 +106,7 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
             torch.float32,
             cpu,
         )
-    except NotNative as error:
+    except (NotNative, OutOfMemory, ModelError) as error:
         raise NotNative(f"a tiny model of its kind: {error}") from error
 
 
