@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model import load as model_load
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
@@ -23,6 +25,7 @@ from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, RuntimeName
+from kvpool.worker_service.native.weights import PackedModel
 from tests.model.paged import GREEDY, load
 from tests.model.test_model_truth import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
@@ -86,19 +89,27 @@ def test_a_model_that_surprises_is_served_by_torch(
     num_calls: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is packed, and after: its modules are empty by then."""
-    calls: list[object] = []
+    packed: list[weakref.ref[PackedModel]] = []
+    held: list[int] = []
+    load_weights = model_load._load_weights
 
     def surprised(runtime: NativeRuntime, *rest: Any) -> None:
-        calls.append(runtime)
-        if len(calls) == num_calls:
+        packed.append(weakref.ref(runtime.packed))
+        if len(packed) == num_calls:
             raise KeyError("inv_freq")
         check.check(runtime, *rest)
 
+    def loading(*arguments: Any) -> Any:
+        held.append(sum(one() is not None for one in packed))
+        return load_weights(*arguments)
+
     monkeypatch.setattr(native_load, "check", surprised)
+    monkeypatch.setattr(model_load, "_load_weights", loading)
     lines: list[str] = []
     loaded = open_model(llama, "float32", "auto", lines)
     assert isinstance(loaded.runtime, ModulesRuntime)
     assert "runtime: torch; not native: KeyError: 'inv_freq'" in lines
+    assert held == [0] * num_calls  # one model in memory at a time
     (result,) = loaded.runner(KVCachePlan(3, 16, 1)).execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
     assert result.token is not None
 

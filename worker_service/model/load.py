@@ -140,9 +140,10 @@ def _load_runtime(
                 ) from error
             if device.type == "cpu":
                 progress(f"runtime: torch; not native: {error}")
-            if isinstance(error, NotNativeAfterAll):
-                del model  # one model in memory at a time
-                model = _load_weights(path, config, dtype, device)
+            is_empty = isinstance(error, NotNativeAfterAll)
+        if is_empty:  # after the handler: the error's traceback holds the packed weights
+            del model  # one model in memory at a time
+            model = _load_weights(path, config, dtype, device)
     if device.type == "cpu":
         pack_linears(model)
     layers = guarded_layers(model, config, dtype, device, max_model_len)
