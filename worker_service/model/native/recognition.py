@@ -5,7 +5,7 @@ What is recognised may still be wrong, for a model may do more than its modules 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,10 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
     """Raises NotNative with the first thing that the native step does not know."""
     if len({layer.module for layer in layers}) < len(layers):
         raise NotNative("a layer attends several times")
+    for layer in layers:
+        _check_heads(layer)
     decoder, decoder_layers = _decoder(model, layers)
-    rotary = _Rotary(decoder, max_model_len)
+    rotary = _rotary(decoder, max_model_len)
     described = [
         _layer(decoder_layer, layer, rotary) for decoder_layer, layer in zip(decoder_layers, layers, strict=True)
     ]
@@ -53,16 +55,16 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
         raise NotNative(
             f"its embedding has {hidden_size} numbers, its head {head.weight.shape[1]}; needed: the same, even"
         )
-    rest = [child for child in decoder.children() if child is not embedding and _norm_or_none(child) is not None]
-    if len(rest) != 1:
-        raise NotNative(f"{len(rest)} norms follow its layers; needed: one")
+    last_norms = [norm for child in decoder.children() if (norm := _norm(child)) is not None]
+    if len(last_norms) != 1:
+        raise NotNative(f"{len(last_norms)} norms follow its layers; needed: one")
     return ModelDescription(
         dtype=dtype,
         hidden_size=hidden_size,
         vocab_size=_outputs(head),
         embedding=embedding,
         head=_rows(head),
-        last_norm=_norm(rest[0]),
+        last_norm=last_norms[0],
         layers=described,
         positions=positions[0].weight if positions else None,
         # The check finds out whether the config's factors mean this.
@@ -111,6 +113,13 @@ def _embedding_scale(embedding: Any) -> float:
     return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
+def _check_heads(attention: AttentionLayer) -> None:
+    if attention.k_head_dim != attention.v_head_dim or attention.call.sinks is not None:
+        raise NotNative(
+            "its heads of K and V differ in size" if attention.call.sinks is None else "it has attention sinks"
+        )
+
+
 def _decoder(model: Any, layers: Sequence[AttentionLayer]) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
     """The module with the list of layers, and the layers that hold the attention modules."""
     parents = {child: parent for parent in model.modules() for child in parent.children()}
@@ -122,22 +131,19 @@ def _decoder(model: Any, layers: Sequence[AttentionLayer]) -> tuple[torch.nn.Mod
     return parents[found], holders
 
 
-def _layer(decoder_layer: torch.nn.Module, attention: AttentionLayer, rotary: _Rotary) -> LayerDescription:
-    if attention.k_head_dim != attention.v_head_dim or attention.call.sinks is not None:
-        raise NotNative(
-            "its heads of K and V differ in size" if attention.call.sinks is None else "it has attention sinks"
-        )
-    children = dict(decoder_layer.named_children())
-    norms = [(name, norm) for name, child in children.items() if (norm := _norm_or_none(child)) is not None]
-    others = [child for name, child in children.items() if name not in dict(norms) and child is not attention.module]
-    others = [child for child in others if any(True for _ in child.parameters())]
+def _layer(
+    decoder_layer: torch.nn.Module, attention: AttentionLayer, rotary: RotaryDescription | None
+) -> LayerDescription:
+    if rotary is not None and rotary.size > attention.k_head_dim:
+        raise NotNative(f"its rotary module rotates {rotary.size} numbers of heads of {attention.k_head_dim}")
+    norms, others = _sorted(child for child in decoder_layer.children() if child is not attention.module)
     if len(others) != 1:
         raise NotNative(
             f"a layer has {len(others)} modules with weights besides norms and attention; needed: one, the MLP"
         )
     query, key, value, out, query_norm, key_norm = _attention(attention)
     gate, up, down, activation = _mlp(others[0])
-    before_attention, after_attention, before_mlp, after_mlp = _placed([norm for _, norm in norms])
+    before_attention, after_attention, before_mlp, after_mlp = _placed(norms)
     return LayerDescription(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
@@ -153,7 +159,7 @@ def _layer(decoder_layer: torch.nn.Module, attention: AttentionLayer, rotary: _R
         up=up,
         down=down,
         activation=activation,
-        rotary=rotary.description(attention),
+        rotary=rotary,
         before_attention=before_attention,
         after_attention=after_attention,
         before_mlp=before_mlp,
@@ -161,6 +167,23 @@ def _layer(decoder_layer: torch.nn.Module, attention: AttentionLayer, rotary: _R
         query_norm=query_norm,
         key_norm=key_norm,
     )
+
+
+def _sorted(modules: Iterable[torch.nn.Module]) -> tuple[list[NormDescription], list[torch.nn.Module]]:
+    """The norms among them, and the others that have weights, each in order."""
+    norms: list[NormDescription] = []
+    others: list[torch.nn.Module] = []
+    for module in modules:
+        norm = _norm(module)
+        if norm is not None:
+            norms.append(norm)
+        elif _has_weights(module):
+            others.append(module)
+    return norms, others
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _placed(norms: list[NormDescription]) -> list[NormDescription | None]:
@@ -178,9 +201,8 @@ def _attention(
     """Q, K, V, output, and the norms of Q's and K's heads."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.k_head_dim
     linears = [child for child in attention.module.children() if _is_linear(child)]
-    others = [child for child in attention.module.children() if not _is_linear(child)]
-    norms = [norm for child in others if (norm := _norm_or_none(child)) is not None]
-    if any(any(True for _ in child.parameters()) for child in others if _norm_or_none(child) is None):
+    norms, others = _sorted(child for child in attention.module.children() if not _is_linear(child))
+    if others:
         raise NotNative("its attention has modules besides linear layers and norms")
     if len(norms) not in (0, 2) or any(norm.weight is not None and norm.weight.numel() != size for norm in norms):
         raise NotNative(f"its attention has {len(norms)} norms; needed: none, or one of each head of Q and one of K")
@@ -206,7 +228,7 @@ def _mlp(mlp: torch.nn.Module) -> tuple[Rows | None, Rows, Rows, Activation]:
     """Gate, up, down and the activation."""
     linears = [child for child in mlp.children() if _is_linear(child)]
     others = [child for child in mlp.children() if not _is_linear(child)]
-    functions = [child for child in others if not any(True for _ in child.parameters())]
+    functions = [child for child in others if not _has_weights(child)]
     if len(functions) < len(others):
         raise NotNative("its MLP has modules besides linear layers and an activation")
     activation = _activation([*functions, getattr(mlp, "act_fn", None), getattr(mlp, "act", None)])
@@ -239,43 +261,27 @@ def _activation(functions: Sequence[Any]) -> Activation:
     raise NotNative("the activation of its MLP is none of " + ", ".join(activation.name for activation in _ACTIVATIONS))
 
 
-class _Rotary:
-    """cos and sin of the model's own rotary module, its scaling included."""
-
-    def __init__(self, decoder: torch.nn.Module, max_model_len: int) -> None:
-        modules = [child for name, child in decoder.named_children() if hasattr(child, "inv_freq")]
-        if len(modules) > 1:
-            raise NotNative("it has several rotary modules")
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
-        if modules:
-            positions = torch.arange(max_model_len)[None]
-            with torch.inference_mode():
-                found = modules[0](torch.zeros(1), positions)
-            if not isinstance(found, tuple) or len(found) != 2 or found[0].shape[:2] != positions.shape:
-                raise NotNative("its rotary module does not return cos and sin of every position")
-            self._tables = (found[0][0].float().contiguous(), found[1][0].float().contiguous())
-
-    def description(self, attention: AttentionLayer) -> RotaryDescription | None:
-        """For a layer; the same tables for all."""
-        if self._tables is None:
-            return None
-        cos, sin = self._tables
-        size = cos.shape[-1]
-        half = size // 2
-        if size % 2 or size > attention.k_head_dim or not torch.equal(cos[:, :half], cos[:, half:]):
-            raise NotNative("its rotary module does not rotate pairs of a head's halves")
-        if not hasattr(self, "_halves"):
-            self._halves = (cos[:, :half].contiguous(), sin[:, :half].contiguous())
-        return RotaryDescription(*self._halves, size=size, is_interleaved=False)
+def _rotary(decoder: torch.nn.Module, max_model_len: int) -> RotaryDescription | None:
+    """cos and sin of the model's own rotary module, its scaling included; None: it has none."""
+    modules = [child for child in decoder.children() if hasattr(child, "inv_freq")]
+    if not modules:
+        return None
+    if len(modules) > 1:
+        raise NotNative("it has several rotary modules")
+    positions = torch.arange(max_model_len)[None]
+    with torch.inference_mode():
+        found = modules[0](torch.zeros(1), positions)
+    if not isinstance(found, tuple) or len(found) != 2 or found[0].shape[:2] != positions.shape:
+        raise NotNative("its rotary module does not return cos and sin of every position")
+    cos, sin = (table[0].float() for table in found)
+    size = cos.shape[-1]
+    half = size // 2
+    if size % 2 or not torch.equal(cos[:, :half], cos[:, half:]):
+        raise NotNative("its rotary module does not rotate pairs of a head's halves")
+    return RotaryDescription(cos[:, :half].contiguous(), sin[:, :half].contiguous(), size, is_interleaved=False)
 
 
-def _norm(module: torch.nn.Module) -> NormDescription:
-    found = _norm_or_none(module)
-    assert found is not None
-    return found
-
-
-def _norm_or_none(module: torch.nn.Module) -> NormDescription | None:
+def _norm(module: torch.nn.Module) -> NormDescription | None:
     """The RMSNorm or LayerNorm that the module computes; None if it is neither."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
