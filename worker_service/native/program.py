@@ -10,7 +10,7 @@ import torch
 from ..attention.layer import KVLayer
 from ..attention.packing import Packing
 from ..attention.shared_prefix import SharedPrefix, find_shared_prefixes
-from .library import Layer, StepArguments
+from .library import Layer, Sizes, StepArguments
 from .weights import PackedModel
 
 _MIN_SAVED_TOKENS = 1024
@@ -42,14 +42,14 @@ class Program:
         self._model = model
         self._kv_layers = kv_layers  # their memory is used for as long as this object lives
         self._functions = model.library.functions
-        block_size = kv_layers[0].block_size
         group = max(layer.heads // layer.kv_heads for layer in model.layers)
         self._max_short = _SHORT_PASSES * model.library.rows_per_pass // group
-        model.sizes.block_size = block_size
+        sizes = Sizes.from_buffer_copy(model.sizes)
+        sizes.block_size = kv_layers[0].block_size
         layers = (Layer * len(kv_layers))(*model.layers)
         for layer, kv_layer in zip(layers, kv_layers, strict=True):
             layer.k_cache, layer.v_cache = kv_layer.k_cache.data_ptr(), kv_layer.v_cache.data_ptr()
-        self._handle = self._functions.kvpool_open(ctypes.byref(model.sizes), layers, num_threads)
+        self._handle = self._functions.kvpool_open(ctypes.byref(sizes), layers, num_threads)
         if self._handle is None:
             raise OutOfMemory(f"no memory for a native step, or no {num_threads} threads; see ulimit -u and ulimit -v")
 

@@ -79,33 +79,34 @@ class PackedModel:
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""
         weights = [(at, part.weight()) for at, part in zip(_starts(parts), parts, strict=True)]
-        num_outputs = sum(part.num_outputs for part in parts)
-        return self._packed(weights, [part.bias() for part in parts], num_outputs, min_inputs, parts)
+        bias = None
+        if any(part.bias() is not None for part in parts):
+            bias = torch.cat([_bias_or_zeros(part) for part in parts])
+        return self._packed(weights, bias, sum(part.num_outputs for part in parts), min_inputs, parts)
 
     def _gated(self, gate: Rows, up: Rows) -> Linear:
         """A vector of gate's outputs, one of up's, in turn; their number is rounded up to whole vectors."""
         width = self.library.words_per_vector
         vectors = -(-gate.num_outputs // width)
         weights: list[tuple[int, torch.Tensor]] = []
-        biases: list[torch.Tensor | None] = []
         for place, part in enumerate((gate, up)):
             weight = part.weight()
             weights += [
                 ((2 * vector + place) * width, weight[vector * width : (vector + 1) * width])
                 for vector in range(vectors)
             ]
+        bias = None
         if gate.bias() is not None or up.bias() is not None:
             both = torch.zeros(2, vectors * width)
             for row, part in zip(both, (gate, up), strict=True):
-                if (bias := part.bias()) is not None:
-                    row[: part.num_outputs] = bias
-            biases = [both.view(2, vectors, width).transpose(0, 1).reshape(-1)]
-        return self._packed(weights, biases, 2 * vectors * width, 0, (gate, up))
+                row[: part.num_outputs] = _bias_or_zeros(part)
+            bias = both.view(2, vectors, width).transpose(0, 1).reshape(-1)
+        return self._packed(weights, bias, 2 * vectors * width, 0, (gate, up))
 
     def _packed(
         self,
         weights: Sequence[tuple[int, torch.Tensor]],
-        biases: Sequence[torch.Tensor | None],
+        bias: torch.Tensor | None,
         num_outputs: int,
         min_inputs: int,
         parts: Sequence[Rows],
@@ -121,17 +122,9 @@ class PackedModel:
             assert rows.dtype == self.dtype, rows.dtype
             assert rows.is_contiguous()
             self.library.functions.kvpool_pack(packed.data_ptr(), rows.data_ptr(), first, len(rows), padded_inputs)
-        bias = None
-        if any(one is not None for one in biases):
-            counts = [part.num_outputs for part in parts] if len(biases) == len(parts) else [num_outputs]
-            bias = self._keep(
-                torch.cat(
-                    [torch.zeros(n) if one is None else one for n, one in zip(counts, biases, strict=True)]
-                ).contiguous()
-            )
         for part in parts:
             _release(part.module)
-        return Linear(self._keep(packed), bias, num_outputs, padded_inputs)
+        return Linear(self._keep(packed), None if bias is None else self._keep(bias), num_outputs, padded_inputs)
 
     def _keep(self, tensor: torch.Tensor) -> int:
         """Its address; the tensor lives as long as this object."""
@@ -142,6 +135,11 @@ class PackedModel:
 
 def _starts(parts: Sequence[Rows]) -> list[int]:
     return [sum(part.num_outputs for part in parts[:index]) for index in range(len(parts))]
+
+
+def _bias_or_zeros(part: Rows) -> torch.Tensor:
+    bias = part.bias()
+    return torch.zeros(part.num_outputs) if bias is None else bias
 
 
 def _release(module: torch.nn.Module) -> None:
