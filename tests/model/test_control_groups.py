@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.model.memory.control_groups import cpu_quota
+from kvpool.worker_service.model.control_groups import cpu_quota
 
 
 def write(file: Path, text: str) -> None:

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ..control_groups import CGROUP, PROC, groups
 from ..errors import ModelError
-from .control_groups import CGROUP, PROC, groups
 
 
 class CPUMemory(NamedTuple):

@@ -15,12 +15,12 @@ from ...native.compiler import NoNativeLibrary
 from ...native.library import Library
 from ...native.program import OutOfMemory
 from ...native.weights import PackedModel
+from ..control_groups import cpu_quota
 from ..errors import ModelError
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
-from ..memory.control_groups import cpu_quota
 from ..progress import Progress
 from .check import Reference, check
 from .errors import NotNative
