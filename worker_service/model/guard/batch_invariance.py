@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,14 +18,13 @@ from ..forward.forward import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer
-from ..forward.modules import ModulesRuntime
+from ..forward.modules import modules_of
 from ..forward.native import NativeRuntime
 from ..forward.packed_linear import find_variance, packing_works
 from ..forward.runner import ModelRunner
 from ..placement import dtype_name
 from .self_check import logits_in_steps, random_sequences
 
-_CONSEQUENCE = "if two tokens are almost equally likely, the same request may get another text, even with a seed"
 _BLOCK_SIZE = 16
 _TEXT, _NEIGHBOUR = 0, 1
 _LENGTHS = (18, 5)
@@ -38,6 +38,17 @@ _STEPS = (
 """Steps of (sequence, first token, end): alone, after others, before others, and as the last row of a prefill."""
 
 
+class _Trial(NamedTuple):
+    """A model to be tested, and how it is served."""
+
+    runtime: Runtime
+    layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    backend: AttentionBackend | None
+
+
 def find_batch_invariance(
     runtime: Runtime,
     layers: Sequence[AttentionLayer],
@@ -47,84 +58,55 @@ def find_batch_invariance(
     backend: AttentionBackend | None,
 ) -> BatchInvariance:
     """Test attention, the packed linear layers, and the logits of the whole model. The model is unbound afterwards."""
+    trial = _Trial(runtime, layers, dtype, device, max_model_len, backend)
     if isinstance(runtime, NativeRuntime):
-        return _of_native(runtime, layers, dtype, device, max_model_len)
-    assert isinstance(runtime, ModulesRuntime)
+        reason = "every sum of the native step has one order; the whole model was tested at load"
+        return _finding(PARTITION, _differences(trial), reason)
     needs = tuple(dict.fromkeys(layer.needs for layer in layers))
     finding = find_invariance(dtype, device, needs)
     if finding is None or not isinstance(backend, TorchAttention):
         reason = f"{dtype_name(dtype)} on {device} uses the fastest kernels; it is tested for --dtype float32 on a CPU"
         return BatchInvariance(False, 0, reason)
-    partition = backend.shapes.partition or 0
-    problem = _problem(runtime, device, max_model_len, backend, finding)
+    reason = f"attention has {finding.how}; it, the linear layers and the whole model were tested at load"
+    return _finding(backend.shapes.partition or 0, _problem(trial, finding), reason)
+
+
+def _finding(partition: int, problem: str | None, reason: str) -> BatchInvariance:
+    """reason: what makes it so, unless there is a problem."""
     if problem is None:
-        reason = f"attention has {finding.how}; it, the linear layers and the whole model were tested at load"
         return BatchInvariance(True, partition, reason)
-    return BatchInvariance(False, partition, f"{problem}; {_CONSEQUENCE}")
+    consequence = "if two tokens are almost equally likely, the same request may get another text, even with a seed"
+    return BatchInvariance(False, partition, f"{problem}; {consequence}")
 
 
-def _of_native(
-    runtime: NativeRuntime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> BatchInvariance:
-    problem = _differences(runtime, layers, dtype, device, max_model_len, None)
-    if problem is not None:
-        return BatchInvariance(False, PARTITION, f"{problem}; {_CONSEQUENCE}")
-    reason = "every sum of the native step has one order; the whole model was tested at load"
-    return BatchInvariance(True, PARTITION, reason)
-
-
-def _problem(
-    runtime: ModulesRuntime,
-    device: torch.device,
-    max_model_len: int,
-    backend: TorchAttention,
-    finding: Finding,
-) -> str | None:
-    """Why the last bits of a row depend on other rows; None if no such case was found."""
+def _problem(trial: _Trial, finding: Finding) -> str | None:
+    """Why the last bits of a row depend on other rows, with torch; None if no such case was found."""
     if not packing_works(torch.float32):
         return "torch has no oneDNN products for float32 here; needed: a torch built with oneDNN (MKLDNN)"
-    if (where := find_variance(runtime.model)) is not None:
+    if (where := find_variance(modules_of(trial.runtime))) is not None:
         return f"oneDNN's products depend on other rows: {where}"
     if not finding.holds:
         return f"attention is {finding.describe()}"
-    return _differences(runtime, runtime.layers, torch.float32, device, max_model_len, backend)
+    return _differences(trial)
 
 
-def _differences(
-    runtime: Runtime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    backend: AttentionBackend | None,
-) -> str | None:
+def _differences(trial: _Trial) -> str | None:
     """A line about rows whose bits depend on the step; None if there are none."""
-    num_different = _different_rows(runtime, layers, dtype, device, max_model_len, backend)
+    num_different = _different_rows(trial)
     if num_different:
         return f"{num_different} of {_LENGTHS[_TEXT]} rows of logits have other bits in chunks with other texts than at once, alone"
     return None
 
 
-def _different_rows(
-    runtime: Runtime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    backend: AttentionBackend | None,
-) -> int:
+def _different_rows(trial: _Trial) -> int:
     """Number of rows of the model's logits whose bits depend on how a text is cut into steps, or on the other text."""
-    lengths = [min(length, max_model_len) for length in _LENGTHS]
-    sequences = random_sequences(runtime.config, lengths)
+    lengths = [min(length, trial.max_model_len) for length in _LENGTHS]
+    sequences = random_sequences(trial.runtime.config, lengths)
     per_sequence = -(-max(lengths) // _BLOCK_SIZE)
     plan = KVCachePlan(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    cache = KVCache(plan, layers, dtype, device)
+    cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
     tables = [list(range(1 + index, plan.num_blocks, 2)) for index in range(2)]
-    runner = ModelRunner(runtime, cache, backend, device)
+    runner = ModelRunner(trial.runtime, cache, trial.backend, trial.device)
     try:
         at_once = runner.logits([SequencePart(sequences[_TEXT], 0, tables[_TEXT], None)])
         return sum(
