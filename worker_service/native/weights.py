@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .arena import Arena
 from .description import LayerDescription, ModelDescription, NormDescription, Rows
 from .library import Layer, Library, Linear, Norm, Sizes
-
-_ALIGNMENT = 64
-"""Bytes: a cache line, and a vector of AVX-512."""
 
 
 class PackedModel:
@@ -23,6 +21,7 @@ class PackedModel:
         self.hidden_size = description.hidden_size
         self.vocab_size = description.vocab_size
         self._tensors: list[torch.Tensor] = []
+        self._arena = Arena()
         self.sizes = Sizes(hidden=self.hidden_size, vocab=self.vocab_size, num_layers=len(description.layers))
         self.sizes.embedding_scale = description.embedding_scale
         self.sizes.residual_scale = description.residual_scale
@@ -115,7 +114,7 @@ class PackedModel:
         width, in_word = self.library.words_per_vector, self.library.numbers_per_word
         num_inputs = weights[0][1].shape[1]
         padded_inputs = max(min_inputs, -(-num_inputs // in_word) * in_word)
-        packed = _aligned_zeros(-(-num_outputs // width) * width * padded_inputs, self.dtype)
+        packed = self._arena.zeros(-(-num_outputs // width) * width * padded_inputs, self.dtype)
         for first, rows in weights:
             if padded_inputs != num_inputs:
                 rows = torch.nn.functional.pad(rows, (0, padded_inputs - num_inputs))
@@ -146,10 +145,3 @@ def _release(module: torch.nn.Module) -> None:
     """Let go of the module's weight."""
     weight = module.weight
     module.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)  # type: ignore[arg-type]
-
-
-def _aligned_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    size = dtype.itemsize
-    room = torch.zeros(count + _ALIGNMENT // size, dtype=dtype)
-    skipped = -room.data_ptr() % _ALIGNMENT // size
-    return room[skipped : skipped + count]

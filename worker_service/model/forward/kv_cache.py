@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 
 import torch
 
 from ...attention.layer import KVLayer
+from ...pages import zero_pages
 from ..errors import KVCacheTooLarge
 from .kv_plan import KVCachePlan, show_bytes
 from .layers import AttentionLayer
@@ -47,9 +47,4 @@ class KVCache:
 
 
 def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory only once written. torch.zeros writes them all: seconds for a few GiB, and memory for unused blocks.
-    mmap, not calloc, which may return (and must clear) memory of the heap. Page-aligned; unmapped with the tensor."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: fewer TLB misses when blocks are gathered
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -5,9 +5,11 @@
 #include "product.h"
 #include "state.h"
 
-/* Σ p, Σ p·v and the largest score of the keys so far; o is not divided by l. */
+#define LANES ((ROWS + W - 1) / W * W)
+
+/* Of the keys so far: the largest score m in powers of 2, l = Σ 2^(score − m), o = Σ 2^(score − m) · v. Of no keys: −∞, 0, anything. */
 struct sums {
-    float m[ROWS], l[ROWS];
+    float m[LANES], l[LANES];
     float o[ROWS][MAX_HEAD];
 };
 
@@ -17,22 +19,25 @@ struct rows {
     int32_t last;                     /* the largest limit */
 };
 
-/* left = left and right; keeps the left if the right has seen nothing. */
-static void fold(float *m, float *l, float *o, float right_m, float right_l, const float *right_o, int64_t d) {
+/* What both sides are multiplied by when keys and those that follow become one; m becomes the larger one. */
+INLINE void fold_factors(vf *m, vf right_m, vf *left, vf *right) {
+    vf top = larger(*m, right_m);
+    *left = exp2_of(*m - top);
+    *right = exp2_of(right_m - top);
+    *m = top;
+}
+
+/* l and o of keys, and of those that follow. A side without keys leaves the other one as it is. */
+INLINE void fold(float *l, float *o, float left, float right_l, const float *right_o, float right, int64_t d) {
     if (right_l == 0) return;
     if (*l == 0) {
-        *m = right_m;
         *l = right_l;
         memcpy(o, right_o, d * sizeof *o);
         return;
     }
-    float top = larger_number(*m, right_m);
-    float x[W] = {*m - top, right_m - top};
-    store(x, exp_of(load(x)));
-    float a = x[0], b = x[1];
-    *m = top;
-    *l = *l * a + right_l * b;
-    for (int64_t i = 0; i < d; i += W) store_part(o + i, load_part(o + i, d - i) * a + load_part(right_o + i, d - i) * b, d - i);
+    *l = multiply_add(set(*l), set(left), set(right_l) * right)[0];
+    for (int64_t i = 0; i < d; i += W)
+        store_part(o + i, multiply_add(load_part(o + i, d - i), set(left), load_part(right_o + i, d - i) * right), d - i);
 }
 
 struct heads {
@@ -40,7 +45,13 @@ struct heads {
     const int32_t *table;
     int64_t block_words;  /* from one block to the next */
     int64_t d, block_size;
+    int32_t is_cold;      /* the keys are probably not in a cache yet */
 };
+
+/* V of a key, or of its word. */
+INLINE const word *value_at(const struct heads *heads, int64_t key) {
+    return heads->v + heads->table[key / heads->block_size] * heads->block_words + key % heads->block_size / P * heads->d;
+}
 
 /* W keys of one block, at every word of D: where they are and the words from one D to the next. Blocks that are no multiple of W
  * are copied together. */
@@ -62,12 +73,17 @@ INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t end, 
     return copy;
 }
 
-INLINE void score_keys(int num_rows, const struct rows *rows, const word *left, int64_t left_stride, const word *right,
-                       int64_t right_stride, int64_t words, vf sums[ROWS][2]) {
+/* Scores of 2W keys; V of the same keys is prefetched, as many lines as K has. */
+INLINE void score_keys(int num_rows, const struct rows *rows, const word *const keys[2], const int64_t strides[2], int64_t words,
+                       const word *const values[2], float scores[ROWS][PARTITION], int64_t at) {
     vf sum[ROWS][2];
     UNROLL for (int r = 0; r < num_rows; r++) sum[r][0] = sum[r][1] = set(0);
     for (int64_t i = 0; i < words; i++) {
-        vu a = load_words(left + i * left_stride), b = load_words(right + i * right_stride);
+        vu a = load_words(keys[0] + i * strides[0]), b = load_words(keys[1] + i * strides[1]);
+        if (values[0]) {
+            prefetch(values[0] + i * W);
+            prefetch(values[1] + i * W);
+        }
         UNROLL for (int r = 0; r < num_rows; r++) {
             vu q = set_word(rows->query[r][i]);
             sum[r][0] = dot(sum[r][0], a, q);
@@ -75,9 +91,39 @@ INLINE void score_keys(int num_rows, const struct rows *rows, const word *left, 
         }
     }
     UNROLL for (int r = 0; r < num_rows; r++) {
-        sums[r][0] = sum[r][0];
-        sums[r][1] = sum[r][1];
+        store(&scores[r][at], sum[r][0]);
+        store(&scores[r][at + W], sum[r][1]);
     }
+}
+
+/* Products q·k of a row become weights 2^(score − m), those of keys that it does not see 0; their m and l. */
+INLINE void soften(const struct kvpool_layer *layer, int32_t lower, int32_t limit, int64_t first, int64_t end, float *scores,
+                   number *weights, float *m, float *l) {
+    int64_t count = end - first;
+    float factor = layer->scaling * 1.44269504088896341f; /* log2 e */
+    if (layer->softcap != 0) {
+        for (int64_t key = 0; key < count; key += W)
+            store(scores + key, layer->softcap * tanh_of(load(scores + key) * layer->scaling / layer->softcap));
+        factor = 1.44269504088896341f;
+    }
+    if (lower > first || limit < end || count % W) {
+        vi lane;
+        for (int i = 0; i < W; i++) lane[i] = i;
+        for (int64_t key = 0; key < count; key += W) {
+            vi index = lane + (int32_t)(first + key);
+            store(scores + key, choose((index < limit) & (index >= lower), load(scores + key), set(-INFINITY)));
+        }
+    }
+    vf largest = set(-INFINITY);
+    for (int64_t key = 0; key < count; key += W) largest = larger(load(scores + key), largest); /* without NaN: l will have it */
+    *m = largest_of(largest) * factor;
+    vf subtracted = set(*m == -INFINITY ? 0 : -*m), sum = set(0);
+    for (int64_t key = 0; key < count; key += W) {
+        vf p = exp2_of(multiply_add(load(scores + key), set(factor), subtracted));
+        sum += p;
+        store_numbers(weights + key, p);
+    }
+    *l = sum_of(sum);
 }
 
 /* W words of V, or the last ones of a head that is no multiple of W. */
@@ -89,20 +135,22 @@ INLINE vu load_values(const word *v, int64_t width) {
 }
 
 /* o[r] = Σ over keys of p·v, for `columns` vectors of dimensions; `width` of them are left in the head. */
-INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *heads, int64_t first, int64_t count, int64_t at,
-                  const number weights[ROWS][PARTITION], float o[ROWS][MAX_HEAD]) {
+INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *heads, int64_t first, int64_t count, int64_t last,
+                  int64_t at, const number weights[ROWS][PARTITION], float o[ROWS][MAX_HEAD]) {
     vf sum[ROWS][COLUMNS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
     int64_t size = heads->block_size, d = heads->d;
     for (int64_t key = 0; key < count;) {
         int64_t offset = (first + key) % size, in_block = size - offset < count - key ? size - offset : count - key;
-        const word *v = heads->v + heads->table[(first + key) / size] * heads->block_words + offset / P * d + at;
-        if (key + in_block < count) {
-            const word *next = heads->v + heads->table[(first + key + in_block) / size] * heads->block_words + at;
-            UNROLL for (int c = 0; c < columns; c++) prefetch(next + c * W);
-        }
+        const word *v = value_at(heads, first + key) + at, *ahead = NULL;
+        if (heads->is_cold && first + key + PARTITION < last) /* K of the next partition: as many words as V, in the same place */
+            ahead = heads->k + (value_at(heads, first + key + PARTITION) - heads->v) + at;
         int64_t i = 0;
         for (; i + P <= in_block; i += P, v += d) {
+            if (ahead) {
+                UNROLL for (int c = 0; c < columns; c++) prefetch(ahead + c * W);
+                ahead += d;
+            }
             vu values[COLUMNS];
             UNROLL for (int c = 0; c < columns; c++) values[c] = load_values(v + c * W, width - c * W);
             UNROLL for (int r = 0; r < num_rows; r++) {
@@ -134,65 +182,59 @@ INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, con
     word copies[2][MAX_HEAD / P * W];
     int64_t d = heads->d, count = end - first;
     for (int64_t key = 0; key < count; key += 2 * W) {
-        int64_t strides[2];
-        const word *left = keys_at(heads, first + key, end, copies[0], &strides[0]), *right = left;
+        int64_t strides[2], both = key + W < count;
+        const word *keys[2], *values[2] = {NULL, NULL};
+        keys[0] = keys[1] = keys_at(heads, first + key, end, copies[0], &strides[0]);
         strides[1] = strides[0];
-        if (key + W < count) right = keys_at(heads, first + key + W, end, copies[1], &strides[1]);
-        vf sums[ROWS][2];
-        score_keys(num_rows, rows, left, strides[0], right, strides[1], d / P, sums);
-        UNROLL for (int r = 0; r < num_rows; r++) {
-            store(&scores[r][key], sums[r][0]);
-            store(&scores[r][key + W], sums[r][1]);
+        if (both) keys[1] = keys_at(heads, first + key + W, end, copies[1], &strides[1]);
+        if (heads->is_cold) {
+            values[0] = value_at(heads, first + key);
+            values[1] = both ? value_at(heads, first + key + W) : values[0];
         }
+        score_keys(num_rows, rows, keys, strides, d / P, values, scores, key);
     }
-    vi lane;
-    for (int i = 0; i < W; i++) lane[i] = i;
-    for (int r = 0; r < num_rows; r++) {
-        vf largest = set(-INFINITY);
-        for (int64_t key = 0; key < count; key += W) {
-            vf s = load(&scores[r][key]) * layer->scaling;
-            if (layer->softcap != 0) s = layer->softcap * tanh_of(s / layer->softcap);
-            vi index = lane + (int32_t)(first + key);
-            s = choose((index < rows->limit[r]) & (index >= rows->lower[r]), s, set(-INFINITY));
-            store(&scores[r][key], s);
-            largest = larger(s, largest);
-        }
-        float m = largest_of(largest);
-        vf l = set(0);
-        for (int64_t key = 0; key < count; key += W) {
-            vf p = m == -INFINITY ? set(0) : exp_of(load(&scores[r][key]) - m);
-            l += p;
-            store_numbers(&weights[r][key], p);
-        }
-        found->m[r] = m;
-        found->l[r] = sum_of(l);
-    }
+    for (int r = 0; r < num_rows; r++)
+        soften(layer, rows->lower[r], rows->limit[r], first, end, scores[r], weights[r], &found->m[r], &found->l[r]);
     int64_t at = 0;
-    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, count, at, weights, found->o);
-    for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, count, at, weights, found->o);
-    if (at < d) weigh(num_rows, 1, d - at, heads, first, count, at, weights, found->o);
+    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, count, rows->last, at, weights, found->o);
+    for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, count, rows->last, at, weights, found->o);
+    if (at < d) weigh(num_rows, 1, d - at, heads, first, count, rows->last, at, weights, found->o);
 }
 
 /* All partitions of an item, folded. */
 static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvpool_layer *layer, const struct rows *rows,
                                                   const struct heads *heads, const struct item *item, struct sums *total) {
-    struct sums found;
-    for (int r = 0; r < num_rows; r++) total->l[r] = 0, total->m[r] = -INFINITY;
+    struct sums others, *found = total;
+    for (int r = 0; r < LANES; r++) {
+        total->l[r] = 0;
+        total->m[r] = others.m[r] = -INFINITY;
+    }
     for (int64_t partition = item->first; partition < item->end; partition++) {
         int64_t first = partition * PARTITION, end = first + PARTITION < rows->last ? first + PARTITION : rows->last;
         if (end <= first) break;
         switch (num_rows) {
-        case 1: attend_partition(1, layer, rows, heads, first, end, &found); break;
-        case 2: attend_partition(2, layer, rows, heads, first, end, &found); break;
-        case 3: attend_partition(3, layer, rows, heads, first, end, &found); break;
+        case 1: attend_partition(1, layer, rows, heads, first, end, found); break;
+        case 2: attend_partition(2, layer, rows, heads, first, end, found); break;
+        case 3: attend_partition(3, layer, rows, heads, first, end, found); break;
 #if ROWS > 3
-        case 4: attend_partition(4, layer, rows, heads, first, end, &found); break;
-        case 5: attend_partition(5, layer, rows, heads, first, end, &found); break;
-        default: attend_partition(6, layer, rows, heads, first, end, &found); break;
+        case 4: attend_partition(4, layer, rows, heads, first, end, found); break;
+        case 5: attend_partition(5, layer, rows, heads, first, end, found); break;
+        default: attend_partition(6, layer, rows, heads, first, end, found); break;
 #endif
         }
-        for (int r = 0; r < num_rows; r++)
-            fold(&total->m[r], &total->l[r], total->o[r], found.m[r], found.l[r], found.o[r], heads->d);
+        if (found == total) { /* the first one: there is nothing to fold */
+            found = &others;
+            continue;
+        }
+        float left[LANES], right[LANES];
+        for (int r = 0; r < LANES; r += W) {
+            vf m = load(total->m + r), a, b;
+            fold_factors(&m, load(others.m + r), &a, &b);
+            store(total->m + r, m);
+            store(left + r, a);
+            store(right + r, b);
+        }
+        for (int r = 0; r < num_rows; r++) fold(&total->l[r], total->o[r], left[r], others.l[r], others.o[r], right[r], heads->d);
     }
 }
 
@@ -216,6 +258,7 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
         .block_words = layer->kv_heads * (d / P) * block_size,
         .d = d,
         .block_size = block_size,
+        .is_cold = step->lengths[item->part] * group <= SHORT_ROWS,
     };
     struct rows rows = {.last = 0};
     int64_t token[ROWS], head[ROWS];
@@ -246,10 +289,13 @@ static void merge_row(struct kvpool_model *model, const struct kvpool_layer *lay
     if (model->num_slots[t] == 0) return;
     int64_t d = layer->head_size;
     for (int64_t h = 0; h < layer->heads; h++) {
-        float m = -INFINITY, l = 0, o[MAX_HEAD];
+        vf m = set(-INFINITY);
+        float l = 0, o[MAX_HEAD];
         for (int64_t s = 0; s < model->num_slots[t]; s++) {
             const float *slot = slot_of(model, t, h, s);
-            fold(&m, &l, o, slot[0], slot[1], slot + 2, d);
+            vf left, right;
+            fold_factors(&m, set(slot[0]), &left, &right);
+            fold(&l, o, left[0], slot[1], slot + 2, right[0], d);
         }
         divide(model->attended + (t * layer->heads + h) * d, o, l, d);
     }

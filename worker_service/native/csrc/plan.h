@@ -6,7 +6,6 @@
 
 #include "state.h"
 
-#define SHORT_ROWS (4 * ROWS) /* a part with at most these (token, head) rows per KV head is a decode: its partitions may be split */
 #define MANY_ITEMS 8   /* attention items per thread that need no splitting */
 
 static int add_item(struct kind *kind, struct item item) {

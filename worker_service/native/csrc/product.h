@@ -9,8 +9,8 @@
 
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 
-/* sums[r][c] = Σ over k of row r times outputs of vector c. */
-INLINE void product(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
+/* sums[r][c] = Σ over k of row r times outputs of vector c. `ahead`: a weight to be prefetched meanwhile, or NULL. */
+INLINE void product(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs, int64_t k,
                     vf sums[ROWS][COLUMNS]) {
     vf sum[ROWS][COLUMNS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
@@ -21,6 +21,7 @@ INLINE void product(int num_rows, int columns, const word *weight, int64_t k_wor
         UNROLL for (int c = 0; c < columns; c++) {
             const word *at = weight + (c * k_words + i) * W;
             if (num_rows == 1) prefetch(at + 40 * W);
+            if (ahead) __builtin_prefetch(ahead + (c * k_words + i) * W, 0, 2);
             w[c] = load_words(at);
         }
         UNROLL for (int r = 0; r < num_rows; r++) {
@@ -33,26 +34,26 @@ INLINE void product(int num_rows, int columns, const word *weight, int64_t k_wor
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sums[r][c] = sum[r][c];
 }
 
-INLINE void product_of_columns(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
-                               vf sums[ROWS][COLUMNS]) {
+INLINE void product_of_columns(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs,
+                               int64_t k, vf sums[ROWS][COLUMNS]) {
     switch (columns) {
-    case 1: product(num_rows, 1, weight, k_words, inputs, k, sums); break;
-    case 2: product(num_rows, 2, weight, k_words, inputs, k, sums); break;
-    case 3: product(num_rows, 3, weight, k_words, inputs, k, sums); break;
-    default: product(num_rows, 4, weight, k_words, inputs, k, sums); break;
+    case 1: product(num_rows, 1, weight, ahead, k_words, inputs, k, sums); break;
+    case 2: product(num_rows, 2, weight, ahead, k_words, inputs, k, sums); break;
+    case 3: product(num_rows, 3, weight, ahead, k_words, inputs, k, sums); break;
+    default: product(num_rows, 4, weight, ahead, k_words, inputs, k, sums); break;
     }
 }
 
-static void product_of_rows(int num_rows, int columns, const word *weight, int64_t k_words, const number *inputs, int64_t k,
-                            vf sums[ROWS][COLUMNS]) {
+static void product_of_rows(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs,
+                            int64_t k, vf sums[ROWS][COLUMNS]) {
     switch (num_rows) {
-    case 1: product_of_columns(1, columns, weight, k_words, inputs, k, sums); break;
-    case 2: product_of_columns(2, columns, weight, k_words, inputs, k, sums); break;
-    case 3: product_of_columns(3, columns, weight, k_words, inputs, k, sums); break;
+    case 1: product_of_columns(1, columns, weight, ahead, k_words, inputs, k, sums); break;
+    case 2: product_of_columns(2, columns, weight, ahead, k_words, inputs, k, sums); break;
+    case 3: product_of_columns(3, columns, weight, ahead, k_words, inputs, k, sums); break;
 #if ROWS > 3
-    case 4: product_of_columns(4, columns, weight, k_words, inputs, k, sums); break;
-    case 5: product_of_columns(5, columns, weight, k_words, inputs, k, sums); break;
-    default: product_of_columns(6, columns, weight, k_words, inputs, k, sums); break;
+    case 4: product_of_columns(4, columns, weight, ahead, k_words, inputs, k, sums); break;
+    case 5: product_of_columns(5, columns, weight, ahead, k_words, inputs, k, sums); break;
+    default: product_of_columns(6, columns, weight, ahead, k_words, inputs, k, sums); break;
 #endif
     }
 }
@@ -130,8 +131,10 @@ static void tile(const struct kvpool_model *model, const struct kvpool_linear *l
     for (int64_t pass = 0; pass < passes; pass++) {
         int64_t first = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
         vf sums[ROWS][COLUMNS];
-        product_of_rows(end - first, here, (const word *)linear->weight + column * k_words * W, k_words, inputs + (row + first) * k, k,
-                        sums);
+        const word *weight = (const word *)linear->weight + column * k_words * W;
+        /* The last of several passes has its weights in a cache, so memory can bring those that this thread probably takes next. */
+        const word *ahead = pass && pass + 1 == passes ? weight + model->num_threads * columns * k_words * W : NULL;
+        product_of_rows(end - first, here, weight, ahead, k_words, inputs + (row + first) * k, k, sums);
         for (int64_t r = first; r < end; r++) finish(sums[r - first], row + r, column * W, here, linear, result);
     }
 }

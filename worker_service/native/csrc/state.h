@@ -12,6 +12,7 @@
 
 #define PARTITION 256  /* keys */
 #define MAX_HEAD 256   /* numbers of a head */
+#define SHORT_ROWS (4 * ROWS) /* a part with at most these (token, head) rows per KV head is a decode: its partitions may be split */
 
 struct item {
     int32_t order;     /* index of the rows' first token in `order` */

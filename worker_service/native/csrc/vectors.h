@@ -47,23 +47,68 @@ INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE vu load_words(const word *p) { return *(const vu *)p; }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-/* The larger one, or NaN if one of them is. */
-INLINE vf larger(vf a, vf b) { return choose((a > b) | (a != a), a, b); }
-INLINE float larger_number(float a, float b) { return a > b || a != a ? a : b; }
-
-INLINE float sum_of(vf x) {
-    float lanes[W], sum = 0;
-    store(lanes, x);
-    for (int i = 0; i < W; i++) sum += lanes[i];
-    return sum;
+/* The larger one; b if one of them is NaN. */
+INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
 }
 
-INLINE float largest_of(vf x) {
+/* a · b + c, rounded once where the CPU can: the compiler is free to do so elsewhere, and may choose otherwise in each place. */
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float sum_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float lanes[W];
     store(lanes, x);
-    float largest = lanes[0];
-    for (int i = 1; i < W; i++) largest = larger_number(lanes[i], largest);
-    return largest;
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+#endif
+}
+
+/* Of numbers that are not NaN. */
+INLINE float largest_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lanes[W];
+    store(lanes, x);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+#endif
+}
+
+/* 2^x for x ≤ 0; exactly 0 below −126; NaN stays NaN. Relative error below 2e-7: of 2^n, n the nearest integer, times a minimax
+ * polynomial of the rest. */
+INLINE vf exp2_of(vf x) {
+    vf magic = set(12583039.0f); /* 1.5 · 2^23 + 127: adding it rounds to an integer, whose low bits are a float's exponent */
+    vf shifted = x + magic;
+    vf f = x - (shifted - magic);
+    vf y = set(1.326472731307149e-3f);
+    y = multiply_add(y, f, set(9.671512991189957e-3f));
+    y = multiply_add(y, f, set(5.550733581185341e-2f));
+    y = multiply_add(y, f, set(2.4022242426872253e-1f));
+    y = multiply_add(y, f, set(6.931470036506653e-1f));
+    y = multiply_add(y, f, set(1.0f));
+    return choose(x < -126.0f, set(0), y * (vf)((vi)shifted << 23));
 }
 
 /* e^x; exactly 0 below −87, infinite above 88.7; NaN stays NaN. Relative error below 2e-7. */
