@@ -61,7 +61,7 @@ static const struct shape shapes[] = {
     {"olmo-2, blocks of 4, packed embedding", 2, 36, 4, 2, 16, 32, 37, 4, .rotary = 16, .is_gated = 1, .has_qk_norms = 1,
      .head_norms_are_whole = 1, .has_post_norms = 1, .has_no_norms_before = 1, .has_biases = 1, .embedding_is_packed = 1, COMMON},
     {"gpt-2, odd MLP, blocks of 12", 2, 34, 2, 2, 16, 70, 41, 12, .activation = KVPOOL_GELU, .is_centered = 1, .has_biases = 1,
-     .has_positions = 1, COMMON},
+     .has_positions = 1, .has_embedding_norm = 1, COMMON},
     {"parallel, partial interleaved rotary, norms after it, heads of 80, short windows, blocks of 8", 2, 40, 2, 1, 80, 32, 35, 8,
      .window = 7, .rotary = 20, .rotary_is_interleaved = 1, .has_qk_norms = 1, .head_norms_follow_rotation = 1, .is_parallel = 1,
      .activation = KVPOOL_RELU_SQUARED, .longest = 640, .embedding_scale = 2, .residual_scale = 0.5f},

@@ -26,7 +26,7 @@ struct shape {
     int64_t window; /* of every second layer */
     int64_t rotary;
     int rotary_is_interleaved, is_gated, activation, has_biases, has_qk_norms, has_post_norms, is_centered, has_positions;
-    int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, embedding_is_packed;
+    int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, has_embedding_norm, embedding_is_packed;
     float softcap, embedding_scale, residual_scale;
     int64_t longest; /* of a sequence */
 };
@@ -204,6 +204,7 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
         .embedding = shape->embedding_is_packed ? head.weight : tiny->embedding,
         .positions = tiny->positions,
         .position_offset = tiny->positions ? 2 : 0,
+        .embedding_norm = random_norm(tiny, hidden, shape->has_embedding_norm),
         .last_norm = random_norm(tiny, hidden, 1),
         .head = head,
         .embedding_scale = shape->embedding_scale,

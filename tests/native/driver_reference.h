@@ -73,6 +73,7 @@ static void plain_embedding(const struct tiny *tiny, int64_t id, int64_t positio
         residual[i] = (double)widen(tiny->embedding[id * hidden + i]) * tiny->sizes.embedding_scale;
         if (tiny->positions) residual[i] += widen(tiny->positions[(position + tiny->sizes.position_offset) * hidden + i]);
     }
+    plain_norm(&tiny->sizes.embedding_norm, 0, residual, hidden);
 }
 
 static void add_to_residual(const struct tiny *tiny, const struct kvpool_norm *after, double *residual, double *added) {

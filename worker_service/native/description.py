@@ -106,6 +106,8 @@ class ModelDescription:
     """Its weight may be the embedding's."""
     last_norm: NormDescription | None
     layers: Sequence[LayerDescription]
+    embedding_norm: NormDescription | None = None
+    """After the positions are added."""
     positions: torch.Tensor | None = None
     """[positions, hidden_size] learned, added to the embedding."""
     position_offset: int = 0

@@ -70,6 +70,7 @@ class Sizes(Structure):
         ("embedding", c_void_p),
         ("positions", c_void_p),
         ("position_offset", c_int64),
+        ("embedding_norm", Norm),
         ("last_norm", Norm),
         ("head", Linear),
         ("embedding_scale", c_float),

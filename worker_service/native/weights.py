@@ -29,6 +29,7 @@ class PackedModel:
         if description.positions is not None:
             self.sizes.positions = self._keep(description.positions.detach().to(self.dtype).contiguous())
             self.sizes.position_offset = description.position_offset
+        self.sizes.embedding_norm = self._norm(description.embedding_norm)
         self.sizes.last_norm = self._norm(description.last_norm)
         is_tied = description.is_tied
         self.sizes.head = self._linear([description.head])

@@ -58,6 +58,7 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
         embedding=embedding,
         head=outputs_of(head),
         last_norm=_last_norm(head, calls[-1], seen),
+        embedding_norm=start.norm,
         layers=[layer.description for layer in described],
         positions=start.positions,
         position_offset=start.offset,
@@ -166,8 +167,9 @@ class _Start(NamedTuple):
 
     scale: float
     """Of the embedding's rows."""
-    positions: torch.Tensor | None
-    offset: int
+    positions: torch.Tensor | None = None
+    offset: int = 0
+    norm: NormDescription | None = None
 
 
 def _start(
@@ -179,17 +181,17 @@ def _start(
     weight = embedding.weight.detach()[seen.ids].float()  # type: ignore[operator]
     if len(others) > 1:
         raise NotNative(f"it has {len(others)} tables besides its embedding; needed: one at most, of positions")
-    start = _Start(1.0, None, 0)
-    added = torch.zeros(1)
+    start, added = _Start(1.0), torch.zeros(1)
     for call in others:
         added = call.output_rows
         start = _positions(call.module.weight.detach(), added, seen.positions, max_model_len)  # type: ignore[operator]
-    scale = factor(weight, first.inputs - added, scales)
-    if not difference(weight * scale + added, first.inputs) <= TOLERANCE[first.dtype]:
+    norm, embedded = _normed_anywhere(first.inputs, seen)
+    scale = factor(weight, embedded - added, scales)
+    if not difference(weight * scale + added, embedded) <= TOLERANCE[first.dtype]:
         raise NotNative(
-            "its first layer gets other numbers than rows of its embedding times a factor, with positions added"
+            "its first layer gets other numbers than rows of its embedding times a factor, with positions added, or a norm of them"
         )
-    return start._replace(scale=scale)
+    return start._replace(scale=scale, norm=norm)
 
 
 def _positions(table: torch.Tensor, added: torch.Tensor, positions: torch.Tensor, max_model_len: int) -> _Start:
@@ -205,14 +207,19 @@ def _positions(table: torch.Tensor, added: torch.Tensor, positions: torch.Tensor
 
 def _last_norm(head: torch.nn.Module, last: LayerCalls, seen: Observation) -> NormDescription | None:
     (of_head,) = seen.of([head])
-    if same(of_head.input_rows, last.outputs):
-        return None
-    for call in seen.calls:
-        if call.inputs is None or not call.outputs or not same(call.output_rows, of_head.input_rows):
-            continue
-        if same(call.input_rows, last.outputs) and (norm := recognise_norm(call)) is not None:
-            return norm
-    raise NotNative("its head gets other numbers than the last layer's, or a norm of them")
+    norm, numbers = _normed_anywhere(of_head.input_rows, seen)
+    if not same(numbers, last.outputs):
+        raise NotNative("its head gets other numbers than the last layer's, or a norm of them")
+    return norm
+
+
+def _normed_anywhere(numbers: torch.Tensor, seen: Observation) -> tuple[NormDescription | None, torch.Tensor]:
+    """The norm that has these outputs, and its inputs; without one the numbers themselves."""
+    found = (call for call in seen.calls if call.inputs is not None and call.outputs)
+    for call in (call for call in found if same(call.output_rows, numbers)):
+        if (norm := recognise_norm(call)) is not None:
+            return norm, call.input_rows
+    return None, numbers
 
 
 def _possible_scales(config: Any) -> list[float]:

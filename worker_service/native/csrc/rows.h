@@ -4,28 +4,6 @@
 
 #include "state.h"
 
-static void embed(struct kvpool_model *model, int64_t t) {
-    const struct kvpool_sizes *sizes = &model->sizes;
-    int64_t hidden = sizes->hidden, id = model->step.ids[t];
-    float *row = model->residual + t * hidden;
-    if (sizes->embedding_is_packed) { /* the head's weight */
-        const word *words = (const word *)sizes->embedding + id / W * (hidden / P) * W + id % W;
-        for (int64_t i = 0; i < hidden / P; i++) {
-            number pair[P];
-            memcpy(pair, words + i * W, 4);
-            for (int p = 0; p < P; p++) row[i * P + p] = widen(pair[p]);
-        }
-    } else {
-        const number *from = (const number *)sizes->embedding + id * hidden;
-        for (int64_t i = 0; i < hidden; i++) row[i] = widen(from[i]);
-    }
-    for (int64_t i = 0; i < hidden; i++) row[i] *= sizes->embedding_scale;
-    if (sizes->positions) {
-        const number *from = (const number *)sizes->positions + (model->step.positions[t] + sizes->position_offset) * hidden;
-        for (int64_t i = 0; i < hidden; i++) row[i] += widen(from[i]);
-    }
-}
-
 /* y = x normed, with the weights from `first` on; y may be x. */
 static void norm_floats(const struct kvpool_norm *norm, int64_t first, const float *x, float *y, int64_t n) {
     float mean = 0, sum;
@@ -51,6 +29,29 @@ static void norm_floats(const struct kvpool_norm *norm, int64_t first, const flo
         if (norm->bias) v = v + load_part(norm->bias + first + i, n - i);
         store_part(y + i, v, n - i);
     }
+}
+
+static void embed(struct kvpool_model *model, int64_t t) {
+    const struct kvpool_sizes *sizes = &model->sizes;
+    int64_t hidden = sizes->hidden, id = model->step.ids[t];
+    float *row = model->residual + t * hidden;
+    if (sizes->embedding_is_packed) { /* the head's weight */
+        const word *words = (const word *)sizes->embedding + id / W * (hidden / P) * W + id % W;
+        for (int64_t i = 0; i < hidden / P; i++) {
+            number pair[P];
+            memcpy(pair, words + i * W, 4);
+            for (int p = 0; p < P; p++) row[i * P + p] = widen(pair[p]);
+        }
+    } else {
+        const number *from = (const number *)sizes->embedding + id * hidden;
+        for (int64_t i = 0; i < hidden; i++) row[i] = widen(from[i]);
+    }
+    for (int64_t i = 0; i < hidden; i++) row[i] *= sizes->embedding_scale;
+    if (sizes->positions) {
+        const number *from = (const number *)sizes->positions + (model->step.positions[t] + sizes->position_offset) * hidden;
+        for (int64_t i = 0; i < hidden; i++) row[i] += widen(from[i]);
+    }
+    if (sizes->embedding_norm.is_used) norm_floats(&sizes->embedding_norm, 0, row, row, hidden);
 }
 
 /* Add what a product has stored for a token to its residual, normed if the norm is used. `room` [hidden] is overwritten. */

@@ -50,7 +50,7 @@ struct kvpool_sizes {
     const void *embedding; /* [vocab][hidden], or the head's packed weight */
     const void *positions; /* [.., hidden] learned, or NULL */
     int64_t position_offset;
-    struct kvpool_norm last_norm;
+    struct kvpool_norm embedding_norm, last_norm; /* after the positions; before the head */
     struct kvpool_linear head;
     float embedding_scale, residual_scale;
     int32_t embedding_is_packed;
