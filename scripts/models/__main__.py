@@ -47,8 +47,9 @@ def _try(kinds: list[str], num_processes: int) -> list[Outcome]:
     for outcome in try_all(kinds, num_processes, _LIMIT_S):
         outcomes.append(outcome)
         place = f"{len(outcomes)}/{len(kinds)}"
+        remark = (outcome.native or outcome.reason)[:110]
         print(
-            f"{place:>8} {outcome.kind:26} {outcome.result.value:15} {outcome.seconds:5.1f} s  {outcome.reason[:110]}",
+            f"{place:>8} {outcome.kind:26} {outcome.result.value:15} {outcome.seconds:5.1f} s  {remark}",
             flush=True,
         )
     counts = Counter(outcome.result.value for outcome in outcomes)

@@ -21,7 +21,9 @@ GPU_LOGPROB_TOLERANCE = 1e-3
 """Sums go in other orders there than on the CPU, where the oracle runs."""
 
 
-NATIVE_ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral"})
+NATIVE_ARCHITECTURES = frozenset(
+    {"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral", "olmo2", "opt", "gpt_neox"}
+)
 """Architectures that the native step computes."""
 
 

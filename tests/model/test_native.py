@@ -37,8 +37,7 @@ LENGTH = 400
 """More than a partition of keys, so that partitions are folded and shared."""
 TEXT = random.Random(1).choices(range(250), k=LENGTH)
 _REASONS = {
-    "olmo2": "its attention has 2 norms",
-    "mixtral": "its MLP has modules besides",
+    "mixtral": "its layers have weights besides linear layers and norms: mlp.gate.weight",
     "gpt_oss": "it has attention sinks",
     "deepseek_v3": "heads of K and V differ in size",
 }

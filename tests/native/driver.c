@@ -58,12 +58,13 @@ static const struct shape shapes[] = {
     {"gemma, windows, softcap, blocks of 32", 3, 32, 8, 1, 16, 48, 33, 32, .window = 100, .rotary = 16, .is_gated = 1,
      .activation = KVPOOL_GELU_TANH, .has_post_norms = 1, .has_qk_norms = 1, .softcap = 5, .longest = 640, .embedding_scale = 5.65f,
      .residual_scale = 1},
-    {"qwen3, blocks of 4, packed embedding", 2, 36, 4, 2, 16, 32, 37, 4, .rotary = 16, .is_gated = 1, .has_qk_norms = 1,
-     .has_biases = 1, .embedding_is_packed = 1, COMMON},
+    {"olmo-2, blocks of 4, packed embedding", 2, 36, 4, 2, 16, 32, 37, 4, .rotary = 16, .is_gated = 1, .has_qk_norms = 1,
+     .head_norms_are_whole = 1, .has_post_norms = 1, .has_no_norms_before = 1, .has_biases = 1, .embedding_is_packed = 1, COMMON},
     {"gpt-2, odd MLP, blocks of 12", 2, 34, 2, 2, 16, 70, 41, 12, .activation = KVPOOL_GELU, .is_centered = 1, .has_biases = 1,
-     .has_positions = 1, COMMON},
-    {"partial interleaved rotary, heads of 80, short windows, blocks of 8", 2, 40, 2, 1, 80, 32, 35, 8, .window = 7, .rotary = 20,
-     .rotary_is_interleaved = 1, .activation = KVPOOL_RELU, .longest = 640, .embedding_scale = 2, .residual_scale = 0.5f},
+     .has_positions = 1, .has_embedding_norm = 1, COMMON},
+    {"parallel, partial interleaved rotary, norms after it, heads of 80, short windows, blocks of 8", 2, 40, 2, 1, 80, 32, 35, 8,
+     .window = 7, .rotary = 20, .rotary_is_interleaved = 1, .has_qk_norms = 1, .head_norms_follow_rotation = 1, .is_parallel = 1,
+     .activation = KVPOOL_RELU_SQUARED, .longest = 640, .embedding_scale = 2, .residual_scale = 0.5f},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 

@@ -26,7 +26,7 @@ struct shape {
     int64_t window; /* of every second layer */
     int64_t rotary;
     int rotary_is_interleaved, is_gated, activation, has_biases, has_qk_norms, has_post_norms, is_centered, has_positions;
-    int embedding_is_packed;
+    int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, has_embedding_norm, embedding_is_packed;
     float softcap, embedding_scale, residual_scale;
     int64_t longest; /* of a sequence */
 };
@@ -167,11 +167,11 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
             .kv_heads = shape->kv_heads,
             .head_size = d,
             .window = l % 2 ? shape->window : 0,
-            .before_attention = random_norm(tiny, hidden, 1),
-            .q_norm = random_norm(tiny, d, shape->has_qk_norms),
-            .k_norm = random_norm(tiny, d, shape->has_qk_norms),
+            .before_attention = random_norm(tiny, hidden, !shape->has_no_norms_before),
+            .q_norm = random_norm(tiny, shape->heads * d, shape->has_qk_norms),
+            .k_norm = random_norm(tiny, shape->kv_heads * d, shape->has_qk_norms),
             .after_attention = random_norm(tiny, hidden, shape->has_post_norms),
-            .before_mlp = random_norm(tiny, hidden, 1),
+            .before_mlp = random_norm(tiny, hidden, !shape->has_no_norms_before),
             .after_mlp = random_norm(tiny, hidden, shape->has_post_norms),
             .qkv = packed(tiny, &plain->qkv),
             .out = packed(tiny, &plain->out),
@@ -185,6 +185,9 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
             .activation = shape->activation,
             .scaling = 1 / sqrtf(d),
             .softcap = shape->softcap,
+            .head_norms_are_whole = shape->head_norms_are_whole,
+            .head_norms_follow_rotation = shape->head_norms_follow_rotation,
+            .is_parallel = shape->is_parallel,
             .k_cache = own(tiny, kv_bytes(tiny)),
             .v_cache = own(tiny, kv_bytes(tiny)),
         };
@@ -201,6 +204,7 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
         .embedding = shape->embedding_is_packed ? head.weight : tiny->embedding,
         .positions = tiny->positions,
         .position_offset = tiny->positions ? 2 : 0,
+        .embedding_norm = random_norm(tiny, hidden, shape->has_embedding_norm),
         .last_norm = random_norm(tiny, hidden, 1),
         .head = head,
         .embedding_scale = shape->embedding_scale,

@@ -4,13 +4,14 @@
 
 #include "driver_model.h"
 
-static void plain_norm(const struct kvpool_norm *norm, double *x, int64_t n) {
+/* With the weights from `first` on. */
+static void plain_norm(const struct kvpool_norm *norm, int64_t first, double *x, int64_t n) {
     if (!norm->is_used) return;
     double mean = 0, square = 0;
     for (int64_t i = 0; i < n && norm->is_centered; i++) mean += x[i] / n;
     for (int64_t i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean) / n;
     for (int64_t i = 0; i < n; i++)
-        x[i] = (x[i] - mean) / sqrt(square + norm->epsilon) * norm->weight[i] + (norm->bias ? norm->bias[i] : 0);
+        x[i] = (x[i] - mean) / sqrt(square + norm->epsilon) * norm->weight[first + i] + (norm->bias ? norm->bias[first + i] : 0);
 }
 
 static void plain_product(const struct plain_linear *linear, const double *x, double *y) {
@@ -25,6 +26,7 @@ static double plain_activation(int activation, double x) {
     case KVPOOL_SILU: return x / (1 + exp(-x));
     case KVPOOL_GELU_TANH: return x / 2 * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
     case KVPOOL_GELU: return x / 2 * (1 + erf(x / sqrt(2)));
+    case KVPOOL_RELU_SQUARED: return x > 0 ? x * x : 0;
     default: return x > 0 ? x : 0;
     }
 }
@@ -71,11 +73,20 @@ static void plain_embedding(const struct tiny *tiny, int64_t id, int64_t positio
         residual[i] = (double)widen(tiny->embedding[id * hidden + i]) * tiny->sizes.embedding_scale;
         if (tiny->positions) residual[i] += widen(tiny->positions[(position + tiny->sizes.position_offset) * hidden + i]);
     }
+    plain_norm(&tiny->sizes.embedding_norm, 0, residual, hidden);
 }
 
 static void add_to_residual(const struct tiny *tiny, const struct kvpool_norm *after, double *residual, double *added) {
-    plain_norm(after, added, tiny->shape->hidden);
+    plain_norm(after, 0, added, tiny->shape->hidden);
     for (int64_t i = 0; i < tiny->shape->hidden; i++) residual[i] += added[i] * tiny->sizes.residual_scale;
+}
+
+static void plain_head_norms(const struct kvpool_layer *layer, double *qkv) {
+    int64_t d = layer->head_size, whole = layer->head_norms_are_whole;
+    for (int64_t h = 0; h < layer->heads; h += whole ? layer->heads : 1)
+        plain_norm(&layer->q_norm, h * d, qkv + h * d, whole ? layer->heads * d : d);
+    for (int64_t h = 0; h < layer->kv_heads; h += whole ? layer->kv_heads : 1)
+        plain_norm(&layer->k_norm, h * d, qkv + (layer->heads + h) * d, whole ? layer->kv_heads * d : d);
 }
 
 /* The token at `position` through one layer; its key and value are written into keys and values. */
@@ -85,11 +96,12 @@ static void plain_layer(const struct tiny *tiny, int64_t l, double *residual, do
     int64_t hidden = tiny->shape->hidden, d = layer->head_size, mlp = tiny->shape->mlp;
     double x[hidden], qkv[plain->qkv.n], attended[layer->heads * d], added[hidden], gate[mlp], up[mlp];
     memcpy(x, residual, sizeof x);
-    plain_norm(&layer->before_attention, x, hidden);
+    plain_norm(&layer->before_attention, 0, x, hidden);
     plain_product(&plain->qkv, x, qkv);
-    for (int64_t h = 0; h < layer->heads + layer->kv_heads; h++) {
-        plain_norm(h < layer->heads ? &layer->q_norm : &layer->k_norm, qkv + h * d, d);
-        plain_rotation(layer, qkv + h * d, position);
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass == layer->head_norms_follow_rotation) plain_head_norms(layer, qkv);
+        for (int64_t h = 0; h < layer->heads + layer->kv_heads && pass != layer->head_norms_follow_rotation; h++)
+            plain_rotation(layer, qkv + h * d, position);
     }
     int64_t width = layer->kv_heads * d;
     memcpy(keys + position * width, qkv + layer->heads * d, width * sizeof *keys);
@@ -97,9 +109,10 @@ static void plain_layer(const struct tiny *tiny, int64_t l, double *residual, do
     for (int64_t h = 0; h < layer->heads; h++)
         plain_attention(layer, qkv + h * d, keys, values, h, position, attended + h * d);
     plain_product(&plain->out, attended, added);
-    add_to_residual(tiny, &layer->after_attention, residual, added);
     memcpy(x, residual, sizeof x);
-    plain_norm(&layer->before_mlp, x, hidden);
+    add_to_residual(tiny, &layer->after_attention, residual, added);
+    if (!layer->is_parallel) memcpy(x, residual, sizeof x);
+    plain_norm(&layer->before_mlp, 0, x, hidden);
     plain_product(&plain->up, x, up);
     if (layer->is_gated) plain_product(&plain->gate, x, gate);
     for (int64_t i = 0; i < mlp; i++)
@@ -109,7 +122,7 @@ static void plain_layer(const struct tiny *tiny, int64_t l, double *residual, do
 }
 
 static void plain_logits(const struct tiny *tiny, double *residual, double *logits) {
-    plain_norm(&tiny->sizes.last_norm, residual, tiny->shape->hidden);
+    plain_norm(&tiny->sizes.last_norm, 0, residual, tiny->shape->hidden);
     plain_product(&tiny->head, residual, logits);
 }
 

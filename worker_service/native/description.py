@@ -15,7 +15,8 @@ class Rows(NamedTuple):
     """Outputs of a linear module: rows of its weight [outputs, inputs]."""
 
     module: torch.nn.Module
-    first: int
+    outputs: slice | torch.Tensor
+    """Which ones: int64 indices if they are not next to each other."""
     num_outputs: int
     is_transposed: bool = False
     """The weight is [inputs, outputs]."""
@@ -25,22 +26,32 @@ class Rows(NamedTuple):
         weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator]
         if self.is_transposed:
             weight = weight.t()
-        return weight[self.first : self.first + self.num_outputs].contiguous()
+        return weight[self.outputs].contiguous()
 
     def bias(self) -> torch.Tensor | None:
         """[num_outputs] in float32."""
         bias: torch.Tensor | None = getattr(self.module, "bias", None)
-        return None if bias is None else bias.detach()[self.first : self.first + self.num_outputs].float().contiguous()
+        return None if bias is None else bias.detach()[self.outputs].float().contiguous()
 
 
 class NormDescription(NamedTuple):
     """RMSNorm, or LayerNorm if it is centered."""
 
     weight: torch.Tensor | None
-    """[n] float32, the factor itself."""
+    """[n] float32, the factor itself. Of heads [head size], or [heads, head size]."""
     bias: torch.Tensor | None
     epsilon: float
     is_centered: bool
+
+
+class HeadNorms(NamedTuple):
+    """Norms of Q and K."""
+
+    query: NormDescription | None = None
+    key: NormDescription | None = None
+    are_whole: bool = False
+    """Over all heads together; else over each."""
+    follow_rotation: bool = False
 
 
 class RotaryDescription(NamedTuple):
@@ -56,7 +67,7 @@ class RotaryDescription(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerDescription:
-    """One layer: attention, then the MLP, each added to the residual."""
+    """One layer: attention and the MLP, each added to the residual."""
 
     num_heads: int
     num_kv_heads: int
@@ -74,12 +85,13 @@ class LayerDescription:
     down: Rows
     activation: Activation
     rotary: RotaryDescription | None
+    head_norms: HeadNorms
     before_attention: NormDescription | None = None
     after_attention: NormDescription | None = None
     before_mlp: NormDescription | None = None
     after_mlp: NormDescription | None = None
-    query_norm: NormDescription | None = None
-    key_norm: NormDescription | None = None
+    is_parallel: bool = False
+    """The MLP gets the same residual as attention; else one with attention added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +106,8 @@ class ModelDescription:
     """Its weight may be the embedding's."""
     last_norm: NormDescription | None
     layers: Sequence[LayerDescription]
+    embedding_norm: NormDescription | None = None
+    """After the positions are added."""
     positions: torch.Tensor | None = None
     """[positions, hidden_size] learned, added to the embedding."""
     position_offset: int = 0

@@ -22,6 +22,7 @@ class Activation(IntEnum):
     gelu_tanh = 1
     gelu = 2
     relu = 3
+    relu_squared = 4
 
 
 class Linear(Structure):
@@ -55,7 +56,9 @@ class Layer(Structure):
         ("activation", c_int32),
         ("scaling", c_float),
         ("softcap", c_float),
-        ("unused", c_int32),
+        ("head_norms_are_whole", c_int32),
+        ("head_norms_follow_rotation", c_int32),
+        ("is_parallel", c_int32),
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
     )
@@ -67,6 +70,7 @@ class Sizes(Structure):
         ("embedding", c_void_p),
         ("positions", c_void_p),
         ("position_offset", c_int64),
+        ("embedding_norm", Norm),
         ("last_norm", Norm),
         ("head", Linear),
         ("embedding_scale", c_float),

@@ -28,6 +28,7 @@ class PackedModel:
         if description.positions is not None:
             self.sizes.positions = self._keep(description.positions.detach().to(self.dtype).contiguous())
             self.sizes.position_offset = description.position_offset
+        self.sizes.embedding_norm = self._norm(description.embedding_norm)
         self.sizes.last_norm = self._norm(description.last_norm)
         is_tied = description.is_tied
         self.sizes.head = self._linear([description.head])
@@ -55,7 +56,11 @@ class PackedModel:
         )
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(layer, name, self._norm(getattr(description, name)))
-        layer.q_norm, layer.k_norm = self._norm(description.query_norm), self._norm(description.key_norm)
+        norms = description.head_norms
+        layer.q_norm = self._head_norm(norms.query, description.num_heads, description.head_size)
+        layer.k_norm = self._head_norm(norms.key, description.num_kv_heads, description.head_size)
+        layer.head_norms_are_whole, layer.head_norms_follow_rotation = norms.are_whole, norms.follow_rotation
+        layer.is_parallel = description.is_parallel
         if description.rotary is not None:
             layer.cos, layer.sin = self._keep(description.rotary.cos), self._keep(description.rotary.sin)
             layer.rotary, layer.rotary_is_interleaved = description.rotary.size, description.rotary.is_interleaved
@@ -74,6 +79,16 @@ class PackedModel:
         weight = None if norm.weight is None else self._keep(norm.weight)
         bias = None if norm.bias is None else self._keep(norm.bias)
         return Norm(weight, bias, norm.epsilon, norm.is_centered, 1, 0)
+
+    def _head_norm(self, norm: NormDescription | None, heads: int, head_size: int) -> Norm:
+        """With a weight for each number of each head."""
+        if norm is None:
+            return Norm()
+        weight, bias = (
+            None if one is None else one.view(-1, head_size).expand(heads, head_size).flatten()
+            for one in (norm.weight, norm.bias)
+        )
+        return self._norm(norm._replace(weight=weight, bias=bias))
 
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""

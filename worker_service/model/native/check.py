@@ -15,7 +15,7 @@ from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
 from ..guard.self_check import eager_logits, logits_in_steps, random_sequences, relative_difference
 from .errors import NotNative
-from .recognition import find_finish
+from .finish import find_finish
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32.

@@ -89,6 +89,7 @@ static vf activate(vf x, int32_t activation) {
         for (int i = 0; i < W; i++) lanes[i] = 0.5f * lanes[i] * (1.0f + erff(lanes[i] * 0.70710678118654752f));
         return load(lanes);
     }
+    case KVPOOL_RELU_SQUARED: return choose((x > 0) | (x != x), x * x, set(0));
     default: return choose((x > 0) | (x != x), x, set(0));
     }
 }

@@ -4,6 +4,33 @@
 
 #include "state.h"
 
+/* y = x normed, with the weights from `first` on; y may be x. */
+static void norm_floats(const struct kvpool_norm *norm, int64_t first, const float *x, float *y, int64_t n) {
+    float mean = 0, sum;
+    int64_t whole = n / W * W;
+    if (norm->is_centered) {
+        vf sums = set(0);
+        for (int64_t i = 0; i < whole; i += W) sums += load(x + i);
+        sum = sum_of(sums);
+        for (int64_t i = whole; i < n; i++) sum += x[i];
+        mean = sum / n;
+    }
+    vf squares = set(0);
+    for (int64_t i = 0; i < whole; i += W) {
+        vf d = load(x + i) - mean;
+        squares += d * d;
+    }
+    sum = sum_of(squares);
+    for (int64_t i = whole; i < n; i++) sum += (x[i] - mean) * (x[i] - mean);
+    float factor = 1.0f / sqrtf(sum / n + norm->epsilon);
+    for (int64_t i = 0; i < n; i += W) {
+        vf v = (load_part(x + i, n - i) - mean) * factor;
+        if (norm->weight) v = v * load_part(norm->weight + first + i, n - i);
+        if (norm->bias) v = v + load_part(norm->bias + first + i, n - i);
+        store_part(y + i, v, n - i);
+    }
+}
+
 static void embed(struct kvpool_model *model, int64_t t) {
     const struct kvpool_sizes *sizes = &model->sizes;
     int64_t hidden = sizes->hidden, id = model->step.ids[t];
@@ -24,51 +51,37 @@ static void embed(struct kvpool_model *model, int64_t t) {
         const number *from = (const number *)sizes->positions + (model->step.positions[t] + sizes->position_offset) * hidden;
         for (int64_t i = 0; i < hidden; i++) row[i] += widen(from[i]);
     }
+    if (sizes->embedding_norm.is_used) norm_floats(&sizes->embedding_norm, 0, row, row, hidden);
 }
 
-/* y = x normed; y may be x. */
-static void norm_floats(const struct kvpool_norm *norm, const float *x, float *y, int64_t n) {
-    float mean = 0, sum;
-    int64_t whole = n / W * W;
-    if (norm->is_centered) {
-        vf sums = set(0);
-        for (int64_t i = 0; i < whole; i += W) sums += load(x + i);
-        sum = sum_of(sums);
-        for (int64_t i = whole; i < n; i++) sum += x[i];
-        mean = sum / n;
-    }
-    vf squares = set(0);
-    for (int64_t i = 0; i < whole; i += W) {
-        vf d = load(x + i) - mean;
-        squares += d * d;
-    }
-    sum = sum_of(squares);
-    for (int64_t i = whole; i < n; i++) sum += (x[i] - mean) * (x[i] - mean);
-    float factor = 1.0f / sqrtf(sum / n + norm->epsilon);
-    for (int64_t i = 0; i < n; i += W) {
-        vf v = (load_part(x + i, n - i) - mean) * factor;
-        if (norm->weight) v = v * load_part(norm->weight + i, n - i);
-        if (norm->bias) v = v + load_part(norm->bias + i, n - i);
-        store_part(y + i, v, n - i);
-    }
-}
-
-/* The residual of a token, with what a product stored for it if that is normed first; then the inputs of the next product. */
-static void norm_row(struct kvpool_model *model, int64_t t, const struct kvpool_norm *after, const struct kvpool_norm *before,
-                     number *inputs, float *normed) {
+/* Add what a product has stored for a token to its residual, normed if the norm is used. `room` [hidden] is overwritten. */
+static void add_stored(struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, float *room) {
     int64_t hidden = model->sizes.hidden;
-    float *residual = model->residual + t * hidden;
-    if (after && after->is_used) {
-        norm_floats(after, model->stored + t * hidden, normed, hidden);
-        for (int64_t i = 0; i < hidden; i++) residual[i] += normed[i] * model->sizes.residual_scale;
+    float *residual = model->residual + t * hidden, scale = model->sizes.residual_scale;
+    const float *added = model->stored + t * hidden;
+    if (norm->is_used) {
+        norm_floats(norm, 0, added, room, hidden);
+        added = room;
     }
-    if (!inputs) return;
-    const float *from = residual;
-    if (before->is_used) {
-        norm_floats(before, residual, normed, hidden);
-        from = normed;
+    for (int64_t i = 0; i < hidden; i++) residual[i] += added[i] * scale;
+}
+
+/* The residual of a token as inputs of a product, normed if the norm is used. `room` [hidden] is overwritten. */
+static void norm_residual(const struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, number *inputs, float *room) {
+    int64_t hidden = model->sizes.hidden;
+    const float *from = model->residual + t * hidden;
+    if (norm->is_used) {
+        norm_floats(norm, 0, from, room, hidden);
+        from = room;
     }
     for (int64_t i = 0; i < hidden; i += W) store_numbers_part(inputs + i, load_part(from + i, hidden - i), hidden - i);
+}
+
+static void note_finite(const struct kvpool_model *model, int64_t t) {
+    const float *row = model->residual + t * model->sizes.hidden;
+    float zero = 0;
+    for (int64_t i = 0; i < model->sizes.hidden; i++) zero += row[i] * 0;
+    model->step.is_finite[t] = zero == 0;
 }
 
 /* Pairs (i, i + half), or (2i, 2i + 1) if interleaved. */
@@ -92,25 +105,32 @@ static void rotate(const struct kvpool_layer *layer, float *head, int64_t positi
     }
 }
 
+static void norm_heads(const struct kvpool_layer *layer, const struct kvpool_norm *norm, float *first, int64_t heads) {
+    int64_t all = heads * layer->head_size, each = layer->head_norms_are_whole ? all : layer->head_size;
+    for (int64_t i = 0; i < all && norm->is_used; i += each) norm_floats(norm, i, first + i, first + i, each);
+}
+
+static void norm_queries_and_keys(const struct kvpool_layer *layer, float *queries) {
+    norm_heads(layer, &layer->q_norm, queries, layer->heads);
+    norm_heads(layer, &layer->k_norm, queries + layer->heads * layer->head_size, layer->kv_heads);
+}
+
 static void rotary_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t) {
     int64_t d = layer->head_size, block_size = model->sizes.block_size, position = model->step.positions[t];
-    float *head = model->qkv + t * layer->qkv.n;
-    number *query = model->queries + t * layer->heads * d;
-    for (int64_t h = 0; h < layer->heads; h++, head += d, query += d) {
-        if (layer->q_norm.is_used) norm_floats(&layer->q_norm, head, head, d);
-        rotate(layer, head, position);
-        for (int64_t i = 0; i < d; i += W) store_numbers_part(query + i, load_part(head + i, d - i), d - i);
-    }
+    float *queries = model->qkv + t * layer->qkv.n, *keys = queries + layer->heads * d, *values = keys + layer->kv_heads * d;
+    if (!layer->head_norms_follow_rotation) norm_queries_and_keys(layer, queries);
+    for (float *head = queries; head < values; head += d) rotate(layer, head, position);
+    if (layer->head_norms_follow_rotation) norm_queries_and_keys(layer, queries);
+    int64_t width = layer->heads * d;
+    for (int64_t i = 0; i < width; i += W) store_numbers_part(model->queries + t * width + i, load_part(queries + i, width - i), width - i);
     int64_t slot = model->step.slots[t], block = slot / block_size, offset = slot % block_size;
     number *k = (number *)layer->k_cache + (block * layer->kv_heads * d * block_size + offset * P);
-    for (int64_t h = 0; h < layer->kv_heads; h++, head += d, k += d * block_size) {
-        if (layer->k_norm.is_used) norm_floats(&layer->k_norm, head, head, d);
-        rotate(layer, head, position);
-        for (int64_t i = 0; i < d; i++) k[i / P * P * block_size + i % P] = narrow(head[i]);
-    }
     number *v = (number *)layer->v_cache + (block * layer->kv_heads * d * block_size + offset / P * P * d + offset % P);
-    for (int64_t h = 0; h < layer->kv_heads; h++, head += d, v += d * block_size)
-        for (int64_t i = 0; i < d; i++) v[i * P] = narrow(head[i]);
+    for (int64_t h = 0; h < layer->kv_heads; h++, keys += d, values += d, k += d * block_size, v += d * block_size)
+        for (int64_t i = 0; i < d; i++) {
+            k[i / P * P * block_size + i % P] = narrow(keys[i]);
+            v[i * P] = narrow(values[i]);
+        }
 }
 
 #endif

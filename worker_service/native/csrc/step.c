@@ -53,53 +53,58 @@ static int64_t pieces_of(const struct kvpool_model *model, int64_t phase) {
     }
 }
 
-/* The products that follow attention and the MLP: added to the residual, or stored for a norm. */
-static struct result onto_residual(struct kvpool_model *model, const struct kvpool_norm *after) {
-    if (after->is_used) return (struct result){.action = STORE, .floats = model->stored};
+static int stores_attention(const struct kvpool_layer *layer) { return layer->after_attention.is_used || layer->is_parallel; }
+
+static int stores_mlp(const struct kvpool_layer *layer) { return layer->after_mlp.is_used; }
+
+/* The products that follow attention and the MLP: added to the residual, or stored until they are normed or may be added. */
+static struct result onto_residual(struct kvpool_model *model, int is_stored) {
+    if (is_stored) return (struct result){.action = STORE, .floats = model->stored};
     return (struct result){.action = ADD, .floats = model->residual, .scale = model->sizes.residual_scale};
 }
 
-static void run_rows(struct kvpool_model *model, int64_t layer_index, int64_t what, int64_t piece) {
-    int64_t each = rows_of_piece(model), first = piece * each, hidden = model->sizes.hidden;
-    int64_t end = first + each < model->step.num_tokens ? first + each : model->step.num_tokens;
-    struct kvpool_layer *layer = &model->layers[layer_index];
-    float normed[hidden];
-    for (int64_t t = first; t < end; t++) {
-        number *inputs = model->inputs + t * hidden;
-        switch (what) {
-        case NORM_1: norm_row(model, t, layer_index ? &layer[-1].after_mlp : NULL, &layer->before_attention, inputs, normed); break;
+/* One token in a phase of rows. */
+static void run_row(struct kvpool_model *model, int64_t phase, int64_t t, float *room) {
+    const struct kvpool_layer *layer = &model->layers[(phase - 1) / PHASES_PER_LAYER], *last = &layer[-1];
+    number *inputs = model->inputs + t * model->sizes.hidden;
+    if (phase == 0) {
+        embed(model, t);
+    } else if (phase == model->num_phases - PHASES_AROUND + END) {
+        if (stores_mlp(last)) add_stored(model, t, &last->after_mlp, room);
+        note_finite(model, t);
+    } else {
+        switch ((phase - 1) % PHASES_PER_LAYER) {
+        case NORM_1:
+            if (phase > 1 && stores_mlp(last)) add_stored(model, t, &last->after_mlp, room);
+            norm_residual(model, t, &layer->before_attention, inputs, room);
+            break;
         case ROTARY: rotary_row(model, layer, t); break;
         case MERGE: merge_row(model, layer, t); break;
-        case NORM_2: norm_row(model, t, &layer->after_attention, &layer->before_mlp, inputs, normed); break;
+        case NORM_2:
+            if (stores_attention(layer) && !layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
+            norm_residual(model, t, &layer->before_mlp, inputs, room);
+            if (layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
+            break;
         default: break;
         }
     }
 }
 
-static void run_end(struct kvpool_model *model, int64_t piece) {
-    int64_t each = rows_of_piece(model), first = piece * each, hidden = model->sizes.hidden;
+static void run_rows(struct kvpool_model *model, int64_t phase, int64_t piece) {
+    int64_t each = rows_of_piece(model), first = piece * each;
     int64_t end = first + each < model->step.num_tokens ? first + each : model->step.num_tokens;
-    float normed[hidden];
-    for (int64_t t = first; t < end; t++) {
-        norm_row(model, t, &model->layers[model->sizes.num_layers - 1].after_mlp, NULL, NULL, normed);
-        const float *row = model->residual + t * hidden;
-        float zero = 0;
-        for (int64_t i = 0; i < hidden; i++) zero += row[i] * 0;
-        model->step.is_finite[t] = zero == 0;
-    }
+    float room[model->sizes.hidden];
+    for (int64_t t = first; t < end; t++) run_row(model, phase, t, room);
 }
 
 static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) {
     const struct kvpool_step *step = &model->step;
     int64_t tokens = step->num_tokens, hidden = model->sizes.hidden, from_end = phase - (model->num_phases - PHASES_AROUND);
-    if (phase == 0) {
-        int64_t each = rows_of_piece(model);
-        for (int64_t t = piece * each; t < (piece + 1) * each && t < tokens; t++) embed(model, t);
-    } else if (from_end == END) {
-        run_end(model, piece);
+    if (phase == 0 || from_end == END) {
+        run_rows(model, phase, piece);
     } else if (from_end == NORM_3) {
-        float normed[hidden];
-        norm_row(model, step->rows[piece], NULL, &model->sizes.last_norm, model->selected + piece * hidden, normed);
+        float room[hidden];
+        norm_residual(model, step->rows[piece], &model->sizes.last_norm, model->selected + piece * hidden, room);
     } else if (from_end == HEAD) {
         struct result result = {.action = STORE, .floats = step->logits};
         tile(model, &model->sizes.head, 1, model->selected, step->num_rows, piece, &result);
@@ -114,7 +119,7 @@ static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) 
             break;
         case ATTENTION: attention_item(model, layer, &model->kinds[model->kind_of_layer[index]], piece); break;
         case OUT:
-            result = onto_residual(model, &layer->after_attention);
+            result = onto_residual(model, stores_attention(layer));
             tile(model, &layer->out, 1, model->attended, tokens, piece, &result);
             break;
         case UP:
@@ -123,10 +128,10 @@ static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) 
             tile(model, &layer->up, layer->is_gated ? 2 : 1, model->inputs, tokens, piece, &result);
             break;
         case DOWN:
-            result = onto_residual(model, &layer->after_mlp);
+            result = onto_residual(model, stores_mlp(layer));
             tile(model, &layer->down, 1, model->activated, tokens, piece, &result);
             break;
-        default: run_rows(model, index, what, piece); break;
+        default: run_rows(model, phase, piece); break;
         }
     }
 }
@@ -213,7 +218,7 @@ static int find_kinds(struct kvpool_model *model) {
         if (attended > model->widest_attended) model->widest_attended = attended;
         if (layer->down.k > model->widest_mlp) model->widest_mlp = layer->down.k;
         if (layer->head_size > model->widest_head) model->widest_head = layer->head_size;
-        if (layer->after_attention.is_used || layer->after_mlp.is_used) model->sizes.stores_products = 1;
+        if (stores_attention(layer) || stores_mlp(layer)) model->sizes.stores_products = 1;
     }
     return 0;
 }

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { KVPOOL_NO_MEMORY = 1 };
-enum { KVPOOL_SILU, KVPOOL_GELU_TANH, KVPOOL_GELU, KVPOOL_RELU };
+enum { KVPOOL_SILU, KVPOOL_GELU_TANH, KVPOOL_GELU, KVPOOL_RELU, KVPOOL_RELU_SQUARED };
 
 /* outputs [n] = weight [n][k] · inputs [k] + bias */
 struct kvpool_linear {
@@ -26,6 +26,7 @@ struct kvpool_norm {
 struct kvpool_layer {
     int64_t heads, kv_heads, head_size;
     int64_t window; /* tokens that a token sees, itself included; 0: all */
+    /* weights of q_norm and k_norm: [heads][head_size] */
     struct kvpool_norm before_attention, q_norm, k_norm, after_attention, before_mlp, after_mlp;
     struct kvpool_linear qkv; /* outputs: heads of Q, of K, of V */
     struct kvpool_linear out;
@@ -38,7 +39,9 @@ struct kvpool_layer {
     int32_t activation;
     float scaling;
     float softcap; /* 0: none */
-    int32_t unused;
+    int32_t head_norms_are_whole;       /* over all heads together; else over each */
+    int32_t head_norms_follow_rotation;
+    int32_t is_parallel;                /* the MLP gets the residual without what attention adds */
     void *k_cache, *v_cache;
 };
 
@@ -47,7 +50,7 @@ struct kvpool_sizes {
     const void *embedding; /* [vocab][hidden], or the head's packed weight */
     const void *positions; /* [.., hidden] learned, or NULL */
     int64_t position_offset;
-    struct kvpool_norm last_norm;
+    struct kvpool_norm embedding_norm, last_norm; /* after the positions; before the head */
     struct kvpool_linear head;
     float embedding_scale, residual_scale;
     int32_t embedding_is_packed;

@@ -1,0 +1,215 @@
+"""What the native step is told of a model is what the model computes, and what it cannot be told is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvpool.worker_service.model.forward.layers import find_attention_layers
+from kvpool.worker_service.model.guard.tiny_replica import build_replica
+from kvpool.worker_service.model.native import load as native_load
+from kvpool.worker_service.model.native.errors import NotNative
+from kvpool.worker_service.model.native.recognition import describe
+from kvpool.worker_service.native.build_cache import compiled_library
+from kvpool.worker_service.native.description import ModelDescription
+from kvpool.worker_service.native.library import Activation
+from scripts.models.subjects import default_config
+
+# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+CPU = torch.device("cpu")
+LENGTH = 64
+TINY: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def tiny(kind: str, **fields: Any) -> Any:
+    return build_replica(AutoConfig.for_model(kind, **{**TINY, **fields}))
+
+
+def described(model: Any, dtype: torch.dtype = torch.float32) -> ModelDescription:
+    return describe(model, find_attention_layers(model, CPU), dtype, LENGTH)
+
+
+# Types that the tests' tiny models lack, and settings of published models that the default configs lack.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    kind: (kind, {})
+    for kind in (
+        "cohere",
+        "cohere2",
+        "gemma3_text",
+        "glm4",
+        "hunyuan_v1_dense",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "smollm3",
+    )
+} | {
+    "cohere with norms": ("cohere", {"use_qk_norm": True}),
+    "gpt_bigcode with all heads": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neox in a row": ("gpt_neox", {"use_parallel_residual": False}),
+    "stablelm at once": ("stablelm", {"use_parallel_residual": True}),
+    "biogpt": ("biogpt", {}),
+    "persimmon": ("persimmon", {}),
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", KINDS)
+def test_a_recognised_model_computes_what_transformers_computes(name: str, native_folder: Path) -> None:
+    """The check at load, of a small model with the published one's rules."""
+    kind, fields = KINDS[name]
+    config = default_config(kind)
+    for field, value in fields.items():
+        setattr(config, field, value)
+    native_load._check_replica(config, compiled_library("float32", native_folder, print), LENGTH)
+
+
+@pytest.fixture(scope="session")
+def native_folder(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("native")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {}),
+        ("cohere", {"use_qk_norm": True}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+        ("granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}),
+        ("hunyuan_v1_dense", {}),
+        ("gpt_neox", {}),
+        ("biogpt", {}),
+        ("olmo2", {}),
+    ],
+)
+def test_a_model_in_bfloat16_is_recognised_as_in_float32(kind: str, fields: dict[str, Any]) -> None:
+    """Its small model is tried in float32, so both must lead to the same step."""
+    whole, rounded = tiny(kind, **fields), tiny(kind, **fields)
+    for module in (rounded, *rounded.modules()):
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, torch.nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
+    one, other = described(whole), described(rounded, torch.bfloat16)
+    assert other.embedding_scale == pytest.approx(one.embedding_scale, rel=1e-4)
+    assert (other.residual_scale, other.position_offset) == (one.residual_scale, one.position_offset)
+    for left, right in zip(one.layers, other.layers, strict=True):
+        assert str(summary(left)) == str(summary(right))
+
+
+def summary(layer: Any) -> list[Any]:
+    """All that is no weight."""
+    norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp, *layer.head_norms[:2]]
+    weights = [layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down]
+    rotary = layer.rotary and (layer.rotary[2:], layer.rotary.cos.sum(), layer.rotary.sin.sum())
+    return [
+        layer.scaling, layer.window, layer.softcap, layer.activation, layer.is_parallel, layer.head_norms[2:], rotary,
+        [norm and norm[2:] for norm in norms], [rows and rows[1:] for rows in weights],
+    ]  # fmt: skip
+
+
+def test_a_table_is_kept_once_for_all_layers_that_rotate_by_it() -> None:
+    """Gemma-3's windows have another one than its full attention."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    layers = described(tiny("gemma3_text", num_hidden_layers=4, layer_types=kinds, sliding_window=8)).layers
+    tables = [layer.rotary.cos for layer in layers if layer.rotary is not None]
+    assert tables[0] is tables[2] is not tables[1] is tables[3]
+    assert not torch.equal(tables[0], tables[1])
+
+
+def test_arrangements() -> None:
+    """Which norm is where, and what is added when, as the models' papers have it."""
+    neox = described(tiny("gpt_neox", num_key_value_heads=4)).layers[0]
+    assert neox.is_parallel
+    assert neox.before_mlp is not None
+    assert isinstance(neox.query.outputs, torch.Tensor)  # [head][q, k, v][head size]
+    assert neox.query.outputs[:32:16].tolist() == [0, 48]
+    cohere = described(tiny("cohere")).layers[0]
+    assert cohere.is_parallel
+    assert cohere.before_mlp is not None
+    assert cohere.before_attention is not None
+    assert cohere.rotary is not None
+    assert torch.equal(cohere.before_mlp.weight, cohere.before_attention.weight)  # type: ignore[arg-type]
+    assert cohere.rotary.is_interleaved
+    olmo2 = described(tiny("olmo2")).layers[0]
+    assert (olmo2.before_attention, olmo2.before_mlp, olmo2.is_parallel) == (None, None, False)
+    assert olmo2.after_attention is not None
+    assert olmo2.head_norms.are_whole
+    hunyuan = described(tiny("hunyuan_v1_dense")).layers[0]
+    assert hunyuan.head_norms.follow_rotation
+    nemotron = described(tiny("nemotron")).layers[0]
+    assert (nemotron.gate, nemotron.activation) == (None, Activation.relu_squared)
+    assert described(tiny("biogpt")).position_offset == 2
+
+
+def clamp_gate(model: Any) -> None:
+    """As gpt-oss has it in its experts."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_pre_hook(lambda _, inputs: (inputs[0].clamp(max=30),))
+
+
+def add_to_output(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda _, __, output: output + 0.01 * output.roll(1, -1))
+
+
+def scale_last_layer(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output * 0.9)
+
+
+def scale_head_inputs(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+
+
+def add_weights(model: Any) -> None:
+    model.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (clamp_gate, "its MLP is none of up, activation, down"),
+        (add_to_output, "its layers do more to the residual than"),
+        (scale_last_layer, "its layers do more to the residual than"),
+        (scale_head_inputs, "its head gets other numbers"),
+        (add_weights, "weights besides linear layers and norms: mlp.extra"),
+    ],
+)
+def test_what_the_step_does_not_know_is_refused(change: Callable[[Any], None], reason: str) -> None:
+    model = tiny("llama")
+    described(model)
+    change(model)
+    with pytest.raises(NotNative, match=reason):
+        described(model)
+
+
+def test_a_clamp_that_usual_numbers_do_not_reach_is_refused() -> None:
+    """OLMo's clip_qkv: no comparison of logits would show it."""
+    assert described(tiny("olmo", clip_qkv=None))
+    with pytest.raises(NotNative, match="its values are not the outputs of a linear layer"):
+        described(tiny("olmo", clip_qkv=30.0))
+
+
+def test_queries_that_are_scaled_late_in_a_text_are_refused() -> None:
+    """Ministral-3's: texts up to the original length run natively, for longer ones the step would be wrong."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    assert described(tiny("ministral3", rope_parameters={**rope, "original_max_position_embeddings": LENGTH}))
+    with pytest.raises(NotNative, match="its queries are not the outputs of a linear layer"):
+        described(tiny("ministral3", rope_parameters={**rope, "original_max_position_embeddings": LENGTH // 2}))
