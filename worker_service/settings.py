@@ -111,6 +111,11 @@ class WorkerSettings(ServerSettings):
         description="What computes a step on a CPU. native: C of our own, compiled at the first start, for the models that it "
         "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch.",
     )
+    quantize: Literal["none", "int8"] = Field(
+        "none",
+        description="Weights of the native step. int8: one byte for each number, half of bfloat16's: faster, and texts differ a little "
+        "from those of the model. KV keeps the --dtype.",
+    )
     model_nice: int = Field(
         5,
         ge=0,
@@ -192,6 +197,9 @@ class WorkerSettings(ServerSettings):
         if self.block_size & (self.block_size - 1):
             below = 1 << self.block_size.bit_length() - 1
             raise ValueError(f"--block-size must be a power of two, got {self.block_size}: use {below} or {2 * below}")
+        if self.quantize != "none" and self.model_settings().runtime == "torch":
+            given = "--runtime torch" if self.runtime == "torch" else "--attention-backend, which is for torch,"
+            raise ValueError(f"--quantize {self.quantize} is for the native step: leave {given} out, or --quantize")
         if self.host in EVERY_ADDRESS and self.advertise is None:
             raise ValueError(
                 f"listening on {self.host} needs --advertise: the host, or host:port, at which clients reach this worker"
@@ -207,6 +215,7 @@ class WorkerSettings(ServerSettings):
             cache_dir=self.cache_dir,
             # A backend is one for torch's modules.
             runtime="torch" if self.runtime == "auto" and self.attention_backend != "auto" else self.runtime,
+            quantize=self.quantize,
             block_size=self.block_size,
         )
 

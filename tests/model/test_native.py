@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model import load as model_load
@@ -21,10 +23,11 @@ from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
+from kvpool.worker_service.model.guard.self_check import relative_difference
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
-from kvpool.worker_service.model.settings import DTypeName, ModelSettings, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, ModelSettings, QuantizationName, RuntimeName
 from kvpool.worker_service.native.weights import PackedModel
 from tests.model.paged import GREEDY, load
 from tests.model.test_model_truth import NATIVE_ARCHITECTURES
@@ -44,10 +47,15 @@ _REASONS = {
 
 
 def open_model(
-    path: Path, dtype: DTypeName, runtime: RuntimeName = "native", say: list[str] | None = None
+    path: Path,
+    dtype: DTypeName,
+    runtime: RuntimeName = "native",
+    say: list[str] | None = None,
+    quantize: QuantizationName = "none",
 ) -> LoadedModel:
     lines = [] if say is None else say
-    return load_model(ModelSettings(str(path), dtype, "cpu", runtime=runtime, num_threads=1), lines.append)
+    settings = ModelSettings(str(path), dtype, "cpu", runtime=runtime, quantize=quantize, num_threads=1)
+    return load_model(settings, lines.append)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +143,55 @@ def test_weights_are_held_once(llama: Path) -> None:
     assert [line for line in lines if line.startswith("runtime: native (")]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_int8_is_the_model_with_rounded_weights_and_activations(architecture: str, tmp_path: Path) -> None:
+    """As many numbers of a weight are in a step as 127 of an output's, of an activation as of its group of 64. Linear layers that are
+    gated, and Conv1D with biases."""
+    path = make_tiny_model(architecture, tmp_path).path
+    rounded = _load(path)
+    for module in rounded.modules():
+        if type(module) in (torch.nn.Linear, Conv1D):
+            axis = 1 if type(module) is torch.nn.Linear else 0
+            module.weight = torch.nn.Parameter(_rounded(module.weight, axis), requires_grad=False)
+            module.register_forward_pre_hook(lambda _, inputs: (_rounded_in_groups(inputs[0]),))
+    tokens = TEXT[:60]
+    with torch.inference_mode():
+        wanted, exact = (model(torch.tensor([tokens])).logits[0] for model in (rounded, _load(path)))
+    runner = open_model(path, "float32", quantize="int8").runner(KVCachePlan(5, 16, 1))
+    found = runner.logits([SequencePart(tokens, 0, [1, 2, 3, 4], None)])
+    assert relative_difference(found, wanted) < 0.2 * relative_difference(exact, wanted)
+
+
+def _load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def _rounded(numbers: torch.Tensor, axis: int) -> torch.Tensor:
+    steps = numbers.detach().abs().amax(axis, keepdim=True) / 127
+    return (numbers / steps).round() * steps
+
+
+def _rounded_in_groups(inputs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_rounded(group, -1).nan_to_num(0) for group in inputs.split(64, -1)], -1)
+
+
+def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
+    """KV of both must never mix, so they have two fingerprints."""
+    lines: list[str] = []
+    exact, rounded = open_model(llama, "bfloat16"), open_model(llama, "bfloat16", say=lines, quantize="int8")
+    assert rounded.facts.fingerprint != exact.facts.fingerprint
+    assert rounded.runtime.num_bytes() < 0.75 * exact.runtime.num_bytes()  # the embedding keeps its type
+    assert [line for line in lines if line.startswith("runtime: native (") and "weights of int8" in line]
+
+
+def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> None:
+    path = make_tiny_model("gpt_oss", tmp_path).path
+    with pytest.raises(ModelError, match="--quantize int8 needs the native step, .* it has attention sinks. Leave"):
+        open_model(path, "float32", "auto", quantize="int8")
+    with pytest.raises(ModelError, match="--quantize int8 needs the native step, .* would compute float16 on cpu"):
+        open_model(path, "float16", "auto", quantize="int8")
+
+
 def test_a_row_without_numbers_ends_its_request_alone(llama: Path) -> None:
     """NaN passes through the native step, and reaches no other request."""
     runner = open_model(llama, "float32").runner(KVCachePlan(8, 16, 1))
@@ -178,8 +235,8 @@ _runs = st.builds(
 class Subject:
     """A model whose bits are tried."""
 
-    def __init__(self, path: Path, dtype: DTypeName) -> None:
-        loaded = open_model(path, dtype)
+    def __init__(self, path: Path, dtype: DTypeName, quantize: QuantizationName) -> None:
+        loaded = open_model(path, dtype, quantize=quantize)
         assert isinstance(loaded.runtime, NativeRuntime)
         self.loaded, self.runtime = loaded, loaded.runtime
         runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
@@ -208,12 +265,14 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")], ids=["float32", "bfloat16", "int8"]
+)
 def subject(request: pytest.FixtureRequest, path: Path) -> Subject:
-    return Subject(path, request.param)
+    return Subject(path, *request.param)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=_runs)
 def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> None:
     """In chunks, packed in any order with others, decoded, shared, over any blocks, by any number of threads."""

@@ -26,7 +26,7 @@ struct shape {
     int64_t window; /* of every second layer */
     int64_t rotary;
     int rotary_is_interleaved, is_gated, activation, has_biases, has_qk_norms, has_post_norms, is_centered, has_positions;
-    int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, has_embedding_norm, embedding_is_packed;
+    int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, has_embedding_norm, embedding_is_packed, is_quantized;
     float softcap, embedding_scale, residual_scale;
     int64_t longest; /* of a sequence */
 };
@@ -93,22 +93,54 @@ static struct plain_linear random_linear(struct tiny *tiny, int64_t n, int64_t k
                                  .k = k};
 }
 
+/* int8: rows [n][k] with 128 added, and the scale of each. */
+static uint8_t *byte_rows(struct tiny *tiny, const struct plain_linear *plain, float *scales) {
+    uint8_t *rows = own(tiny, plain->n * plain->k);
+    for (int64_t n = 0; n < plain->n; n++) {
+        const number *from = plain->weight + n * plain->k;
+        float largest = 0;
+        for (int64_t i = 0; i < plain->k; i++) largest = fmaxf(largest, fabsf(widen(from[i])));
+        scales[n] = largest / 127;
+        for (int64_t i = 0; i < plain->k; i++) rows[n * plain->k + i] = 128 + (int)rintf(widen(from[i]) / scales[n]);
+    }
+    return rows;
+}
+
+static struct kvpool_linear packed_bytes(struct tiny *tiny, const struct plain_linear *plain) {
+    int64_t padded = (plain->n + W - 1) / W * W;
+    float *scales = own(tiny, padded * sizeof *scales);
+    memset(scales, 0, padded * sizeof *scales);
+    uint8_t *weight = own(tiny, padded * plain->k);
+    memset(weight, 0, padded * plain->k);
+    kvpool_pack(weight, byte_rows(tiny, plain, scales), 0, plain->n, plain->k / 4);
+    return (struct kvpool_linear){.weight = weight, .scales = scales, .bias = plain->bias, .n = plain->n, .k = plain->k};
+}
+
 static struct kvpool_linear packed(struct tiny *tiny, const struct plain_linear *plain) {
+    if (tiny->shape->is_quantized) return packed_bytes(tiny, plain);
     int64_t padded = (plain->n + W - 1) / W * W;
     number *weight = own(tiny, padded * plain->k * sizeof *weight);
     memset(weight, 0, padded * plain->k * sizeof *weight);
-    kvpool_pack(weight, plain->weight, 0, plain->n, plain->k);
+    kvpool_pack(weight, plain->weight, 0, plain->n, plain->k / P);
     return (struct kvpool_linear){.weight = weight, .bias = plain->bias, .n = plain->n, .k = plain->k};
 }
 
 /* W outputs of gate, W of up, in turn. */
 static struct kvpool_linear packed_pair(struct tiny *tiny, const struct plain_linear *gate, const struct plain_linear *up) {
     int64_t n = 2 * gate->n;
+    if (tiny->shape->is_quantized) { /* the rows of both in the order of a product, which then packs them */
+        struct plain_linear both = {.weight = own(tiny, n * gate->k * sizeof(number)), .n = n, .k = gate->k};
+        for (int64_t i = 0; i < gate->n; i += W) {
+            memcpy(both.weight + 2 * i * gate->k, gate->weight + i * gate->k, W * gate->k * sizeof(number));
+            memcpy(both.weight + (2 * i + W) * gate->k, up->weight + i * gate->k, W * gate->k * sizeof(number));
+        }
+        return packed_bytes(tiny, &both);
+    }
     number *weight = own(tiny, n * gate->k * sizeof *weight);
     float *bias = gate->bias ? own(tiny, n * sizeof *bias) : NULL;
     for (int64_t i = 0; i < gate->n; i += W) {
-        kvpool_pack(weight, gate->weight + i * gate->k, 2 * i, W, gate->k);
-        kvpool_pack(weight, up->weight + i * gate->k, 2 * i + W, W, gate->k);
+        kvpool_pack(weight, gate->weight + i * gate->k, 2 * i, W, gate->k / P);
+        kvpool_pack(weight, up->weight + i * gate->k, 2 * i + W, W, gate->k / P);
         if (bias) {
             memcpy(bias + 2 * i, gate->bias + i, W * sizeof *bias);
             memcpy(bias + 2 * i + W, up->bias + i, W * sizeof *bias);

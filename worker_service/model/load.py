@@ -35,11 +35,11 @@ from .length import choose_max_model_len
 from .memory.facts import facts_of_loaded
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.errors import NotNative
-from .native.load import NotNativeAfterAll, try_native
+from .native.load import NATIVE_DTYPES, NotNativeAfterAll, try_native
 from .placement import choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress, quiet_transformers
 from .rope import Regime, describe_regime, fix_longrope
-from .settings import ModelSettings
+from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.fingerprint import fingerprint
 from .source.resolve import ModelFolder, resolve_model
@@ -117,7 +117,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     if (line := describe_regime(config, prepared.rope_regime)) is not None:
         progress(line)
     device, dtype = prepared.device, prepared.dtype
-    facts = _read_facts(folder, config, prepared, cache_dir, progress)
+    facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
     started = time.monotonic()
     runtime, layers = _load_runtime(folder.path, config, prepared, settings, cache_dir, progress)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
@@ -132,8 +132,15 @@ def _load_runtime(
     model = _load_weights(path, config, dtype, device)
     if settings.runtime != "torch":
         try:
-            return try_native(model, dtype, device, max_model_len, settings.block_size, cache_dir, progress)
+            return try_native(
+                model, dtype, device, max_model_len, settings.block_size, cache_dir, progress, settings.quantize == "int8"
+            )
         except NotNative as error:
+            if settings.quantize != "none":
+                raise ModelError(
+                    f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {error}. "
+                    "Leave --quantize out."
+                ) from error
             if settings.runtime == "native":
                 raise ModelError(
                     f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
@@ -167,6 +174,11 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device, own_dtype(config))
+    if settings.quantize != "none" and (device.type != "cpu" or dtype not in NATIVE_DTYPES):
+        raise ModelError(
+            f"--quantize {settings.quantize} needs the native step, which computes float32 and bfloat16 on a CPU; this worker would "
+            f"compute {dtype_name(dtype)} on {device}. Leave --quantize out, or give --device cpu and another --dtype."
+        )
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
     check_config(config, max_model_len)
@@ -175,14 +187,14 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
 
 
 def _read_facts(
-    folder: ModelFolder, config: Any, prepared: Prepared, cache_dir: Path, progress: Progress
+    folder: ModelFolder, config: Any, prepared: Prepared, quantize: QuantizationName, cache_dir: Path, progress: Progress
 ) -> ModelFacts:
     files = TokenizerFiles(folder.path)
     text = config.get_text_config(decoder=True)
     dtype = dtype_name(prepared.dtype)
     return ModelFacts(
         name=folder.name,
-        fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime),
+        fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime, quantize),
         architecture=config.model_type,
         dtype=dtype,
         device=str(prepared.device),

@@ -28,13 +28,16 @@ class Outline:
     """The dtype that it would be loaded in."""
     max_model_len: int
     meta_model: MetaModel
+    is_quantized: bool = False
+    """Its weights would be packed as int8."""
 
     def weight_bytes(self) -> dict[str, int]:
         return {name: self.meta_model.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
 
     def plan(self, settings: MemorySettings) -> MemoryBudget:
         """As LoadedModel.plan, with estimated activations. Raises ModelError."""
-        return plan_memory(facts_of_meta_model(self.meta_model, self.dtype, self.device, settings), settings)
+        facts = facts_of_meta_model(self.meta_model, self.dtype, self.device, settings, self.is_quantized)
+        return plan_memory(facts, settings)
 
 
 def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
@@ -57,4 +60,5 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
         dtype=dtype,
         max_model_len=prepared.max_model_len,
         meta_model=meta_model,
+        is_quantized=settings.quantize != "none",
     )

@@ -8,6 +8,7 @@ from typing import Literal
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 RuntimeName = Literal["auto", "native", "torch"]
+QuantizationName = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class ModelSettings:
     """Folder of converted models and digests; None: $KVPOOL_CACHE_DIR, else kvpool in the user's cache folder."""
     runtime: RuntimeName = "auto"
     """native: the step in C, on a CPU; torch: transformers' modules; auto: native for the models that it computes, else torch."""
+    quantize: QuantizationName = "none"
+    """int8: weights in one byte, natively only."""
     block_size: int = 16
     """Tokens of a block of the KV cache: the native step needs an even number in bfloat16."""
     num_threads: int | None = None

@@ -26,7 +26,11 @@ class Activation(IntEnum):
 
 
 class Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias", "scales")),
+        ("n", c_int64),
+        ("k", c_int64),
+    )
 
 
 class Norm(Structure):

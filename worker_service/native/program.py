@@ -21,7 +21,7 @@ _SHORT_PASSES = 4
 """A part with at most so many passes of rows may attend to a shared prefix together with others."""
 
 
-_LAYER_PHASES = ("norm", "qkv", "rotary", "attention", "merge", "out", "norm", "up", "down")
+_LAYER_PHASES = ("norm", "qkv", "rotary", "attention", "merge", "out", "norm", "up", "quantize", "down")
 """As in csrc/state.h."""
 
 

@@ -47,7 +47,7 @@ def logits(library: Library, num_threads: int) -> list[float]:
         return addressof(memory[-1])
 
     def linear(n: int, k: int) -> Linear:
-        return Linear(numbers(n * k), None, n, k)
+        return Linear(weight=numbers(n * k), n=n, k=k)
 
     norm, table = (
         Norm(None, None, 1e-5, 0, 1, 0),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .arena import Arena
 from .description import LayerDescription, ModelDescription, NormDescription, Rows
 from .library import Layer, Library, Linear, Norm, Sizes
+from .quantization import quantize
+
+_WORD = 4
+"""Bytes."""
 
 
 class PackedModel:
     """The C structures of a model, with the tensors that they point to. Without KV: that belongs to a Program."""
 
-    def __init__(self, description: ModelDescription, library: Library) -> None:
-        """Packs the weights. The modules' weights are empty afterwards: the torch model cannot run any more."""
+    def __init__(self, description: ModelDescription, library: Library, is_quantized: bool = False) -> None:
+        """Packs the weights, as int8 if they are to be quantized. The modules' weights are empty afterwards: the torch model cannot
+        run any more."""
         self.library = library
+        self._is_quantized = is_quantized
         self.dtype = description.dtype
         self.hidden_size = description.hidden_size
         self.vocab_size = description.vocab_size
@@ -92,53 +98,60 @@ class PackedModel:
 
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""
-        weights = [(at, part.weight()) for at, part in zip(_starts(parts), parts, strict=True)]
-        bias = None
+        linear = self._packed(zip(_starts(parts), parts, strict=True), sum(part.num_outputs for part in parts), min_inputs)
         if any(part.bias() is not None for part in parts):
-            bias = torch.cat([_bias_or_zeros(part) for part in parts])
-        return self._packed(weights, bias, sum(part.num_outputs for part in parts), min_inputs, parts)
+            linear.bias = self._keep(torch.cat([_bias_or_zeros(part) for part in parts]))
+        return linear
 
     def _gated(self, gate: Rows, up: Rows) -> Linear:
         """A vector of gate's outputs, one of up's, in turn; their number is rounded up to whole vectors."""
         width = self.library.words_per_vector
         vectors = -(-gate.num_outputs // width)
-        weights: list[tuple[int, torch.Tensor]] = []
-        for place, part in enumerate((gate, up)):
-            weight = part.weight()
-            weights += [
-                ((2 * vector + place) * width, weight[vector * width : (vector + 1) * width])
-                for vector in range(vectors)
-            ]
-        bias = None
+        linear = self._packed(((0, gate), (width, up)), 2 * vectors * width, stride=2 * width)
         if gate.bias() is not None or up.bias() is not None:
             both = torch.zeros(2, vectors * width)
             for row, part in zip(both, (gate, up), strict=True):
                 row[: part.num_outputs] = _bias_or_zeros(part)
-            bias = both.view(2, vectors, width).transpose(0, 1).reshape(-1)
-        return self._packed(weights, bias, 2 * vectors * width, 0, (gate, up))
+            linear.bias = self._keep(both.view(2, vectors, width).transpose(0, 1).reshape(-1))
+        return linear
 
     def _packed(
-        self,
-        weights: Sequence[tuple[int, torch.Tensor]],
-        bias: torch.Tensor | None,
-        num_outputs: int,
-        min_inputs: int,
-        parts: Sequence[Rows],
+        self, parts: Iterable[tuple[int, Rows]], num_outputs: int, min_inputs: int = 0, stride: int | None = None
     ) -> Linear:
-        """weights: (first output, rows). Empties the parts' modules."""
-        width, in_word = self.library.words_per_vector, self.library.numbers_per_word
-        num_inputs = weights[0][1].shape[1]
-        padded_inputs = max(min_inputs, -(-num_inputs // in_word) * in_word)
-        packed = self._arena.zeros(-(-num_outputs // width) * width * padded_inputs, self.dtype)
-        for first, rows in weights:
+        """parts: (output of the first row, rows). stride: outputs from one vector of rows to the next; None: they follow each other.
+        Empties the parts' modules."""
+        parts = list(parts)
+        width, dtype = self.library.words_per_vector, torch.uint8 if self._is_quantized else self.dtype
+        in_word = _WORD // dtype.itemsize
+        num_inputs = parts[0][1].weight().shape[1]
+        padded_inputs = -(-max(min_inputs, num_inputs) // in_word) * in_word
+        padded_outputs = -(-num_outputs // width) * width
+        packed = self._arena.zeros(padded_outputs * padded_inputs, dtype)
+        scales = torch.zeros(padded_outputs) if self._is_quantized else None
+        for first, part in parts:
+            rows = part.weight()
+            assert rows.dtype == self.dtype, rows.dtype
+            if scales is not None:
+                rows, steps = quantize(rows)
             if padded_inputs != num_inputs:
                 rows = torch.nn.functional.pad(rows, (0, padded_inputs - num_inputs))
-            assert rows.dtype == self.dtype, rows.dtype
             assert rows.is_contiguous()
-            self.library.functions.kvpool_pack(packed.data_ptr(), rows.data_ptr(), first, len(rows), padded_inputs)
-        for part in parts:
+            each = len(rows) if stride is None else width
+            for start in range(0, len(rows), each):
+                at = first + start if stride is None else first + start // width * stride
+                some = rows[start : start + each]
+                words = padded_inputs // in_word
+                self.library.functions.kvpool_pack(packed.data_ptr(), some.data_ptr(), at, len(some), words)
+                if scales is not None:
+                    scales[at : at + len(some)] = steps[start : start + each]
+        for _, part in parts:
             _release(part.module)
-        return Linear(self._keep(packed), None if bias is None else self._keep(bias), num_outputs, padded_inputs)
+        return Linear(
+            weight=self._keep(packed),
+            scales=None if scales is None else self._keep(scales),
+            n=num_outputs,
+            k=padded_inputs,
+        )
 
     def _keep(self, tensor: torch.Tensor) -> int:
         """Its address; the tensor lives as long as this object."""

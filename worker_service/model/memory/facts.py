@@ -66,7 +66,11 @@ def facts_of_loaded(
 
 
 def facts_of_meta_model(
-    meta_model: MetaModel, dtype: torch.dtype, device: torch.device, settings: MemorySettings
+    meta_model: MetaModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: MemorySettings,
+    is_quantized: bool = False,
 ) -> MemoryFacts:
     """The same without weights; allocates nothing. Raises ModelError if a fact is unknown."""
     if device.type == "cuda":
@@ -77,7 +81,7 @@ def facts_of_meta_model(
         device=str(device),
         total_bytes=total,
         other_bytes=total - free,
-        weight_bytes=meta_model.weight_bytes(dtype, device),
+        weight_bytes=meta_model.weight_bytes(dtype, device, is_quantized),
         activation_bytes=meta_model.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
         bytes_per_token=kv_bytes_per_token(meta_model.layers, dtype),
         activations_from=_ESTIMATED,

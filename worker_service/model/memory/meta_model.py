@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
 from ...attention.layer import AttentionCall
@@ -42,14 +43,18 @@ class MetaModel:
         """Tied ones counted once."""
         return sum(int(parameter.numel()) for parameter in self.model.parameters())
 
-    def weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Size of parameters in the dtype, and of buffers, on the device; see load_model."""
+    def weight_bytes(self, dtype: torch.dtype, device: torch.device, is_quantized: bool = False) -> int:
+        """Size of parameters in the dtype, those of linear layers in int8 if quantized, and of buffers, on the device; see
+        load_model."""
         total = self.num_parameters * dtype.itemsize
+        if is_quantized:
+            linears = {module.weight for module in self.model.modules() if type(module) in (torch.nn.Linear, Conv1D)}
+            total -= sum(int(weight.numel()) for weight in linears) * (dtype.itemsize - torch.int8.itemsize)
         for buffer in self.model.buffers():
             follows = buffer.dtype == _DRAWN_IN  # others keep their own dtype
             total += int(buffer.numel()) * (dtype if follows else buffer.dtype).itemsize
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if device.type == "cpu" and type(head) is torch.nn.Linear and packing_works(dtype):
+        if device.type == "cpu" and not is_quantized and type(head) is torch.nn.Linear and packing_works(dtype):
             # Packing copies the weight of a tied head, which it shares with the embeddings.
             total += int(head.weight.numel()) * dtype.itemsize if head.weight is embeddings.weight else 0
         return total

@@ -22,11 +22,11 @@ from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
 from ..progress import Progress
-from .check import Reference, check
+from .check import QUANTIZED_TOLERANCE, Reference, check
 from .errors import NotNative
 from .recognition import describe
 
-_DTYPES = (torch.float32, torch.bfloat16)
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NotNativeAfterAll(NotNative):
@@ -41,13 +41,14 @@ def try_native(
     block_size: int,
     cache_dir: Path,
     progress: Progress,
+    is_quantized: bool = False,
 ) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
-    """The model natively, and its attention layers. Empties the modules of their weights.
+    """The model natively, with weights of int8 if they are to be quantized, and its attention layers. Empties the modules of their weights.
 
     Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
     cannot be served at all.
     """
-    if device.type != "cpu" or dtype not in _DTYPES:
+    if device.type != "cpu" or dtype not in NATIVE_DTYPES:
         raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
     layers = find_attention_layers(model, device)
     check_layers(model.config, layers, max_model_len)
@@ -59,10 +60,10 @@ def try_native(
         _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
-        runtime = NativeRuntime(model.config, PackedModel(description, library), _num_threads(), reference.finish)
-        check(runtime, reference, layers, dtype, device)
+        runtime = NativeRuntime(model.config, PackedModel(description, library, is_quantized), _num_threads(), reference.finish)
+        check(runtime, reference, layers, dtype, device, QUANTIZED_TOLERANCE if is_quantized else None)
     progress(
-        f"runtime: native ({library.describe()}, {runtime.num_threads} threads; checked and packed in "
+        f"runtime: native ({library.describe()}{', weights of int8' if is_quantized else ''}, {runtime.num_threads} threads; checked and packed in "
         f"{time.monotonic() - started:.1f} s)"
     )
     return runtime, layers

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..progress import Progress
 from ..rope import Regime
+from ..settings import QuantizationName
 from .cache_dir import file_digest
 from .weights import safetensors_names
 
@@ -20,9 +21,15 @@ _NO_PART_IN_KV = frozenset(
 
 
 def fingerprint(
-    folder: Path, dtype: str, cache_dir: Path, progress: Progress, rope_regime: Regime | None = None
+    folder: Path,
+    dtype: str,
+    cache_dir: Path,
+    progress: Progress,
+    rope_regime: Regime | None = None,
+    quantize: QuantizationName = "none",
 ) -> str:
-    """Hex SHA-256 of the weights files, the config fields that affect the computation, the dtype, and the RoPE regime."""
+    """Hex SHA-256 of the weights files, and of all else that the KV depends on: config fields that affect the computation, the dtype,
+    the RoPE regime, and how weights are quantized."""
     config = json.loads((folder / "config.json").read_bytes())
     files = weights_files(folder)
     size = sum(file.stat().st_size for file in files)
@@ -35,6 +42,8 @@ def fingerprint(
     }
     if rope_regime is not None:
         content["rope_regime"] = rope_regime
+    if quantize != "none":
+        content["quantize"] = quantize
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

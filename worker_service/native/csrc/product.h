@@ -2,20 +2,16 @@
 #ifndef KVPOOL_PRODUCT_H
 #define KVPOOL_PRODUCT_H
 
+#include "quantized.h"
 #include "state.h"
 
-#define COLUMNS 4      /* vectors of a tile's outputs, at most */
 #define TILE_ROWS 96   /* rows of a tile, at most */
 
-INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
-
 /* sums[r][c] = Σ over k of row r times outputs of vector c. `ahead`: a weight to be prefetched meanwhile, or NULL. */
-INLINE void product(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs, int64_t k,
+INLINE void product(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const word *inputs,
                     vf sums[ROWS][COLUMNS]) {
     vf sum[ROWS][COLUMNS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
-    const word *rows[ROWS];
-    UNROLL for (int r = 0; r < num_rows; r++) rows[r] = (const word *)(inputs + r * k);
     for (int64_t i = 0; i < k_words; i++) {
         vu w[COLUMNS];
         UNROLL for (int c = 0; c < columns; c++) {
@@ -25,35 +21,33 @@ INLINE void product(int num_rows, int columns, const word *weight, const word *a
             w[c] = load_words(at);
         }
         UNROLL for (int r = 0; r < num_rows; r++) {
-            word x;
-            memcpy(&x, rows[r] + i, 4);
-            vu input = set_word(x);
-            UNROLL for (int c = 0; c < columns; c++) sum[r][c] = dot(sum[r][c], w[c], input);
+            vu x = set_word(inputs[r * k_words + i]);
+            UNROLL for (int c = 0; c < columns; c++) sum[r][c] = dot(sum[r][c], w[c], x);
         }
     }
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sums[r][c] = sum[r][c];
 }
 
-INLINE void product_of_columns(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs,
-                               int64_t k, vf sums[ROWS][COLUMNS]) {
+INLINE void product_of_columns(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const word *inputs,
+                               vf sums[ROWS][COLUMNS]) {
     switch (columns) {
-    case 1: product(num_rows, 1, weight, ahead, k_words, inputs, k, sums); break;
-    case 2: product(num_rows, 2, weight, ahead, k_words, inputs, k, sums); break;
-    case 3: product(num_rows, 3, weight, ahead, k_words, inputs, k, sums); break;
-    default: product(num_rows, 4, weight, ahead, k_words, inputs, k, sums); break;
+    case 1: product(num_rows, 1, weight, ahead, k_words, inputs, sums); break;
+    case 2: product(num_rows, 2, weight, ahead, k_words, inputs, sums); break;
+    case 3: product(num_rows, 3, weight, ahead, k_words, inputs, sums); break;
+    default: product(num_rows, 4, weight, ahead, k_words, inputs, sums); break;
     }
 }
 
-static void product_of_rows(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const number *inputs,
-                            int64_t k, vf sums[ROWS][COLUMNS]) {
+static __attribute__((noinline)) void product_of_rows(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words,
+                                                      const word *inputs, vf sums[ROWS][COLUMNS]) {
     switch (num_rows) {
-    case 1: product_of_columns(1, columns, weight, ahead, k_words, inputs, k, sums); break;
-    case 2: product_of_columns(2, columns, weight, ahead, k_words, inputs, k, sums); break;
-    case 3: product_of_columns(3, columns, weight, ahead, k_words, inputs, k, sums); break;
+    case 1: product_of_columns(1, columns, weight, ahead, k_words, inputs, sums); break;
+    case 2: product_of_columns(2, columns, weight, ahead, k_words, inputs, sums); break;
+    case 3: product_of_columns(3, columns, weight, ahead, k_words, inputs, sums); break;
 #if ROWS > 3
-    case 4: product_of_columns(4, columns, weight, ahead, k_words, inputs, k, sums); break;
-    case 5: product_of_columns(5, columns, weight, ahead, k_words, inputs, k, sums); break;
-    default: product_of_columns(6, columns, weight, ahead, k_words, inputs, k, sums); break;
+    case 4: product_of_columns(4, columns, weight, ahead, k_words, inputs, sums); break;
+    case 5: product_of_columns(5, columns, weight, ahead, k_words, inputs, sums); break;
+    default: product_of_columns(6, columns, weight, ahead, k_words, inputs, sums); break;
 #endif
     }
 }
@@ -120,23 +114,27 @@ static void finish(vf sums[COLUMNS], int64_t row, int64_t first, int columns, co
     }
 }
 
-/* One tile: columns first, so that threads next to each other read other weights of the same rows. */
+/* One tile: columns first, so that threads next to each other read other weights of the same rows. Inputs [rows][k] are read
+ * from the quantized ones if the weight is int8. */
 static void tile(const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t least, const number *inputs,
                  int64_t rows, int64_t piece, const struct result *result) {
     int64_t vectors = (linear->n + W - 1) / W, columns = tile_columns(model, linear, least);
-    int64_t across = (vectors + columns - 1) / columns, k = linear->k, k_words = k / P;
+    int64_t across = (vectors + columns - 1) / columns, k_words = linear->k / (linear->scales ? BYTES : P);
     int64_t column = piece % across * columns, row = piece / across * TILE_ROWS;
     int64_t num_rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
     int here = vectors - column < columns ? vectors - column : columns;
-    int64_t passes = (num_rows + ROWS - 1) / ROWS;
+    int64_t each = linear->scales ? BYTE_ROWS : ROWS, passes = (num_rows + each - 1) / each;
+    const word *weight = (const word *)linear->weight + column * k_words * W;
     for (int64_t pass = 0; pass < passes; pass++) {
-        int64_t first = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
+        int64_t first = row + num_rows * pass / passes, end = row + num_rows * (pass + 1) / passes;
         vf sums[ROWS][COLUMNS];
-        const word *weight = (const word *)linear->weight + column * k_words * W;
         /* The last of several passes has its weights in a cache, so memory can bring those that this thread probably takes next. */
         const word *ahead = pass && pass + 1 == passes ? weight + model->num_threads * columns * k_words * W : NULL;
-        product_of_rows(end - first, here, weight, ahead, k_words, inputs + (row + first) * k, k, sums);
-        for (int64_t r = first; r < end; r++) finish(sums[r - first], row + r, column * W, here, linear, result);
+        if (linear->scales)
+            product_of_bytes(end - first, here, model, linear, first, column * W, weight, ahead, sums);
+        else
+            product_of_rows(end - first, here, weight, ahead, k_words, (const word *)(inputs + first * linear->k), sums);
+        for (int64_t r = first; r < end; r++) finish(sums[r - first], r, column * W, here, linear, result);
     }
 }
 

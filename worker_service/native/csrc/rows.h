@@ -2,6 +2,7 @@
 #ifndef KVPOOL_ROWS_H
 #define KVPOOL_ROWS_H
 
+#include "quantized.h"
 #include "state.h"
 
 /* y = x normed, with the weights from `first` on; y may be x. */
@@ -35,7 +36,10 @@ static void embed(struct kvpool_model *model, int64_t t) {
     const struct kvpool_sizes *sizes = &model->sizes;
     int64_t hidden = sizes->hidden, id = model->step.ids[t];
     float *row = model->residual + t * hidden;
-    if (sizes->embedding_is_packed) { /* the head's weight */
+    if (sizes->embedding_is_packed && sizes->head.scales) {
+        const word *words = (const word *)sizes->embedding + id / W * (sizes->head.k / BYTES) * W + id % W;
+        for (int64_t i = 0; i < hidden; i++) row[i] = ((int)(words[i / BYTES * W] >> (8 * (i % BYTES)) & 255) - ADDED) * sizes->head.scales[id];
+    } else if (sizes->embedding_is_packed) { /* the head's weight */
         const word *words = (const word *)sizes->embedding + id / W * (hidden / P) * W + id % W;
         for (int64_t i = 0; i < hidden / P; i++) {
             number pair[P];
@@ -66,15 +70,18 @@ static void add_stored(struct kvpool_model *model, int64_t t, const struct kvpoo
     for (int64_t i = 0; i < hidden; i++) residual[i] += added[i] * scale;
 }
 
-/* The residual of a token as inputs of a product, normed if the norm is used. `room` [hidden] is overwritten. */
-static void norm_residual(const struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, number *inputs, float *room) {
+/* The residual of token t as row `row` of a product's inputs, normed if the norm is used. `room` [hidden] is overwritten. */
+static void norm_residual(const struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, const struct kvpool_linear *linear,
+                          number *all_inputs, int64_t row, float *room) {
     int64_t hidden = model->sizes.hidden;
     const float *from = model->residual + t * hidden;
+    number *inputs = all_inputs + row * hidden;
     if (norm->is_used) {
         norm_floats(norm, 0, from, room, hidden);
         from = room;
     }
     for (int64_t i = 0; i < hidden; i += W) store_numbers_part(inputs + i, load_part(from + i, hidden - i), hidden - i);
+    if (linear->scales) quantize_row(model, row, inputs, hidden, linear);
 }
 
 static void note_finite(const struct kvpool_model *model, int64_t t) {

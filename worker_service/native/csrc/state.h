@@ -34,7 +34,7 @@ struct phase {
     _Alignas(64) atomic_llong next, done;
 };
 
-enum { NORM_1, QKV, ROTARY, ATTENTION, MERGE, OUT, NORM_2, UP, DOWN, PHASES_PER_LAYER };
+enum { NORM_1, QKV, ROTARY, ATTENTION, MERGE, OUT, NORM_2, UP, QUANTIZE, DOWN, PHASES_PER_LAYER };
 enum { END = 1, NORM_3, HEAD, PHASES_AROUND = 4 }; /* the embedding first; the others count from the last layer's end */
 
 struct kvpool_model {
@@ -61,9 +61,13 @@ struct kvpool_model {
     number *attended;      /* [T][Hq · D] */
     number *activated;     /* [T][mlp] */
     number *selected;      /* [rows][hidden] */
+    int8_t *quantized;     /* [rows][groups][GROUP] of the next product, if weights are int8 */
+    float *scales;         /* [rows][groups] of them */
+    int32_t *offsets_of_groups;
     float *slots;          /* [slots][D + 2]: m, l, o */
     int64_t token_room, part_room, row_room, slot_room;
-    int64_t widest_qkv, widest_attended, widest_mlp, widest_head;
+    int64_t widest_qkv, widest_attended, widest_mlp, widest_head, most_groups;
+    int64_t quantized_room; /* rows */
 
     /* The team. */
     struct phase *phases;
@@ -73,6 +77,10 @@ struct kvpool_model {
     atomic_int is_open, is_closing, tick, sleepers;
     struct timespec *times; /* [phases + 1] of the caller, if wanted */
 };
+
+#define COLUMNS 4 /* vectors of a tile's outputs, at most */
+
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 
 /* New memory for what `at` points to; its old contents are lost. */
 static int grow(void *at, int64_t bytes) {

@@ -9,7 +9,7 @@
  * the first to the last. Neither depends on the other rows of the step, on chunks, on shared prefixes or on the number of threads.
  *
  * Words: P numbers of the type fill a 32-bit word, W words a vector.
- *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros
+ *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros; int8: four in a word
  *   K       [blocks][Hkv][D/P][block_size] words   one load is W keys at one word of D
  *   V       [blocks][Hkv][block_size/P][D] words   one load is W dimensions of P neighbouring tokens
  */
@@ -48,6 +48,7 @@ static int64_t pieces_of(const struct kvpool_model *model, int64_t phase) {
     }
     case OUT: return tiles_of(model, &layer->out, tokens, 1);
     case UP: return tiles_of(model, &layer->up, tokens, layer->is_gated ? 2 : 1);
+    case QUANTIZE: return layer->down.scales ? row_pieces(model) : 0;
     case DOWN: return tiles_of(model, &layer->down, tokens, 1);
     default: return row_pieces(model);
     }
@@ -66,7 +67,6 @@ static struct result onto_residual(struct kvpool_model *model, int is_stored) {
 /* One token in a phase of rows. */
 static void run_row(struct kvpool_model *model, int64_t phase, int64_t t, float *room) {
     const struct kvpool_layer *layer = &model->layers[(phase - 1) / PHASES_PER_LAYER], *last = &layer[-1];
-    number *inputs = model->inputs + t * model->sizes.hidden;
     if (phase == 0) {
         embed(model, t);
     } else if (phase == model->num_phases - PHASES_AROUND + END) {
@@ -76,13 +76,24 @@ static void run_row(struct kvpool_model *model, int64_t phase, int64_t t, float 
         switch ((phase - 1) % PHASES_PER_LAYER) {
         case NORM_1:
             if (phase > 1 && stores_mlp(last)) add_stored(model, t, &last->after_mlp, room);
-            norm_residual(model, t, &layer->before_attention, inputs, room);
+            norm_residual(model, t, &layer->before_attention, &layer->qkv, model->inputs, t, room);
             break;
         case ROTARY: rotary_row(model, layer, t); break;
-        case MERGE: merge_row(model, layer, t); break;
+        case MERGE:
+            merge_row(model, layer, t);
+            if (layer->out.scales) {
+                int64_t count = layer->heads * layer->head_size;
+                quantize_row(model, t, model->attended + t * count, count, &layer->out);
+            }
+            break;
+        case QUANTIZE: {
+            int64_t count = layer->is_gated ? layer->up.n / 2 : layer->up.n;
+            quantize_row(model, t, model->activated + t * count, count, &layer->down);
+            break;
+        }
         case NORM_2:
             if (stores_attention(layer) && !layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
-            norm_residual(model, t, &layer->before_mlp, inputs, room);
+            norm_residual(model, t, &layer->before_mlp, &layer->up, model->inputs, t, room);
             if (layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
             break;
         default: break;
@@ -104,7 +115,7 @@ static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) 
         run_rows(model, phase, piece);
     } else if (from_end == NORM_3) {
         float room[hidden];
-        norm_residual(model, step->rows[piece], &model->sizes.last_norm, model->selected + piece * hidden, room);
+        norm_residual(model, step->rows[piece], &model->sizes.last_norm, &model->sizes.head, model->selected, piece, room);
     } else if (from_end == HEAD) {
         struct result result = {.action = STORE, .floats = step->logits};
         tile(model, &model->sizes.head, 1, model->selected, step->num_rows, piece, &result);
@@ -165,6 +176,15 @@ static int make_room(struct kvpool_model *model) {
         if (grow(&model->selected, step->num_rows * hidden * sizeof(number))) return -1;
         model->row_room = step->num_rows;
     }
+    int64_t rows = tokens > step->num_rows ? tokens : step->num_rows;
+    if (model->sizes.head.scales && rows > model->quantized_room) {
+        model->quantized_room = 0;
+        if (grow(&model->quantized, rows * model->most_groups * GROUP) ||
+            grow(&model->scales, rows * model->most_groups * sizeof(float)) ||
+            grow(&model->offsets_of_groups, rows * model->most_groups * sizeof(int32_t)))
+            return -1;
+        model->quantized_room = rows;
+    }
     return 0;
 }
 
@@ -218,6 +238,9 @@ static int find_kinds(struct kvpool_model *model) {
         if (attended > model->widest_attended) model->widest_attended = attended;
         if (layer->down.k > model->widest_mlp) model->widest_mlp = layer->down.k;
         if (layer->head_size > model->widest_head) model->widest_head = layer->head_size;
+        const struct kvpool_linear *linears[] = {&layer->qkv, &layer->out, &layer->up, &layer->down, &model->sizes.head};
+        for (int j = 0; j < 5; j++)
+            if (groups_of(linears[j]) > model->most_groups) model->most_groups = groups_of(linears[j]);
         if (stores_attention(layer) || stores_mlp(layer)) model->sizes.stores_products = 1;
     }
     return 0;
@@ -255,7 +278,7 @@ void kvpool_close(struct kvpool_model *model) {
     void *owned[] = {model->layers,   model->kinds,   model->kind_of_layer, model->offsets,   model->context,
                      model->order,    model->num_slots, model->first_slot,  model->prefix,    model->num_pieces, model->residual,
                      model->stored,   model->inputs,  model->qkv,           model->queries,   model->attended, model->activated,
-                     model->selected, model->slots,   model->phases,        model->threads,   model->times};
+                     model->selected, model->quantized, model->scales, model->offsets_of_groups, model->slots,   model->phases,        model->threads,   model->times};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     free(model);
 }
@@ -275,9 +298,8 @@ int kvpool_phase_seconds(struct kvpool_model *model, double *seconds) {
 
 /* ---- Packing ---- */
 
-/* Rows of a row-major weight [count][k] to the outputs from `first` on of a packed one. */
-void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t k) {
-    int64_t words = k / P;
+/* Rows of a row-major weight [count][words] to the outputs from `first` on of a packed one. */
+void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t words) {
     const word *from = rows;
     for (int64_t n = 0; n < count;) { /* the rows of one vector together: written in order, read in W streams */
         int64_t lane = (first + n) % W, here = W - lane < count - n ? W - lane : count - n;

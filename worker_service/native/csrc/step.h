@@ -8,11 +8,12 @@
 enum { KVPOOL_NO_MEMORY = 1 };
 enum { KVPOOL_SILU, KVPOOL_GELU_TANH, KVPOOL_GELU, KVPOOL_RELU, KVPOOL_RELU_SQUARED };
 
-/* outputs [n] = weight [n][k] · inputs [k] + bias */
+/* outputs [n] = weight [n][k] · inputs [k] + bias. All linears of a model have scales, or none has. */
 struct kvpool_linear {
-    const void *weight; /* packed, n padded with zeros to whole vectors */
-    const float *bias;  /* [n] or NULL */
-    int64_t n, k;
+    const void *weight;   /* packed, n padded with zeros to whole vectors */
+    const float *bias;    /* [n] or NULL */
+    const float *scales;  /* [n, padded] of a weight of int8, 128 added to each number; NULL: the weight has the model's type */
+    int64_t n, k;         /* k: a multiple of the numbers in a word */
 };
 
 struct kvpool_norm {
@@ -85,7 +86,7 @@ int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step);
 void kvpool_close(struct kvpool_model *model);
 int64_t kvpool_num_phases(const struct kvpool_model *model);
 int kvpool_phase_seconds(struct kvpool_model *model, double *seconds);
-void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t k);
+void kvpool_pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t words);
 void kvpool_describe_build(struct kvpool_build *build);
 
 #endif

@@ -162,6 +162,18 @@ INLINE number narrow(float x) { return x; }
 #endif
 
 /* W numbers. */
+INLINE vf load_numbers(const number *p) {
+#if !BFLOAT16
+    return load(p);
+#elif defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
+    float lanes[W];
+    UNROLL for (int i = 0; i < W; i++) lanes[i] = widen(p[i]);
+    return load(lanes);
+#endif
+}
+
 INLINE void store_numbers(number *p, vf x) {
 #if !BFLOAT16
     store(p, x);
