@@ -37,7 +37,7 @@ LENGTH = 400
 """More than a partition of keys, so that partitions are folded and shared."""
 TEXT = random.Random(1).choices(range(250), k=LENGTH)
 _REASONS = {
-    "mixtral": "its layers have weights besides linear layers and norms: mlp.gate.weight",
+    "mixtral": "its layers have weights besides linear layers and norms, such as mlp.gate.weight",
     "gpt_oss": "it has attention sinks",
     "deepseek_v3": "heads of K and V differ in size",
 }
@@ -202,9 +202,9 @@ class Subject:
         return torch.equal(rows, self.truth[first : first + len(rows)])
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "olmo2", "gpt_neox"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Full attention, and windows with soft caps."""
+    """Full attention; windows with soft caps; norms of all heads together; attention and the MLP added at once."""
     return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path
 
 

@@ -132,7 +132,7 @@ def _load_runtime(
     model = _load_weights(path, config, dtype, device)
     if settings.runtime != "torch":
         try:
-            return try_native(model, dtype, device, max_model_len, settings.block_size, cache_dir, progress)
+            return try_native(model, config, dtype, device, max_model_len, settings.block_size, cache_dir, progress)
         except NotNative as error:
             if settings.runtime == "native":
                 raise ModelError(
