@@ -21,11 +21,14 @@ from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
+from kvpool.worker_service.model.guard.tiny_replica import replica_config
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, RuntimeName
 from kvpool.worker_service.native.weights import PackedModel
+from scripts.models.subjects import default_config
+from scripts.models.trial import save
 from tests.model.paged import GREEDY, load
 from tests.model.test_model_truth import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
@@ -111,6 +114,13 @@ def test_a_model_that_surprises_is_served_by_torch(
     assert held == [0] * num_calls  # one model in memory at a time
     (result,) = loaded.runner(KVCachePlan(3, 16, 1)).execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
     assert result.token is not None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None:
+    """Its own config describes the text only, of which transformers can build no model."""
+    save(replica_config(default_config("emu3"), 128), tmp_path)
+    assert isinstance(load(tmp_path, max_model_len=128, runtime="native").runtime, NativeRuntime)
 
 
 def test_without_a_compiler_torch_serves_and_says_so(
