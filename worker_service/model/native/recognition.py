@@ -23,7 +23,7 @@ from .observation import TOLERANCE, Attended, Observation, difference, factor, i
 from .rotation import Table, rotary_tables
 
 _MOST_OFFSET = 8
-"""Rows of a table of positions before that of position 0."""
+"""Rows of a table of positions before that of position 0 are fewer."""
 
 
 def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, max_model_len: int) -> ModelDescription:
