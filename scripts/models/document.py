@@ -113,11 +113,12 @@ def _grouped(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
 
 
 def _not_native(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
-    """Reasons without figures, the most common first."""
+    """Reasons without figures and names of weights, the most common first."""
     groups: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.native not in ("", NATIVE):
-            groups.setdefault(re.sub(r"\d+(\.\d+)?%", "x %", outcome.native), []).append(outcome.kind)
+            reason = re.sub(r"\d+(\.\d+)?%", "x %", outcome.native)
+            groups.setdefault(re.sub(r", such as \S+$", "", reason), []).append(outcome.kind)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 

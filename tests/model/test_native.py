@@ -24,11 +24,14 @@ from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.self_check import relative_difference
+from kvpool.worker_service.model.guard.tiny_replica import replica_config
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, QuantizationName, RuntimeName
 from kvpool.worker_service.native.weights import PackedModel
+from scripts.models.subjects import default_config
+from scripts.models.trial import save
 from tests.model.paged import GREEDY, load
 from tests.model.test_model_truth import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
@@ -40,7 +43,7 @@ LENGTH = 400
 """More than a partition of keys, so that partitions are folded and shared."""
 TEXT = random.Random(1).choices(range(250), k=LENGTH)
 _REASONS = {
-    "mixtral": "its layers have weights besides linear layers and norms: mlp.gate.weight",
+    "mixtral": "its layers have weights besides linear layers and norms, such as mlp.gate.weight",
     "gpt_oss": "it has attention sinks",
     "deepseek_v3": "heads of K and V differ in size",
 }
@@ -119,6 +122,13 @@ def test_a_model_that_surprises_is_served_by_torch(
     assert held == [0] * num_calls  # one model in memory at a time
     (result,) = loaded.runner(KVCachePlan(3, 16, 1)).execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
     assert result.token is not None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None:
+    """Its own config describes the text only, of which transformers can build no model."""
+    save(replica_config(default_config("emu3"), 128), tmp_path)
+    assert isinstance(load(tmp_path, max_model_len=128, runtime="native").runtime, NativeRuntime)
 
 
 def test_without_a_compiler_torch_serves_and_says_so(
@@ -259,9 +269,9 @@ class Subject:
         return torch.equal(rows, self.truth[first : first + len(rows)])
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "olmo2", "gpt_neox"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Full attention, and windows with soft caps."""
+    """Full attention; windows with soft caps; norms of all heads together; attention and the MLP added at once."""
     return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path
 
 

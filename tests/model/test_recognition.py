@@ -189,7 +189,7 @@ def add_weights(model: Any) -> None:
         (add_to_output, "its layers do more to the residual than"),
         (scale_last_layer, "its layers do more to the residual than"),
         (scale_head_inputs, "its head gets other numbers"),
-        (add_weights, "weights besides linear layers and norms: mlp.extra"),
+        (add_weights, "weights besides linear layers and norms, such as mlp.extra"),
     ],
 )
 def test_what_the_step_does_not_know_is_refused(change: Callable[[Any], None], reason: str) -> None:

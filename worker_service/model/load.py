@@ -133,7 +133,7 @@ def _load_runtime(
     if settings.runtime != "torch":
         try:
             return try_native(
-                model, dtype, device, max_model_len, settings.block_size, cache_dir, progress, settings.quantize == "int8"
+                model, config, dtype, device, max_model_len, settings.block_size, cache_dir, progress, settings.quantize == "int8"
             )
         except NotNative as error:
             if settings.quantize != "none":

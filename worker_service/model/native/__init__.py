@@ -1,1 +1,1 @@
-"""Which models the native step computes: recognised by their modules, and checked by what they compute. Enter by `try_native`."""
+"""Which models the native step computes: recognised by a recorded forward pass, checked by their logits. Enter by `try_native`."""

@@ -79,7 +79,7 @@ def recognise_attention(
         raise NotNative(f"its keys are multiplied by {key.scale:.4g}")
     out = next((call for call in layer.linears if same(call.input_rows, attended.output)), None)
     if out is None:
-        raise NotNative("no linear layer gets what attention returns as it is")
+        raise NotNative("what attention returns is changed before its last linear layer")
     modules = {piece.call.module for piece in (query.piece, key.piece, value)}
     used = [call for call in layer.linears if call.module in modules]
     widths = [piece.numbers.shape[1] for piece in (query.piece, key.piece, value)]

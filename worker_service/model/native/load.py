@@ -35,6 +35,7 @@ class NotNativeAfterAll(NotNative):
 
 def try_native(
     model: Any,
+    config: Any,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
@@ -45,6 +46,7 @@ def try_native(
 ) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
     """The model natively, with weights of int8 if they are to be quantized, and its attention layers. Empties the modules of their weights.
 
+    config: of the folder; a composite model's own may be that of its text only, of which no model can be built.
     Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
     cannot be served at all.
     """
@@ -57,7 +59,7 @@ def try_native(
         description = describe(model, layers, dtype, max_model_len)
         library = _library(dtype, cache_dir, progress)
         _check_sizes(library, layers, block_size)
-        _check_replica(model.config, _library(torch.float32, cache_dir, progress), max_model_len)
+        _check_replica(config, _library(torch.float32, cache_dir, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
         runtime = NativeRuntime(model.config, PackedModel(description, library, is_quantized), _num_threads(), reference.finish)

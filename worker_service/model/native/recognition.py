@@ -23,7 +23,7 @@ from .observation import TOLERANCE, Attended, Observation, difference, factor, i
 from .rotation import Table, rotary_tables
 
 _MOST_OFFSET = 8
-"""Rows of a table of positions before that of position 0."""
+"""Rows of a table of positions before that of position 0 are fewer."""
 
 
 def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, max_model_len: int) -> ModelDescription:
@@ -180,7 +180,7 @@ def _start(
     ]
     weight = embedding.weight.detach()[seen.ids].float()  # type: ignore[operator]
     if len(others) > 1:
-        raise NotNative(f"it has {len(others)} tables besides its embedding; needed: one at most, of positions")
+        raise NotNative("it has several tables besides its embedding; needed: one at most, of positions")
     start, added = _Start(1.0), torch.zeros(1)
     for call in others:
         added = call.output_rows

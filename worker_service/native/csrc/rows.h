@@ -132,12 +132,11 @@ static void rotary_row(struct kvpool_model *model, const struct kvpool_layer *la
     for (int64_t i = 0; i < width; i += W) store_numbers_part(model->queries + t * width + i, load_part(queries + i, width - i), width - i);
     int64_t slot = model->step.slots[t], block = slot / block_size, offset = slot % block_size;
     number *k = (number *)layer->k_cache + (block * layer->kv_heads * d * block_size + offset * P);
+    for (int64_t h = 0; h < layer->kv_heads; h++, keys += d, k += d * block_size)
+        for (int64_t i = 0; i < d; i++) k[i / P * P * block_size + i % P] = narrow(keys[i]);
     number *v = (number *)layer->v_cache + (block * layer->kv_heads * d * block_size + offset / P * P * d + offset % P);
-    for (int64_t h = 0; h < layer->kv_heads; h++, keys += d, values += d, k += d * block_size, v += d * block_size)
-        for (int64_t i = 0; i < d; i++) {
-            k[i / P * P * block_size + i % P] = narrow(keys[i]);
-            v[i * P] = narrow(values[i]);
-        }
+    for (int64_t h = 0; h < layer->kv_heads; h++, values += d, v += d * block_size)
+        for (int64_t i = 0; i < d; i++) v[i * P] = narrow(values[i]);
 }
 
 #endif

@@ -64,40 +64,49 @@ static struct result onto_residual(struct kvpool_model *model, int is_stored) {
     return (struct result){.action = ADD, .floats = model->residual, .scale = model->sizes.residual_scale};
 }
 
-/* One token in a phase of rows. */
+/* What the MLP before layer `index` has stored, if it stores its product. */
+static void add_mlp_before(struct kvpool_model *model, int64_t index, int64_t t, float *room) {
+    if (index == 0 || !stores_mlp(&model->layers[index - 1])) return;
+    add_stored(model, t, &model->layers[index - 1].after_mlp, room);
+}
+
+/* One token in a phase of rows. `room` [hidden] is overwritten. */
 static void run_row(struct kvpool_model *model, int64_t phase, int64_t t, float *room) {
-    const struct kvpool_layer *layer = &model->layers[(phase - 1) / PHASES_PER_LAYER], *last = &layer[-1];
     if (phase == 0) {
         embed(model, t);
-    } else if (phase == model->num_phases - PHASES_AROUND + END) {
-        if (stores_mlp(last)) add_stored(model, t, &last->after_mlp, room);
+        return;
+    }
+    int64_t index = (phase - 1) / PHASES_PER_LAYER;
+    if (index == model->sizes.num_layers) {
+        add_mlp_before(model, index, t, room);
         note_finite(model, t);
-    } else {
-        switch ((phase - 1) % PHASES_PER_LAYER) {
-        case NORM_1:
-            if (phase > 1 && stores_mlp(last)) add_stored(model, t, &last->after_mlp, room);
-            norm_residual(model, t, &layer->before_attention, &layer->qkv, model->inputs, t, room);
-            break;
-        case ROTARY: rotary_row(model, layer, t); break;
-        case MERGE:
-            merge_row(model, layer, t);
-            if (layer->out.scales) {
-                int64_t count = layer->heads * layer->head_size;
-                quantize_row(model, t, model->attended + t * count, count, &layer->out);
-            }
-            break;
-        case QUANTIZE: {
-            int64_t count = layer->is_gated ? layer->up.n / 2 : layer->up.n;
-            quantize_row(model, t, model->activated + t * count, count, &layer->down);
-            break;
+        return;
+    }
+    const struct kvpool_layer *layer = &model->layers[index];
+    switch ((phase - 1) % PHASES_PER_LAYER) {
+    case NORM_1:
+        add_mlp_before(model, index, t, room);
+        norm_residual(model, t, &layer->before_attention, &layer->qkv, model->inputs, t, room);
+        break;
+    case ROTARY: rotary_row(model, layer, t); break;
+    case MERGE:
+        merge_row(model, layer, t);
+        if (layer->out.scales) {
+            int64_t count = layer->heads * layer->head_size;
+            quantize_row(model, t, model->attended + t * count, count, &layer->out);
         }
-        case NORM_2:
-            if (stores_attention(layer) && !layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
-            norm_residual(model, t, &layer->before_mlp, &layer->up, model->inputs, t, room);
-            if (layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
-            break;
-        default: break;
-        }
+        break;
+    case QUANTIZE: {
+        int64_t count = layer->is_gated ? layer->up.n / 2 : layer->up.n;
+        quantize_row(model, t, model->activated + t * count, count, &layer->down);
+        break;
+    }
+    case NORM_2:
+        if (stores_attention(layer) && !layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
+        norm_residual(model, t, &layer->before_mlp, &layer->up, model->inputs, t, room);
+        if (layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
+        break;
+    default: break;
     }
 }
 
