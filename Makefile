@@ -108,7 +108,7 @@ wheel: $(READY)
 	$(BIN)/python -m scripts.native_builds
 	rm -rf build
 	$(BIN)/python -m build --wheel --outdir dist
-	rm -rf build worker_service/native/prebuilt
+	rm -rf build worker_service/native/builds
 
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate
@@ -138,4 +138,4 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf worker_service/native/prebuilt .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,7 +14,7 @@ from .compiler import NoNativeLibrary, NumberType, one_line, source_digest
 from .library import Library, LibraryMismatch, open_library
 from .trial import why_it_does_not_run
 
-FOLDER = Path(__file__).parent / "prebuilt"
+FOLDER = Path(__file__).parent / "builds"
 """Who can write here can write the modules next to it too, so owners and modes are not looked at."""
 MANIFEST = "manifest.json"
 
