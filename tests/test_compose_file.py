@@ -160,6 +160,20 @@ def test_an_image_builds_nothing_itself(target: str) -> None:
         assert building == []
 
 
+def test_the_compiler_of_the_native_step_is_in_no_image() -> None:
+    """400 MB. The worker's image gets the compiled files, by a stage between; the manager's has no use for them."""
+
+    def sources(target: str) -> set[str]:
+        return set(re.findall(r"--from=(\S+)", " ".join(instructions(target, "COPY"))))
+
+    assert "compiler.txt" in stage("native-step")
+    assert "native-step" in sources("kvpool-worker")
+    for target in BUILT.values():
+        assert "native-step" not in sources(target), target
+    assert "native-step" not in sources("kvpool")
+    assert "kvpool-worker" in sources("worker")
+
+
 def test_the_dockerfile_takes_in_only_the_checkout_and_a_tagged_base() -> None:
     assert not re.findall(r"^ADD .*|^COPY .*\.\./.*", DOCKERFILE, re.MULTILINE)
     stages = set(re.findall(r" AS (\S+)$", DOCKERFILE, re.MULTILINE))
@@ -182,5 +196,6 @@ def test_the_images_get_every_package_and_nothing_else() -> None:
     first, *lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert first == "*"
-    assert let_in == folders | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE"}
+    build = {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE", "scripts/native_builds.py"}
+    assert let_in == folders | build
     assert all((ROOT / path).exists() for path in let_in)

@@ -26,6 +26,7 @@ PACKAGES = {
     "kvpool/worker_service": "worker_service",
     "kvpool/client": "client",
 }
+PREBUILT = ("manifest.json", "x86-64-v3-float32.so")
 # Nothing of these may be needed before a model is loaded.
 TENSOR_SIDE = ("accelerate", "gguf", "huggingface_hub", "safetensors", "torch", "transformers")
 FORBID = f"""
@@ -51,12 +52,16 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the sources, so that the checkout stays clean and leftovers in it do not get in."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "builds")
     for name in SOURCES:
         shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=ignored)
     for file in REPOSITORY.iterdir():
         if file.is_file():
             shutil.copy(file, source)
+    prebuilt = source / "worker_service/native/builds"
+    prebuilt.mkdir()
+    for name in PREBUILT:
+        (prebuilt / name).touch()
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
     (built,) = target.glob("*.whl")
     return built
@@ -102,6 +107,12 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
         }
         assert files <= names, sorted(files - names)
     assert not [name for name in names if "__pycache__" in name or "test" in name]
+
+
+def test_prebuilt_steps_are_in_the_wheel_if_they_were_built(wheel: Path, names: set[str]) -> None:
+    """One wheel for all machines: it has the files of each."""
+    assert {f"kvpool/worker_service/native/builds/{name}" for name in PREBUILT} <= names
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_the_types_come_along(names: set[str]) -> None:

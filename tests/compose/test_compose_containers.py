@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
 
+from kvpool.worker_service.native import cpu_info
 from tests.compose.containers import MANAGER, SERVICES, WORKERS, Containers, address
 from tests.compose.project import NAME, TAG
 from tests.scrape import Scrape
@@ -18,7 +20,7 @@ pytestmark = [
 
 MAX_MANAGER_IMAGE_BYTES = 250_000_000
 WRITABLE = {MANAGER: "/var/lib/kvpool", "worker-0": "/var/cache/kvpool", "worker-1": "/var/cache/kvpool"}
-COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "ld", "make", "nvcc", "rustc", "tcc")
+COMPILERS = ("zig", "cc", "gcc", "g++", "c++", "clang", "ld", "make", "nvcc", "rustc", "tcc")
 
 
 async def test_workers_start_when_the_manager_is_healthy(containers: Containers) -> None:
@@ -42,7 +44,7 @@ async def test_workers_start_when_the_manager_is_healthy(containers: Containers)
 
 async def test_the_managers_image_is_small(containers: Containers) -> None:
     size = int(await containers.docker("image", "inspect", f"kvpool-manager:{TAG}", "--format", "{{.Size}}"))
-    print(f"kvpool-manager: {size / 1e6:.0f} MB")
+    print(f"kvpool-manager: {size / 1e6:.1f} MB")
     assert size < MAX_MANAGER_IMAGE_BYTES
 
 
@@ -62,8 +64,19 @@ async def test_no_image_has_a_compiler(service: str, containers: Containers) -> 
     """By name on the path, and by what a compiler brings along, wherever it is."""
     for compiler in COMPILERS:
         assert (await containers.inside(service, "sh", "-c", f"command -v {compiler}")).status != 0, compiler
-    found = await containers.inside(service, "find", "/usr", "/opt", "-name", "cc1*", "-o", "-name", "crtbegin.o")
+    found = await containers.inside(
+        service, "find", "/usr", "/opt", "-name", "cc1*", "-o", "-name", "crtbegin.o", "-o", "-name", "ziglang*"
+    )
     assert found == (0, "")
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_worker_runs_the_step_that_its_image_carries(worker: str, containers: Containers) -> None:
+    """It cannot compile one. What it computes is compared with transformers in test_compose_service.py."""
+    if not cpu_info.flags() & {"avx2", "asimd"}:
+        pytest.skip("the image carries steps for x86-64 with AVX2 and for aarch64; this CPU is another")
+    (runtime,) = set(re.findall(r"runtime: (.*?)[;)]", await containers.log(worker)))
+    assert re.fullmatch(r"native \([\w-]+, float32, prebuilt for [\w+-]+, 1 threads", runtime), runtime
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -22,3 +22,22 @@ def build_folder(pytestconfig: pytest.Config) -> Path:
 def step_file(build_folder: Path) -> Callable[[NumberType], Path]:
     """The step, compiled as a worker does it."""
     return lambda number_type: compiled_library(number_type, build_folder, print).path
+
+
+@pytest.fixture(scope="session")
+def real_file(step_file: Callable[[NumberType], Path]) -> Path:
+    """The float32 step, compiled by this machine's compiler."""
+    return step_file("float32")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """Of progress."""
+    return []

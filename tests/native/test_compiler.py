@@ -5,51 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native import build_cache, compiler
+from kvpool.worker_service.native import build_cache, compiler, cpu_info
 from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType, find_compilers
+from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+from tests.native.fake_compiler import FakeCompiler
 from tests.until import until
-
-
-@pytest.fixture(scope="session")
-def real_file(step_file: Callable[[NumberType], Path]) -> Path:
-    """The float32 step, compiled by this machine's compiler."""
-    return step_file("float32")
-
-
-@pytest.fixture
-def cache_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    """Of progress."""
-    return []
-
-
-class FakeCompiler:
-    """A shell script that has a version, and runs `body` with $output as the file to write. It counts its runs."""
-
-    def __init__(self, path: Path, body: str, version: str = "echo fake 1.0") -> None:
-        self.path = path
-        self._runs = path.with_suffix(".runs")
-        path.write_text(
-            f'#!/bin/sh\ncase "$*" in *--version) {version}; exit;; esac\necho run >> {self._runs}\n'
-            f'while [ "$1" != -o ]; do shift; done\noutput=$2\n{body}\n'
-        )
-        path.chmod(0o755)
-
-    @property
-    def num_runs(self) -> int:
-        return len(self._runs.read_text().splitlines()) if self._runs.exists() else 0
 
 
 @pytest.fixture
@@ -104,7 +68,7 @@ def test_each_type_compiler_and_cpu_has_a_file_of_its_own(
     other_cpu = tmp_path / "cpuinfo"
     other_cpu.write_text("model name\t: another\nflags\t\t: sse2\n")
     with monkeypatch.context() as patch:
-        patch.setattr(build_cache, "CPU_INFO", other_cpu)
+        patch.setattr(cpu_info, "CPU_INFO", other_cpu)
         paths.add(compiled_library("float32", cache_dir, print).path)
     good.path.write_text(good.path.read_text().replace("fake 1.0", "fake 1.1"))
     paths.add(compiled_library("float32", cache_dir, print).path)

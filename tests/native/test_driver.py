@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.worker_service.native import cpu_info
 from kvpool.worker_service.native.compiler import SOURCE_DIR, Compiler, NumberType, find_compilers, run_command
+from scripts.native_builds import X86_64_V3, X86_64_V4
 
 pytestmark = pytest.mark.compiler
 
@@ -21,11 +23,6 @@ SANITIZERS = {
     "address,undefined": ("libasan and libubsan", "small"),
     "thread": ("libtsan", "threads"),
 }
-LEVELS = {
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-}
-"""What a build needs of the CPU, in the words of /proc/cpuinfo."""
 
 
 def run_driver(program: Path, argument: str) -> None:
@@ -45,13 +42,8 @@ def levels() -> list[str]:
     """The instruction sets, older than this CPU's own, that it can run."""
     if platform.machine() != "x86_64":
         return []
-    (flags, *_) = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
-    found: list[str] = []
-    for name, needed in LEVELS.items():
-        if not needed <= set(flags.split()):
-            break
-        found.append(name)
-    return found
+    flags = cpu_info.flags()
+    return [target.name for target in (X86_64_V3, X86_64_V4) if target.cpu_flags <= flags]
 
 
 def compile_with(compiler: Compiler, number_type: NumberType, *arguments: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiled steps: built once per source, flags, compiler and CPU, tried in another process, and kept in the cache folder."""
+"""Steps compiled here: once per source, flags, compiler and CPU, tried in another process, and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import json
 import os
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from . import cpu_info
 from .compiler import (
-    SOURCE_DIR,
     Compiler,
     NoNativeLibrary,
     NumberType,
     compile_step,
     find_compilers,
     one_line,
-    run_command,
+    source_digest,
 )
 from .library import Library, LibraryMismatch, open_library
+from .trial import why_it_does_not_run
 
-CPU_INFO = Path("/proc/cpuinfo")
-_TRIAL_LIMIT_S = 60.0
 _ABANDONED_S = 3600.0
 """More than all limits of a build together."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -44,9 +42,9 @@ def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callabl
         compilers = find_compilers()
         names = [f"step-{number_type}-{_digest(compiler, number_type)}.so" for compiler in compilers]
         folder = _trusted_folder(cache_dir, progress)
-        for name in names:
+        for compiler, name in zip(compilers, names, strict=True):
             if folder is not None and (library := _kept_library(folder / name)) is not None:
-                return library
+                return replace(library, origin=_origin(compiler))
         problems = []
         for compiler, name in zip(compilers, names, strict=True):
             try:
@@ -71,7 +69,11 @@ def _build(
         progress(f"compiling the {number_type} step with {compiler.name}: a few seconds")
         compile_step(compiler, number_type, file)
         _seal(file)
-        _try(file, compiler)
+        if problem := why_it_does_not_run(file):
+            raise NoNativeLibrary(
+                f"The step that {compiler.name} compiled does not run here: {problem}. Set CC to another C compiler, "
+                "or give a --cache-dir from which programs may be run."
+            )
         progress(f"compiled the {number_type} step in {time.monotonic() - started:.1f} s")
         try:
             # By a path that was never loaded before: the loader takes a known path for the file that it has.
@@ -83,7 +85,11 @@ def _build(
         if folder is not None and is_kept:
             # Another process may have done the same: both files are whole, and one of them stays.
             library = replace(library, path=file.replace(folder / name))
-        return library  # its file may go: it stays in memory
+        return replace(library, origin=_origin(compiler))  # its file may go: it stays in memory
+
+
+def _origin(compiler: Compiler) -> str:
+    return f"compiled by {compiler.name}"
 
 
 def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
@@ -103,26 +109,6 @@ def _remove_abandoned(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(path)
-
-
-def _try(file: Path, compiler: Compiler) -> None:
-    """Run a step with it in another process. Raises NoNativeLibrary."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    finished = run_command(
-        (sys.executable, "-m", f"{__package__}.trial", str(file)), _TRIAL_LIMIT_S, {"PYTHONPATH": paths}
-    )
-    if finished.status == 0:
-        return
-    if finished.status is None:
-        found = f"took more than {_TRIAL_LIMIT_S:.0f} s"
-    elif finished.status < 0:
-        found = f"ended by signal {-finished.status}"
-    else:
-        found = one_line((finished.output.splitlines() or [f"exit status {finished.status}"])[-1])
-    raise NoNativeLibrary(
-        f"The step that {compiler.name} compiled does not run here: {found}. Set CC to another C compiler, "
-        "or give a --cache-dir from which programs may be run."
-    )
 
 
 def _kept_library(path: Path) -> Library | None:
@@ -186,17 +172,5 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
 
 def _digest(compiler: Compiler, number_type: NumberType) -> str:
     """Of all that the compiled file depends on."""
-    files = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".c", ".h"))
-    sources = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
-    parts = [sources, compiler.flags(number_type), _cpu(), compiler.command, compiler.version]
+    parts = [source_digest(), compiler.flags(number_type), cpu_info.identity(), compiler.command, compiler.version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _cpu() -> list[str]:
-    """Lines that identify the kinds of CPU here and their instructions."""
-    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU ")
-    try:
-        lines = CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    return sorted({line for line in lines if line.startswith(keys)})

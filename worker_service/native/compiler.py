@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -40,9 +42,11 @@ class Compiler:
     """The whole output of `--version`."""
     is_zig: bool
 
-    def flags(self, number_type: NumberType) -> tuple[str, ...]:
-        """All of them but the files'. They are never those of -ffast-math: NaN must stay NaN."""
-        return (*_FLAGS, *self._for_this_cpu(), f"-DBFLOAT16={int(number_type == 'bfloat16')}")
+    def flags(self, number_type: NumberType, target: Sequence[str] | None = None) -> tuple[str, ...]:
+        """All of them but the files'. They are never those of -ffast-math: NaN must stay NaN. `target`: options that name
+        another CPU than this one."""
+        cpu = self._for_this_cpu() if target is None else target
+        return (*_FLAGS, *cpu, f"-DBFLOAT16={int(number_type == 'bfloat16')}")
 
     def _for_this_cpu(self) -> tuple[str, ...]:
         machine = platform.machine().lower()
@@ -59,12 +63,24 @@ class Finished(NamedTuple):
     output: str
 
 
+def given_command() -> str:
+    """$CC, with which a user asks for this compiler and no other; empty if it is not set."""
+    return os.environ.get("CC", "").strip()
+
+
+def source_digest() -> str:
+    """Of the step's source and of the flags that all compilers get."""
+    files = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".c", ".h"))
+    sources = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    return hashlib.sha256(json.dumps([sources, _FLAGS]).encode()).hexdigest()
+
+
 def find_compilers() -> list[Compiler]:
     """Those to try, in order: $CC alone if it is set, else cc, gcc, clang, and the one of the Python package ziglang.
 
     Raises NoNativeLibrary if there is none, or if $CC names none.
     """
-    if given := os.environ.get("CC", "").strip():
+    if given := given_command():
         return [_given_compiler(given)]
     commands: dict[str, tuple[str, ...]] = {}
     for name in _NAMES:
@@ -86,20 +102,38 @@ def find_compilers() -> list[Compiler]:
     )
 
 
-def compile_step(compiler: Compiler, number_type: NumberType, output: Path) -> None:
-    """Compile the step into the shared library `output`; compilers' temporary files get into its folder.
+def find_zig() -> Compiler | None:
+    """The compiler of the Python package ziglang, which compiles for every CPU."""
+    return None if (zig := _zig_of_python()) is None else _describe((str(zig), "cc"))
+
+
+def compile_step(
+    compiler: Compiler,
+    number_type: NumberType,
+    output: Path,
+    target: Sequence[str] | None = None,
+    limit_s: float | None = None,
+) -> None:
+    """Compile the step into the shared library `output`; compilers' temporary files get into its folder. `target`: as for flags.
+    `limit_s`: seconds, if not those of a worker's start.
 
     Raises NoNativeLibrary. OSError: the folder cannot be written.
     """
+    limit_s = limit_s or _COMPILE_LIMIT_S
     folder = str(output.parent)
-    command = (*compiler.command, *compiler.flags(number_type), str(SOURCE_DIR / "step.c"), "-o", str(output), "-lm")
+    command = (
+        *compiler.command,
+        *compiler.flags(number_type, target),
+        str(SOURCE_DIR / "step.c"),
+        "-o",
+        str(output),
+        "-lm",
+    )
     temporary = {"TMPDIR": folder, "ZIG_GLOBAL_CACHE_DIR": f"{folder}/zig", "ZIG_LOCAL_CACHE_DIR": f"{folder}/zig"}
-    finished = run_command(command, _COMPILE_LIMIT_S, temporary)
+    finished = run_command(command, limit_s, temporary)
     change = "Set CC to another C compiler, or install gcc."
     if finished.status is None:
-        raise NoNativeLibrary(
-            f"{compiler.name} compiled for more than {_COMPILE_LIMIT_S:.0f} s and was ended. {change}"
-        )
+        raise NoNativeLibrary(f"{compiler.name} compiled for more than {limit_s:.0f} s and was ended. {change}")
     if finished.status != 0:
         raise NoNativeLibrary(
             f"{compiler.name} cannot compile {SOURCE_DIR / 'step.c'}: {_reason(finished)} {change}",

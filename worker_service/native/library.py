@@ -122,11 +122,14 @@ class Library:
     max_head_size: int
     functions: Any
     """The ctypes library. Its calls release the GIL."""
+    origin: str = ""
+    """For the log: `prebuilt for x86-64-v4`, `compiled by gcc 12.2.0`."""
 
     def describe(self) -> str:
-        """Instruction set and number type, for the log."""
+        """Instruction set, number type and origin, for the log."""
         vectors = {16: "AVX-512", 8: "AVX2"}.get(self.words_per_vector, f"vectors of {32 * self.words_per_vector} bits")
-        return f"{vectors}, {'float32' if self.numbers_per_word == 1 else 'bfloat16'}"
+        parts = (vectors, "float32" if self.numbers_per_word == 1 else "bfloat16", self.origin)
+        return ", ".join(part for part in parts if part)
 
 
 def open_library(path: Path) -> Library:

@@ -1,20 +1,37 @@
 """python -m kvpool.worker_service.native.trial LIBRARY: run one step of a tiny model, in a process that may die of it.
 
 A compiled file may contain instructions that this CPU does not have, and a process that runs one is killed. Exit status 0: the
-step ran, and its logits do not depend on the number of threads.
+step ran, and its logits do not depend on the number of threads. `why_it_does_not_run` starts such a process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from ctypes import addressof, byref
 from pathlib import Path
 from typing import Any
 
+from .compiler import one_line, run_command
 from .library import Layer, Library, Linear, Norm, Sizes, StepArguments, open_library
 
 _TOKENS, _VOCAB, _BLOCK = 7, 32, 16
+_LIMIT_S = 60.0
+
+
+def why_it_does_not_run(file: Path) -> str | None:
+    """The reason why this library cannot run a step here, found in another process; None if it can. Raises OSError if no process
+    can be started."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    finished = run_command((sys.executable, "-m", __name__, str(file)), _LIMIT_S, {"PYTHONPATH": paths})
+    if finished.status == 0:
+        return None
+    if finished.status is None:
+        return f"took more than {_LIMIT_S:.0f} s"
+    if finished.status < 0:
+        return f"ended by signal {-finished.status}"
+    return one_line((finished.output.splitlines() or [f"exit status {finished.status}"])[-1])
 
 
 def main() -> None:

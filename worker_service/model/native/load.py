@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ...native.build_cache import compiled_library
 from ...native.compiler import NoNativeLibrary
 from ...native.library import Library
 from ...native.program import OutOfMemory
+from ...native.selection import select_library
 from ...native.weights import PackedModel
 from ..control_groups import cpu_quota
 from ..errors import ModelError
@@ -89,7 +89,7 @@ def _num_threads() -> int:
 
 def _library(dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Library:
     try:
-        return compiled_library("bfloat16" if dtype == torch.bfloat16 else "float32", cache_dir, progress)
+        return select_library("bfloat16" if dtype == torch.bfloat16 else "float32", cache_dir, progress)
     except NoNativeLibrary as error:
         raise NotNative(str(error)) from error
 

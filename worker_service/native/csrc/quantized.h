@@ -19,6 +19,11 @@ INLINE vi dot_bytes(vi sum, vu w, vu x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVXVNNI__) && W == 8
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#elif defined(__AVX512BW__) && W == 16
+    __m512i a = (__m512i)w, b = (__m512i)x; /* as below */
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+    return (vi)_mm512_add_epi32((__m512i)sum, _mm512_add_epi32(even, odd));
 #elif defined(__AVX2__) && W == 8
     /* In 16 bits: even bytes, then odd ones. maddubs would saturate. */
     __m256i a = (__m256i)w, b = (__m256i)x;
