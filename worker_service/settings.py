@@ -113,8 +113,8 @@ class WorkerSettings(ServerSettings):
     )
     quantize: Literal["none", "int8"] = Field(
         "none",
-        description="Weights of the native step. int8: one byte for each number, half of bfloat16's: faster, and texts differ a little "
-        "from those of the model. KV keeps the --dtype.",
+        description="Weights of the native step. int8: one byte for each number, half of bfloat16's: faster, and texts differ a "
+        "little from those of the model. KV keeps the --dtype.",
     )
     model_nice: int = Field(
         5,

@@ -78,6 +78,11 @@ async def run_up(state_dir: Path, *arguments: str) -> subprocess.CompletedProces
             ],
         ),
         (["--block-size", "17", "--workers", "3"], 2, ["kvpool worker: --block-size must be a power of two, got 17"]),
+        (
+            ["--quantize", "int8", "--runtime", "torch"],
+            2,
+            ["kvpool worker: --quantize int8 is for the native step: leave --runtime"],
+        ),
         (["--model", "/no/such"], 1, ["kvpool worker: There is no model folder '/no/such'"]),
         (["--device", "tpu"], 1, ["kvpool worker: Unknown device 'tpu'"]),
         (["--device", "cuda:99"], 1, ["kvpool worker: There is no device 'cuda:99': torch sees"]),

@@ -155,8 +155,7 @@ def test_weights_are_held_once(llama: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_int8_is_the_model_with_rounded_weights_and_activations(architecture: str, tmp_path: Path) -> None:
-    """As many numbers of a weight are in a step as 127 of an output's, of an activation as of its group of 64. Linear layers that are
-    gated, and Conv1D with biases."""
+    """A weight to 127 steps up to the largest of its output, an activation to 127 up to the largest of its group of 64."""
     path = make_tiny_model(architecture, tmp_path).path
     rounded = _load(path)
     for module in rounded.modules():
@@ -196,9 +195,9 @@ def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
 
 def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> None:
     path = make_tiny_model("gpt_oss", tmp_path).path
-    with pytest.raises(ModelError, match="--quantize int8 needs the native step, .* it has attention sinks. Leave"):
+    with pytest.raises(ModelError, match=r"--quantize int8 needs the native step, .* it has attention sinks. Leave"):
         open_model(path, "float32", "auto", quantize="int8")
-    with pytest.raises(ModelError, match="--quantize int8 needs the native step, .* would compute float16 on cpu"):
+    with pytest.raises(ModelError, match=r"--quantize int8 needs the native step, .* would compute float16 on cpu"):
         open_model(path, "float16", "auto", quantize="int8")
 
 
@@ -276,7 +275,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")], ids=["float32", "bfloat16", "int8"]
+    scope="module",
+    params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")],
+    ids=["float32", "bfloat16", "int8"],
 )
 def subject(request: pytest.FixtureRequest, path: Path) -> Subject:
     return Subject(path, *request.param)

@@ -133,7 +133,15 @@ def _load_runtime(
     if settings.runtime != "torch":
         try:
             return try_native(
-                model, config, dtype, device, max_model_len, settings.block_size, cache_dir, progress, settings.quantize == "int8"
+                model,
+                config,
+                dtype,
+                device,
+                max_model_len,
+                settings.block_size,
+                cache_dir,
+                progress,
+                settings.quantize == "int8",
             )
         except NotNative as error:
             if settings.quantize != "none":
@@ -176,8 +184,8 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
     dtype = choose_dtype(settings.dtype, device, own_dtype(config))
     if settings.quantize != "none" and (device.type != "cpu" or dtype not in NATIVE_DTYPES):
         raise ModelError(
-            f"--quantize {settings.quantize} needs the native step, which computes float32 and bfloat16 on a CPU; this worker would "
-            f"compute {dtype_name(dtype)} on {device}. Leave --quantize out, or give --device cpu and another --dtype."
+            f"--quantize {settings.quantize} needs the native step, which computes float32 and bfloat16 on a CPU; this worker "
+            f"would compute {dtype_name(dtype)} on {device}. Leave --quantize out, or give --device cpu and another --dtype."
         )
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
@@ -187,7 +195,12 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
 
 
 def _read_facts(
-    folder: ModelFolder, config: Any, prepared: Prepared, quantize: QuantizationName, cache_dir: Path, progress: Progress
+    folder: ModelFolder,
+    config: Any,
+    prepared: Prepared,
+    quantize: QuantizationName,
+    cache_dir: Path,
+    progress: Progress,
 ) -> ModelFacts:
     files = TokenizerFiles(folder.path)
     text = config.get_text_config(decoder=True)

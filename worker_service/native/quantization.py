@@ -12,8 +12,8 @@ _ADDED = 128
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round [outputs, inputs] to the nearest of the steps of each output, its largest number / 127.
 
-    Returns numbers, uint8 [outputs, inputs], and scales, float32 [outputs]: weight ≈ (numbers − 128) · scales. NaN or infinity in an
-    output makes its scale NaN or infinite, and so what it computes.
+    Returns numbers, uint8 [outputs, inputs], and scales, float32 [outputs]: weight ≈ (numbers − 128) · scales. NaN or infinity in
+    an output makes its scale NaN or infinite, and so what it computes.
     """
     exact = weight.float()
     scales = exact.abs().amax(1) / _LARGEST

@@ -98,7 +98,9 @@ class PackedModel:
 
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""
-        linear = self._packed(zip(_starts(parts), parts, strict=True), sum(part.num_outputs for part in parts), min_inputs)
+        linear = self._packed(
+            zip(_starts(parts), parts, strict=True), sum(part.num_outputs for part in parts), min_inputs
+        )
         if any(part.bias() is not None for part in parts):
             linear.bias = self._keep(torch.cat([_bias_or_zeros(part) for part in parts]))
         return linear
@@ -118,8 +120,8 @@ class PackedModel:
     def _packed(
         self, parts: Iterable[tuple[int, Rows]], num_outputs: int, min_inputs: int = 0, stride: int | None = None
     ) -> Linear:
-        """parts: (output of the first row, rows). stride: outputs from one vector of rows to the next; None: they follow each other.
-        Empties the parts' modules."""
+        """parts: (output of the first row, rows). stride: outputs from one vector of rows to the next; None: they follow each
+        other. Empties the parts' modules."""
         parts = list(parts)
         width, dtype = self.library.words_per_vector, torch.uint8 if self._is_quantized else self.dtype
         in_word = _WORD // dtype.itemsize

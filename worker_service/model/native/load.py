@@ -44,7 +44,7 @@ def try_native(
     progress: Progress,
     is_quantized: bool = False,
 ) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
-    """The model natively, with weights of int8 if they are to be quantized, and its attention layers. Empties the modules of their weights.
+    """The model natively, with weights of int8 if is_quantized, and its attention layers. Empties the modules of their weights.
 
     config: of the folder; a composite model's own may be that of its text only, of which no model can be built.
     Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
@@ -62,11 +62,14 @@ def try_native(
         _check_replica(config, _library(torch.float32, cache_dir, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
-        runtime = NativeRuntime(model.config, PackedModel(description, library, is_quantized), _num_threads(), reference.finish)
+        runtime = NativeRuntime(
+            model.config, PackedModel(description, library, is_quantized), _num_threads(), reference.finish
+        )
         check(runtime, reference, layers, dtype, device, QUANTIZED_TOLERANCE if is_quantized else None)
+    weights = ", weights of int8" if is_quantized else ""
+    seconds = time.monotonic() - started
     progress(
-        f"runtime: native ({library.describe()}{', weights of int8' if is_quantized else ''}, {runtime.num_threads} threads; checked and packed in "
-        f"{time.monotonic() - started:.1f} s)"
+        f"runtime: native ({library.describe()}{weights}, {runtime.num_threads} threads; checked and packed in {seconds:.1f} s)"
     )
     return runtime, layers
 

@@ -28,8 +28,8 @@ def fingerprint(
     rope_regime: Regime | None = None,
     quantize: QuantizationName = "none",
 ) -> str:
-    """Hex SHA-256 of the weights files, and of all else that the KV depends on: config fields that affect the computation, the dtype,
-    the RoPE regime, and how weights are quantized."""
+    """Hex SHA-256 of the weights files, and of all else that the KV depends on: config fields that affect the computation, the
+    dtype, the RoPE regime, and how weights are quantized."""
     config = json.loads((folder / "config.json").read_bytes())
     files = weights_files(folder)
     size = sum(file.stat().st_size for file in files)
