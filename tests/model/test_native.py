@@ -43,7 +43,7 @@ LENGTH = 400
 """More than a partition of keys, so that partitions are folded and shared."""
 TEXT = random.Random(1).choices(range(250), k=LENGTH)
 _REASONS = {
-    "mixtral": "its layers have weights besides linear layers and norms, such as mlp.gate.weight",
+    "mixtral": "its layers have weights other than those of linear layers and norms, such as mlp.gate.weight",
     "gpt_oss": "it has attention sinks",
     "deepseek_v3": "heads of K and V differ in size",
 }

@@ -1,4 +1,4 @@
-"""What the native step is told of a model is what the model computes, and what it cannot be told is refused."""
+"""A model's description is what the model computes; a model that the description cannot express is refused."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def add_weights(model: Any) -> None:
         (add_to_output, "its layers do more to the residual than"),
         (scale_last_layer, "its layers do more to the residual than"),
         (scale_head_inputs, "its head gets other numbers"),
-        (add_weights, "weights besides linear layers and norms, such as mlp.extra"),
+        (add_weights, "weights other than those of linear layers and norms, such as mlp.extra"),
     ],
 )
 def test_what_the_step_does_not_know_is_refused(change: Callable[[Any], None], reason: str) -> None:

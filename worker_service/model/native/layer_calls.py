@@ -41,7 +41,7 @@ class LayerCalls(NamedTuple):
 
 
 def layer_calls(layer: torch.nn.Module, seen: Observation, dtype: torch.dtype) -> LayerCalls:
-    """Raises NotNative if a module is called several times, or the layer has weights besides linear layers and norms."""
+    """Raises NotNative if a module is called several times, or the layer has weights of other modules."""
     (whole,) = seen.of([layer])
     linears: list[Call] = []
     norms: list[Norm] = []
@@ -59,7 +59,7 @@ def layer_calls(layer: torch.nn.Module, seen: Observation, dtype: torch.dtype) -
     known = {parameter for module in modules for parameter in module.parameters()}
     for name, parameter in layer.named_parameters():
         if parameter not in known:
-            raise NotNative(f"its layers have weights besides linear layers and norms, such as {name}")
+            raise NotNative(f"its layers have weights other than those of linear layers and norms, such as {name}")
     return LayerCalls(whole.input_rows, whole.output_rows, linears, norms, functions, dtype)
 
 

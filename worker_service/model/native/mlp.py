@@ -43,7 +43,7 @@ class _Half(NamedTuple):
 
 
 def recognise_mlp(calls: Sequence[Call], layer: LayerCalls) -> MLP:
-    """calls: of the layer's linear layers besides those of attention. Raises NotNative."""
+    """calls: of the linear layers that are not those of attention. Raises NotNative."""
     if len(calls) not in (2, 3) or any(not same(call.input_rows, calls[0].input_rows) for call in calls[:-1]):
         raise NotNative(f"its MLP has {len(calls)} linear layers; needed: gate, up and down, or up and down")
     down = calls[-1]

@@ -180,7 +180,7 @@ def _start(
     ]
     weight = embedding.weight.detach()[seen.ids].float()  # type: ignore[operator]
     if len(others) > 1:
-        raise NotNative("it has several tables besides its embedding; needed: one at most, of positions")
+        raise NotNative("it has several tables in addition to its embedding; needed: one at most, of positions")
     start, added = _Start(1.0), torch.zeros(1)
     for call in others:
         added = call.output_rows
