@@ -181,7 +181,7 @@ def _rounded(numbers: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _rounded_in_groups(inputs: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_rounded(group, -1).nan_to_num(0) for group in inputs.split(64, -1)], -1)
+    return torch.cat([_rounded(group, -1).nan_to_num(0) for group in torch.split(inputs, 64, -1)], -1)
 
 
 def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
