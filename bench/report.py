@@ -4,29 +4,54 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+STDOUT: Final = "-"
+"""The file of `--json` without a name."""
 _TABLE_WIDTH: Final = 170
 """In columns, if stdout is not a terminal."""
 
 
-def command_line(doc: str | None, *, runs: int | None, of: str = "interleaved repetitions") -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark: --json, and --runs with the default `runs`, unless that is None."""
+def command_line(
+    doc: str | None, *, runs: int | None, of: str = "interleaved repetitions", json_file: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark: --json, and --runs with the default `runs`, unless that is None. With
+    `json_file` --json may name a file; see report_as."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if runs is not None:
         parser.add_argument("--runs", type=_at_least_one, default=runs, help=f"{of} (default {runs})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    if json_file:
+        parser.add_argument(
+            "--json", nargs="?", const=STDOUT, metavar="FILE",
+            help="write one JSON object to FILE and the tables to stdout; without FILE, print the object instead of the tables",
+        )  # fmt: skip
+    else:
+        parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
+
+
+def report_as(target: str | None, found: Mapping[str, Any], show: Callable[[], None]) -> None:
+    """Print the tables with `show`, or write the object, or both: as --json FILE asks for."""
+    if target == STDOUT:
+        print(json.dumps(found))
+        return
+    show()
+    if target is not None:
+        Path(target).write_text(json.dumps(found, indent=1) + "\n")
+        progress(f"wrote {target}")
 
 
 def _at_least_one(text: str) -> int:
@@ -79,15 +104,15 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster `ours` was than `peer`: ratio of medians, and least and most of the interleaved pairs."""
+    """How many times faster `ours` was than `peer`, in interleaved pairs of repetitions: median, least and most."""
 
     ours: Series
     peer: Series
 
     @property
-    def of_medians(self) -> float:
+    def median(self) -> float:
         """Above 1: ours is faster."""
-        return self.peer.median / self.ours.median
+        return statistics.median(self.pairs)
 
     @property
     def pairs(self) -> list[float]:
@@ -96,10 +121,10 @@ class Ratio:
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
-        return {"of_medians": self.of_medians, "least": min(self.pairs), "most": max(self.pairs)}
+        return {"median": self.median, "least": min(self.pairs), "most": max(self.pairs)}
 
     def __str__(self) -> str:
-        return f"{self.of_medians:.1f}x ({min(self.pairs):.1f}x to {max(self.pairs):.1f}x)"
+        return f"{self.median:.2f}x ({min(self.pairs):.2f}x to {max(self.pairs):.2f}x)"
 
 
 def facts(*packages: str) -> dict[str, Any]:

@@ -16,6 +16,9 @@ PLANS: Final[Mapping[str, Plan]] = {
     "unshared": Plan(Workload.UNSHARED, ClosedLoop(16), 16, DEFAULT_SIZES[Workload.UNSHARED]),
     "document": Plan(Workload.DOCUMENT, ClosedLoop(8), 8, DEFAULT_SIZES[Workload.DOCUMENT], cases=COLD_AND_WARM),
     "chats": Plan(Workload.CHATS, ClosedLoop(8), 8, DEFAULT_SIZES[Workload.CHATS]),
+    "long-shared": Plan(
+        Workload.SHARED, ClosedLoop(64), 64, Sizes(prefix_tokens=2_000, own_tokens=32, generated_tokens=64)
+    ),
     "one": Plan(Workload.UNSHARED, ClosedLoop(1), 1, Sizes(prefix_tokens=0, own_tokens=64, generated_tokens=128)),
 }
 """By name. All are closed loops in which all users start at once; `one` is a single stream."""
@@ -31,3 +34,9 @@ def sizes_of(plan: Plan) -> str:
         f"{plan.num_conversations}{turns} of {sizes.prefix_tokens} shared + {sizes.own_tokens} own + "
         f"{sizes.generated_tokens} generated tokens"
     )
+
+
+def unshared_tokens(plan: Plan) -> int:
+    """Tokens of all conversations of a run at their end, without any sharing."""
+    sizes = plan.sizes
+    return plan.num_conversations * (sizes.prefix_tokens + sizes.turns * (sizes.own_tokens + sizes.generated_tokens))

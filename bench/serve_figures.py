@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from rich.table import Table
 
+from bench.agreement import Agreement, Answers
 from bench.our_cluster import Counts
 from bench.report import Ratio, Series, print_table
 from bench.serve_cases import MIXED, PLANS, sizes_of
@@ -23,6 +25,7 @@ class Measured(NamedTuple):
     run: Run
     counts: Counts | None = None
     """Counters of kvpool's manager and worker during it; None: the side has no manager over gRPC."""
+    answers: Answers = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class Measurements:
     """Repetitions by workload, case and side, without the warm-up."""
 
     repetitions: dict[tuple[str, Case, str], list[Measured]] = field(default_factory=dict)
+    floors: dict[tuple[str, Case], float] = field(default_factory=dict)
+    """The least seconds of a run on this machine, by workload and case, if its speed was measured."""
 
     def add(self, workload: str, case: Case, side: str, measured: Measured) -> None:
         """The next repetition."""
@@ -50,8 +55,9 @@ class Measurements:
                 "workload": workload,
                 "case": case.value,
                 "side": side,
-                **Figures.of([measured.run for measured in found]).as_json(),
-                "counts": [None if counts is None else counts.as_json() for _, counts in found],
+                "floor_s": self.floors.get((workload, case)),
+                **Figures.of([one.run for one in found]).as_json(),
+                "counts": [None if one.counts is None else one.counts.as_json() for one in found],
             }
             for (workload, case, side), found in self.repetitions.items()
         ]
@@ -64,7 +70,7 @@ METRICS: Final = ("run", "first token", "inter-token")
 def series(name: str, repetitions: Sequence[Measured]) -> Series:
     """One value per repetition, in seconds."""
     found = []
-    for run, _ in repetitions:
+    for run in (one.run for one in repetitions):
         figures = Figures.of([run])
         times = {"first token": figures.time_to_first_token, "inter-token": figures.inter_token}.get(name)
         found.append(run.seconds if times is None else times.median)
@@ -76,13 +82,14 @@ def show(measured: Measurements, ours: Sequence[str]) -> None:
     for workload, case in measured.cases():
         sides = measured.sides(workload, case)
         num_runs = min(len(found) for found in sides.values())
-        print(
-            f"\n{workload}, {case}: {sizes_of(PLANS.get(workload, MIXED))}; median (least to most) of {num_runs} runs"
-        )
+        floor_s = measured.floors.get((workload, case))
+        floor = "" if floor_s is None else f"; floor {floor_s * 1000:,.0f} ms"
+        sizes = sizes_of(PLANS.get(workload, MIXED))
+        print(f"\n{workload}, {case}: {sizes}; median (least to most) of {num_runs} runs{floor}")
         table = Table("side", *METRICS, "tokens/s", "hit rate", "manager RPCs per request", box=None, pad_edge=False)
         notes = []
         for side, found in sides.items():
-            figures = Figures.of([run for run, _ in found])
+            figures = Figures.of([one.run for one in found])
             work = OurWork.of(found)
             table.add_row(
                 side,
@@ -95,12 +102,41 @@ def show(measured: Measurements, ours: Sequence[str]) -> None:
         print_table(table)
         for note in notes:
             print(note)
-        for our in ours:
-            for side in (side for side in sides if our in sides and side not in ours):
-                ratios = ", ".join(
-                    f"{name} {Ratio(series(name, sides[our]), series(name, sides[side]))}" for name in METRICS
-                )
-                print(f"  {our} against {side}: {ratios}")
+        for comparison in comparisons(sides, ours):
+            print(f"  {comparison}")
+
+
+class Comparison(NamedTuple):
+    """Two sides in one case."""
+
+    side: str
+    against: str
+    ratios: Mapping[str, Ratio]
+    """By metric; above 1: `side` is faster."""
+    agreement: Agreement
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        ratios = {name: ratio.as_json() for name, ratio in self.ratios.items()}
+        return {"side": self.side, "against": self.against, **ratios, "agreement": self.agreement.as_json()}
+
+    def __str__(self) -> str:
+        ratios = ", ".join(f"{name} {ratio}" for name, ratio in self.ratios.items())
+        return f"{self.side} against {self.against}: {ratios}; {self.agreement}"
+
+
+def comparisons(sides: Mapping[str, Sequence[Measured]], ours: Sequence[str]) -> Iterator[Comparison]:
+    """Each of kvpool's sides with each peer, and kvpool's sides with each other: the cost of gRPC. `ours` are names of kvpool's
+    sides, the one with more processes last."""
+    present = [side for side in ours if side in sides]
+    pairs = [(our, side) for our in present for side in sides if side not in ours]
+    for our, side in [*pairs, *zip(present[1:], present, strict=False)]:
+        yield Comparison(
+            our,
+            side,
+            {name: Ratio(series(name, sides[our]), series(name, sides[side])) for name in METRICS},
+            Agreement.of([one.answers for one in sides[our]], [one.answers for one in sides[side]]),
+        )
 
 
 class OurWork(NamedTuple):
@@ -125,7 +161,7 @@ class OurWork(NamedTuple):
         counts = [measured.counts for measured in repetitions if measured.counts is not None]
         if not counts:
             return None
-        runs = Figures.of([run for run, _ in repetitions]).runs
+        runs = Figures.of([one.run for one in repetitions]).runs
         return cls(
             num_requests=sum(run.num_complete for run in runs),
             num_generated_tokens=sum(run.num_generated_tokens for run in runs),
@@ -163,14 +199,9 @@ def _notes(figures: Figures, work: OurWork | None) -> Iterator[str]:
 
 
 def ratios_as_json(measured: Measurements, ours: Sequence[str]) -> list[dict[str, Any]]:
-    """Every ratio that `show` prints; above 1: ours is faster."""
-    found = []
-    for workload, case in measured.cases():
-        sides = measured.sides(workload, case)
-        for our in (side for side in ours if side in sides):
-            for side in (side for side in sides if side not in ours):
-                ratios = {
-                    name: Ratio(series(name, sides[our]), series(name, sides[side])).as_json() for name in METRICS
-                }
-                found.append({"workload": workload, "case": case.value, "side": our, "against": side, **ratios})
-    return found
+    """Every comparison that `show` prints."""
+    return [
+        {"workload": workload, "case": case.value, **comparison.as_json()}
+        for workload, case in measured.cases()
+        for comparison in comparisons(measured.sides(workload, case), ours)
+    ]

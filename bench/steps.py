@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.memory.plan import MemorySettings
 
 BLOCK_SIZE: Final = 16
+MEMORY: Final = MemorySettings(BLOCK_SIZE, num_blocks=2048)
+"""Enough KV for each of CASES."""
+
+
+class StepShape(NamedTuple):
+    """The arguments of `step`."""
+
+    num_sequences: int
+    num_new: int
+    num_before: int
+    num_shared: int = 0
+
+
+CASES: Final = {
+    "decode, 1 sequence of 128": StepShape(1, 1, 128),
+    "decode, 16 sequences of 560, of which 512 shared": StepShape(16, 1, 560, 512),
+    "decode, 16 sequences of 560 of their own": StepShape(16, 1, 560),
+    "decode, 8 sequences of 4,144, of which 4,096 shared": StepShape(8, 1, 4_144, 4_096),
+    "prefill, 512 tokens": StepShape(1, 512, 0),
+    "prefill, 16 sequences of 32 after 512 shared": StepShape(16, 32, 512, 512),
+}
+"""Steps as in the workloads of bench.serve."""
 
 
 def step(num_sequences: int, num_new: int, num_before: int, num_shared: int = 0) -> Step:

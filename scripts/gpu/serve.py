@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from bench.floors import ModelSizes
 from tests.cluster.cluster import Cluster, free_port
 from tests.cluster.process import Process
 from tests.scrape import scrape
@@ -22,7 +23,7 @@ from tests.scrape import scrape
 from .cases import AddRow, Case
 from .results import Outcome, Row
 from .setup import Setup
-from .shapes import MAX_MODEL_LEN, Shape, build, cost, shapes
+from .shapes import MAX_MODEL_LEN, Shape, build, shapes
 from .speeds import Speeds, measure_speeds
 
 _WORKER: Final = "worker"
@@ -171,7 +172,7 @@ def _figures(output: str) -> dict[str, Any]:
 def _decode_floor_ms(shape: Shape, load: _Load, speeds: Speeds) -> float:
     """Least time between two tokens while all users decode, in the middle of their answers, each reading all of its KV."""
     context = load.prefix_tokens + load.own_tokens + load.generated_tokens // 2
-    least = cost(build(shape, torch.bfloat16, torch.device("meta")), load.users, 1, context)
+    least = ModelSizes.of(build(shape, torch.bfloat16, torch.device("meta"))).cost(load.users, 1, context)
     return 1e3 * speeds.floor_s(least.num_bytes, least.num_flop)
 
 

@@ -67,33 +67,3 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
     with device:
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=ATTENTION_NAME)
     return model.eval()
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The least memory traffic and computation of a step."""
-
-    num_bytes: int
-    """Weights once, and the KV of every sequence once."""
-    num_flop: int
-    """Of the products with weights and of attention."""
-
-
-def cost(model: Any, num_sequences: int, num_new: int, num_before: int) -> Cost:
-    """The work of a step in which each sequence computes num_new tokens after num_before, and samples after the last."""
-    config = model.config
-    dtype_size = next(model.parameters()).element_size()
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    # A step reads a few rows of the embeddings, unless the head shares them.
-    num_all = sum(parameter.numel() for parameter in model.parameters())
-    num_read = num_all - (0 if head is embeddings else embeddings.numel())
-    num_in_layers = num_read - head.numel()
-    num_tokens, num_keys = num_sequences * num_new, num_sequences * (num_before + num_new)
-    kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    # New token i sees num_before + i + 1 keys; a score and its share of the output take head_dim products each.
-    pairs = num_sequences * (num_new * num_before + num_new * (num_new + 1) // 2)
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
-    return Cost(
-        num_bytes=dtype_size * (num_read + num_keys * kv_numbers),
-        num_flop=2 * (num_tokens * num_in_layers + num_sequences * head.numel()) + attention,
-    )

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from bench.floors import ModelSizes
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention import torch_backend
 from kvpool.worker_service.attention.backend import AttentionBackend
@@ -33,7 +34,7 @@ from .cases import AddRow, Case, attempt
 from .profile import profile_of
 from .results import Row
 from .setup import Setup
-from .shapes import MAX_MODEL_LEN, Shape, build, cost, shapes
+from .shapes import MAX_MODEL_LEN, Shape, build, shapes
 from .speeds import Speeds, measure_speeds, synchronize
 
 _DTYPE: Final = torch.bfloat16
@@ -127,7 +128,7 @@ class _Bench:
         """Time of the step, the least time by the device's speed, and the host's time by section."""
         step = _step(batch, num_new, num_before, sampling, self.loaded.facts.vocab_size)
         seconds = self._seconds(step)
-        least = cost(modules_of(self.loaded.runtime), batch, num_new, num_before)
+        least = ModelSizes.of(modules_of(self.loaded.runtime)).cost(batch, num_new, num_before)
         floor_s = self.speeds.floor_s(least.num_bytes, least.num_flop)
         median_s = statistics.median(seconds)
         figures: dict[str, Any] = {

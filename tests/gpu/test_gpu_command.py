@@ -17,13 +17,14 @@ import torch
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel, ConfigDict
 
+from bench.floors import ModelSizes
 from scripts.gpu.__main__ import main
 from scripts.gpu.carried import NoWheels, install, link_packages
 from scripts.gpu.facts import cases as facts_cases
 from scripts.gpu.parts import PARTS
 from scripts.gpu.project import ROOT, package_folders, requirements
 from scripts.gpu.setup import Setup
-from scripts.gpu.shapes import build, cost, shapes
+from scripts.gpu.shapes import build, shapes
 from scripts.gpu.wheels import needed, pinned
 
 
@@ -222,7 +223,7 @@ def test_a_decode_moves_the_weights_once_and_the_kv_of_all(name: str, batch: int
     """1B: 1.236 G numbers and 32 KiB a token; 8B: 7.5 G that are read, and 128 KiB a token; at 1,024 tokens."""
     (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == name]
     model = build(shape, torch.bfloat16, torch.device("meta"))
-    found = cost(model, batch, num_new=1, num_before=1023)
+    found = ModelSizes.of(model).cost(batch, num_new=1, num_before=1023)
     assert found.num_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
@@ -232,4 +233,5 @@ def test_a_prefill_computes_two_operations_per_weight_and_token() -> None:
     in_layers = 2 * 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     without_attention = 2048 * in_layers + 2 * 4096 * 128_256
     attention = 4 * 32 * 32 * 128 * (2048 * 2049 // 2)
-    assert cost(model, 1, num_new=2048, num_before=0).num_flop == pytest.approx(without_attention + attention, rel=1e-3)
+    found = ModelSizes.of(model).cost(1, num_new=2048, num_before=0)
+    assert found.num_flop == pytest.approx(without_attention + attention, rel=1e-3)
