@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import grpc
@@ -36,6 +37,7 @@ LEASE_SECONDS = 2.0
 SERVED_WITHIN_SECONDS = 20.0
 """Counted from the restarted process listening."""
 ENDLESS_TOKENS = 30_000
+STEP_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
         await cluster.start_manager()
         for name in ("a", "b"):
-            cluster.start_worker(name, model=model.path, block_size=4, num_blocks=65_537, grace_seconds=0.5)
+            settings: dict[str, Any] = {"block_size": 4, "num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
+            cluster.start_worker(name, model=model.path, **settings)
         yield Subject(cluster, truths_of(model))
 
 
@@ -281,7 +284,7 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
     """Within the grace that the order gives, not its own half second: the streams on it come to their end, meanwhile new
     requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
     cluster = subject.cluster
-    num_tokens = 500
+    num_tokens = 100
     while not await drained_with_streams(subject, num_tokens):
         # The streams had ended before the worker heard of the order: this machine is slow to look.
         num_tokens *= 4
