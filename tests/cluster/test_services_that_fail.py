@@ -72,7 +72,12 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
         await cluster.start_manager()
         for name in ("a", "b"):
-            settings: dict[str, Any] = {"block_size": 4, "num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
+            settings: dict[str, Any] = {
+                "block_size": 4,
+                "num_blocks": 65_537,
+                "grace_seconds": 0.5,
+                "step_seconds": STEP_SECONDS,
+            }
             cluster.start_worker(name, model=model.path, **settings)
         yield Subject(cluster, truths_of(model))
 
