@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
+
+import structlog
 
 
 def be_quiet() -> None:
-    """transformers warns about tiny configs and draws progress bars; kvpool's own log is for services."""
-    warnings.simplefilter("ignore")
-    import structlog
-    from transformers.utils import logging as transformers_logging
+    """transformers warns about tiny configs and draws progress bars; kvpool's own log is for services.
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    To be called before transformers is imported, which reads these variables then; this imports neither it nor torch.
+    """
+    warnings.simplefilter("ignore")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -117,6 +117,7 @@ async def _measure(setup: Setup, add_row: AddRow, shape: Shape, speeds: Speeds, 
             device=setup.device,
             dtype="bfloat16",
             cache_dir=folder / "cache",
+            runtime="torch",
             **settings,
         )
         try:

@@ -40,6 +40,7 @@ async def _compare(setup: Setup, add_row: AddRow, tiny: TinyModel, folder: Path)
             block_size=_BLOCK_SIZE,
             num_blocks=_NUM_BLOCKS,
             cache_dir=folder / "cache",
+            runtime="torch",  # the native step is for CPUs
         )
         try:
             await cluster.until_registered(_WORKER)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 
 import pytest
 
 from bench.piped_engine import PipedEngine
 from kvpool.client.bench.engine import Engine, Served
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -33,10 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model("llama", tmp_path_factory.mktemp("tiny") / "model", tokenizer=True)
 
 
-async def test_our_engine_without_grpc_tells_what_transformers_tells(model: TinyModel, tmp_path: Path) -> None:
+async def test_our_engine_without_grpc_tells_what_transformers_tells(model: TinyModel) -> None:
     command = [
         *(sys.executable, "-m", "bench.our_engine_peer", "--model", str(model.path), "--dtype", "float32"),
-        *("--device", "cpu", "--block-size", "4", "--num-blocks", "257", "--cache-dir", str(tmp_path)),
+        *("--device", "cpu", "--block-size", "4", "--num-blocks", "257", "--cache-dir", str(default_cache_dir())),
         *("--log-level", "warning"),
     ]
     engine = await PipedEngine.start("ours", command, ENVIRONMENT, SERVED, 60.0)

@@ -14,6 +14,7 @@ from kvpool.client.bench.load import run_load
 from kvpool.client.bench.workload import Conversation, Turn
 from kvpool.client.config import ClientConfig
 from kvpool.v1 import cache_pb2
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ async def test_counts_are_of_the_requests_in_between(tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path / "model", tokenizer=True)
     arguments = [
         *("--dtype", "float32", "--device", "cpu", "--block-size", "4", "--num-blocks", "257"),
-        *("--model", str(model.path), "--cache-dir", str(tmp_path / "cache")),
+        *("--model", str(model.path), "--cache-dir", str(default_cache_dir())),
     ]
     async with OurCluster(arguments, {"OMP_NUM_THREADS": "1"}) as cluster:
         engine = KvpoolEngine(ClientConfig(manager=cluster.address))

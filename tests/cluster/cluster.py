@@ -17,7 +17,7 @@ from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.client.cli.launch.cluster import free_port as any_free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from tests.cluster.fork_server import MANAGER_MODULE, WORKER_MODULE
+from tests.cluster.fork_server import MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process, computing
 
@@ -120,7 +120,8 @@ class Cluster:
         return manager
 
     def start_worker(self, name: str, *, threads: int = 1, **settings: Any) -> Process:
-        """Start a worker with these settings; without any, start it again with those of the last time."""
+        """Start a worker with these settings; without any, start it again with those of the last time. `step_seconds` among them:
+        what each step takes longer, as on a slow device."""
         if settings:
             self._worker_settings[name] = {
                 "manager": self.address(),
@@ -148,9 +149,12 @@ class Cluster:
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         assert name not in self.processes or self.processes[name].status is not None, f"{name} still runs"
+        arguments = [module, *_flags({key: value for key, value in settings.items() if key != "step_seconds"})]
+        if "step_seconds" in settings:
+            arguments[:1] = [SLOW_WORKER_MODULE, str(settings["step_seconds"])]
         process = Process(
             name,
-            ["-m", module, *_flags(settings)],
+            ["-m", *arguments],
             self._folder / f"{name}.log",
             computing(threads),
             may_fork=self._may_fork,

@@ -33,6 +33,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 MANAGER_MODULE = "kvpool.cache_service"
 WORKER_MODULE = "kvpool.worker_service"
+SLOW_WORKER_MODULE = "tests.slow_worker"
 _IMPORTED_LATER = {WORKER_MODULE: ("kvpool.worker_service.server", "transformers.models.llama.modeling_llama")}
 """What a service imports after its settings are read."""
 
@@ -45,7 +46,10 @@ class ForkServer:
     """Starts services; the server process starts with the first one. Blocks; for one thread."""
 
     def __init__(
-        self, environment: Mapping[str, str], *, modules: Sequence[str] = (MANAGER_MODULE, WORKER_MODULE)
+        self,
+        environment: Mapping[str, str],
+        *,
+        modules: Sequence[str] = (MANAGER_MODULE, WORKER_MODULE, SLOW_WORKER_MODULE),
     ) -> None:
         """`environment`: of all services. `modules`: the services that it can start."""
         self._environment = _lasting(environment)

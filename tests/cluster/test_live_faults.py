@@ -29,7 +29,8 @@ SETTINGS = Settings(
     num_new=240,
     pause_seconds=0.3,
 )
-NUM_NEW = 300
+NUM_NEW = 200
+STEP_SECONDS = 0.01
 
 
 @pytest.mark.slow
@@ -52,7 +53,8 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
     prompts = [[200 + index, *range(20)] for index in range(4)]
     async with Cluster(tmp_path, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
         # A reserve for longer than a manager takes to start, however busy the machine is.
-        await cluster.start({"a": {"model": model.path, "block_size": 4, "num_blocks": 8193, "reserve_seconds": 60}})
+        settings = {"block_size": 4, "num_blocks": 8193, "reserve_seconds": 60, "step_seconds": STEP_SECONDS}
+        await cluster.start({"a": {"model": model.path, **settings}})
         undisturbed = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, tenant_salt="undisturbed")
         async with cluster.client() as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in prompts]

@@ -36,7 +36,13 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
     folder = tmp_path_factory.mktemp("faults")
     model = make_endless_model(folder / "endless")
     async with Cluster(folder) as cluster:
-        worker = {"model": model.path, "num_blocks": 1025, "max_num_waiting": 4, "max_num_seqs": 8}
+        worker = {
+            "model": model.path,
+            "num_blocks": 1025,
+            "max_num_waiting": 4,
+            "max_num_seqs": 8,
+            "step_seconds": 0.01,
+        }
         await cluster.start(dict.fromkeys(("a", "b"), worker))
         yield cluster
 

@@ -36,8 +36,9 @@ def oracle() -> Oracle:
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     # Started by their commands, as users start them; the services of other clusters are forked.
     async with Cluster(tmp_path_factory.mktemp("smollm2"), may_fork=False) as cluster:
-        # Short steps: a prefix in flight is not waited for after ten seconds without progress.
-        settings = {"num_blocks": 800, "max_num_batched_tokens": 128, "threads": os.cpu_count() or 1}
+        # The short prompts and a chunk of a long one fit into one step: a prefix in flight is not waited for after ten seconds in
+        # which steps have no room for it.
+        settings = {"num_blocks": 800, "max_num_batched_tokens": 512, "threads": os.cpu_count() or 1}
         await cluster.start({"worker": {"model": "smollm2", **settings}})
         yield cluster
         await cluster.until_clean()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
-from tests.cluster.cluster import MANAGER, TAKES_TIME, Cluster
+from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.two_workers import TwoWorkers
@@ -28,7 +28,8 @@ pytestmark = [
 ]
 
 LEASE_SECONDS = 2.0
-NUM_TOKENS = 400
+NUM_TOKENS = 200
+STEP_SECONDS = 0.005
 NUM_TOKENS_BEFORE = 10
 """That each stream has delivered when something happens."""
 
@@ -82,7 +83,13 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subj
     # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
     model = make_endless_model(folder / "endless", tokenizer=True)
     async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
-        worker = {"model": model.path, "block_size": 4, "num_blocks": 8193, "grace_seconds": 0.1, **TAKES_TIME}
+        worker = {
+            "model": model.path,
+            "block_size": 4,
+            "num_blocks": 8193,
+            "grace_seconds": 0.1,
+            "step_seconds": STEP_SECONDS,
+        }
         await cluster.start(dict.fromkeys(("a", "b"), worker))
         async with cluster.client() as client:
             requests = make_requests()

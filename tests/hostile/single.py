@@ -198,6 +198,9 @@ def _varint(value: int) -> bytes:
 
 # -- in the session of another
 
+_LONG: Final = worker_pb2.StopConditions(max_tokens=300, ignore_eos=True)
+"""Of a stream that Describe shows while it runs."""
+
 
 async def _own(arena: Arena, channel: grpc.aio.Channel, **fields: Any) -> Stranger:
     """A session of the attacker's own, whose key, if there are keys, it tries on the sessions of others."""
@@ -239,7 +242,7 @@ async def foreign_append(arena: Arena, outcome: Outcome) -> None:
             prompt = [(17 * at + 29 * attempt + 5) % 241 for at in range(BLOCK_SIZE * 3 // 2)]
             invented = [(31 * at + attempt + 3) % 239 for at in range(BLOCK_SIZE // 2)]
             sequence_id = f"append-{time.monotonic_ns()}"
-            stream = arena.open_stream(worker_channel, prompt, sequence_id=sequence_id)
+            stream = arena.open_stream(worker_channel, prompt, sequence_id=sequence_id, stop=_LONG)
             reading = asyncio.create_task(_read(stream))
             worker = await _seen_running(arena, sequence_id)
             if worker is None:
@@ -257,8 +260,11 @@ async def foreign_append(arena: Arena, outcome: Outcome) -> None:
                 was_taken = reply.results[0].status.code == 0 and reply.results[0].num_sealed_tokens > len(prompt)
                 outcome.said.append("taken" if was_taken else f"{reply.results[0].status.message[:60]}")
             except grpc.aio.AioRpcError as error:
-                was_taken = False
+                # The call as a whole: the manager has not looked at the item, whose answer would depend on what the victim had
+                # reported by then. Another attempt would be refused for the same reason.
                 outcome.said.append(error.code().name)
+                await reading
+                return
             await reading
             if was_taken:
                 outcome.problems.append(
@@ -267,6 +273,8 @@ async def foreign_append(arena: Arena, outcome: Outcome) -> None:
                 await asyncio.sleep(1.2)
                 await _ask(arena, [*prompt, *invented, 7, 8, 9], outcome)
                 return
+        if not outcome.said:
+            outcome.problems.append("no stream ever showed in Describe")
 
 
 async def _read(stream: Any) -> str:
@@ -295,8 +303,7 @@ async def _during_a_stream(
         stranger = await _own(arena, channel)
         question = arena.questions[0]
         sequence_id = f"stream-{time.monotonic_ns()}"
-        stop = worker_pb2.StopConditions(max_tokens=300, ignore_eos=True)
-        stream = arena.open_stream(worker_channel, question.prompt, sequence_id=sequence_id, stop=stop)
+        stream = arena.open_stream(worker_channel, question.prompt, sequence_id=sequence_id, stop=_LONG)
         tokens: list[int] = []
 
         async def read() -> None:
@@ -314,7 +321,7 @@ async def _during_a_stream(
         except grpc.aio.AioRpcError as error:
             outcome.problems.append(f"the stream that ran ended with {error.code().name} after {len(tokens)} tokens")
         else:
-            if tuple(tokens[:NUM_TOKENS]) != question.tokens or len(tokens) != 300:
+            if tuple(tokens[:NUM_TOKENS]) != question.tokens or len(tokens) != _LONG.max_tokens:
                 outcome.problems.append(f"the stream that ran gave {len(tokens)} tokens, or wrong ones")
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.source import hub
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.hub import HubId, parse_hub_id
 from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
 from tests.model.paged import load, quiet
@@ -149,7 +150,7 @@ def test_a_model_from_the_hub_runs(server: HubServer, machine: Machine, tmp_path
     server.repos["org/tiny"] = repo_of(tiny.path)
     expected, _ = Oracle.of(tiny.path).logits(tiny.prompts[2], 8)
     facts = load(tiny.path).facts
-    output = machine.run(LOAD, "org/tiny", str(tmp_path / "cache"))
+    output = machine.run(LOAD, "org/tiny", str(default_cache_dir()))
     assert json.loads(output.splitlines()[-1]) == {
         "name": "org/tiny",
         "fingerprint": facts.fingerprint,

@@ -13,6 +13,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.until import until
@@ -174,17 +175,29 @@ async def test_one_stream_per_attempt_and_a_bounded_queue() -> None:
 
 
 async def test_a_leader_without_progress_is_not_waited_for_for_ever() -> None:
-    """After the bound the waiting request computes the prefix itself."""
-    world = World(num_blocks=200, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, prefix_wait_seconds=0.05)
-    gate = world.model.gate = threading.Event()
+    """After the bound the waiting request computes the prefix itself. The leader is out of each step: a better level fills them."""
+    world = World(
+        num_blocks=2000,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        scheduling_policy=SchedulingPolicy.priority,
+        prefix_wait_seconds=0.05,
+    )
     async with world.running():
+        better = world.submit([1] * 4000, 1, priority=-1)
+        await until(lambda: better.sequence.in_step, pause=0)
         first = world.submit(list(range(40)), 2)
         second = world.submit([*range(40), 7], 2)
-        await until(lambda: second.sequence.state is SequenceState.LIVE)
-        assert first.sequence.in_step, "the leader has not got anywhere"
-        gate.set()
-        assert await read(first) == expected_text(list(range(40)), 2)
-        assert await read(second) == expected_text([*range(40), 7], 2)
+        await until(lambda: first.sequence.state is SequenceState.LIVE, pause=0)
+        while second.sequence.state is not SequenceState.LIVE:
+            if better.num_uncomputed_tokens < 1000:
+                world.engine.abort(better)
+                better = world.submit([1] * 4000, 1, priority=-1)
+            await asyncio.sleep(0.001)
+        assert second.sequence.num_cached_tokens == 0, "it waited for the prefix"
+        world.engine.abort(better)
+        await read_right(first, second)
 
 
 async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_pool_is_exhausted() -> None:

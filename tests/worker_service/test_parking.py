@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import parking
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.state import CacheSettings, CacheState
 
@@ -66,6 +67,25 @@ def test_whoever_waits_for_a_leader_that_stands_still_computes_it_itself(
     parking.wake(state, 3.0 + _PATIENCE - 0.1)
     assert waiter.state is SequenceState.PARKED
     parking.wake(state, 3.0 + _PATIENCE)
+    assert (waiter.state, waiter.no_wait, state.parked) == (SequenceState.WAITING, True, [])
+
+
+def test_a_leader_in_a_step_is_waited_for_however_long_the_step_takes(
+    state: CacheState, leader: CacheSequence, waiter: CacheSequence
+) -> None:
+    """Nothing else can be computed before the step ends. Not if the step is one of decoding: all of the prefix is computed."""
+    cache = EngineCache(state.settings)
+    cache._state = state
+    cache.begin_step([leader])
+    ends = 100 * _PATIENCE
+    parking.wake(state, ends)
+    assert waiter.state is SequenceState.PARKED
+    cache.end_step([Computed(leader, 3, None)], ends)
+    parking.wake(state, ends + _PATIENCE - 0.1)
+    assert waiter.state is SequenceState.PARKED
+    cache.begin_step([leader])
+    leader.num_computed_tokens = 32
+    parking.wake(state, ends + _PATIENCE)
     assert (waiter.state, waiter.no_wait, state.parked) == (SequenceState.WAITING, True, [])
 
 

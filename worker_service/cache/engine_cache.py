@@ -110,6 +110,7 @@ class EngineCache:
         state, size = self._state, self.settings.block_size
         first, last = sequence.num_computed_tokens // size, num_computed_tokens // size
         sequence.num_computed_tokens = num_computed_tokens
+        sequence.progress_at = now
         if first == last:
             return
         for index in range(first, last):

@@ -37,13 +37,18 @@ def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:
 
 def wake(state: CacheState, now: float) -> None:
     """Unpark sequences whose prefix is reported, whose leader has ended, or whose leader makes no progress; the last compute the
-    prefix themselves."""
+    prefix themselves.
+
+    A leader in a step that computes its prefix makes progress, however long the step takes: until it ends, the others could not
+    be computed either.
+    """
     still: list[CacheSequence] = []
     for sequence in state.parked:
         assert sequence.parked_on is not None
         leader = state.sequences.get(sequence.parked_on)
         if leader is not None and leader.acked_computed_tokens < sequence.parked_position:
-            if now < max(sequence.parked_at, leader.progress_at) + state.settings.prefix_wait_seconds:
+            is_computing = leader.in_step and leader.num_computed_tokens < sequence.parked_position
+            if is_computing or now < max(sequence.parked_at, leader.progress_at) + state.settings.prefix_wait_seconds:
                 still.append(sequence)
                 continue
             sequence.no_wait = True

@@ -84,7 +84,7 @@ class CacheSequence:
         self.parked_position = 0
         self.parked_at = 0.0
         self.progress_at = 0.0
-        """When the manager last acknowledged more computed tokens."""
+        """When tokens were last computed, or acknowledged as computed."""
 
     def __repr__(self) -> str:
         return (
