@@ -1,6 +1,7 @@
 """Profile of a step: SmolLM2-135M-Instruct in a worker's runner, without engine, manager and wire.
 
-python -m bench.step_profile [--runtime native] [--dtype bfloat16] [--threads N] [--runs N] [--neighbours 0,1,2] [--json [FILE]]
+python -m bench.step_profile [--runtime native] [--dtype bfloat16] [--quantize int8] [--threads N] [--runs N]
+    [--neighbours 0,1,2] [--json [FILE]]
 
 Each case is a step as in the workloads of bench.serve, with generated block tables. First its time and its floor, the least time by
 this machine's measured speed (bench.floors), then its shares: with torch of each kind of module and of attention, measured around
@@ -102,7 +103,7 @@ def _by_phase(forward: Any, runner: ModelRunner, case: Step, runs: int) -> dict[
     return dict(found)
 
 
-def _profiles(loaded: LoadedModel, num_threads: int, runs: int) -> dict[str, dict[str, Any]]:
+def _profiles(loaded: LoadedModel, num_threads: int, runs: int, has_floors: bool) -> dict[str, dict[str, Any]]:
     """Figures of each case, and its floor in seconds; None: it cannot be measured here."""
     backend = loaded.attention_backend("auto", BLOCK_SIZE, progress)
     runner = loaded.runner(loaded.plan(MEMORY, backend).kv_cache, backend)
@@ -111,6 +112,8 @@ def _profiles(loaded: LoadedModel, num_threads: int, runs: int) -> dict[str, dic
         progress(name)
         found[name] = _profile(loaded, backend, runner, step(*shape), runs)
     runner.close()
+    if not has_floors:
+        return found
     dtype = cast(NumberType, dtype_name(loaded.dtype))
     sizes = ModelSizes.of_folder(resolve_model(MODEL, default_cache_dir(), progress).path, dtype)
     try:
@@ -149,16 +152,25 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="(default 2)")
     parser.add_argument("--runtime", choices=["native", "torch"], default="native")
+    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help="(default none)")
     parser.add_argument(
         "--neighbours", type=_numbers, metavar="N,N,…", help="only the times next to these numbers of busy programs"
     )
     arguments = parser.parse_args()
     if arguments.neighbours is not None and arguments.runtime != "native":
         parser.error("--neighbours is for --runtime native: torch's threads sleep while they wait")
-    settings = ModelSettings(MODEL, arguments.dtype, "cpu", num_threads=arguments.threads, runtime=arguments.runtime)
+    settings = ModelSettings(
+        MODEL,
+        arguments.dtype,
+        "cpu",
+        num_threads=arguments.threads,
+        runtime=arguments.runtime,
+        quantize=arguments.quantize,
+    )
     the_facts = facts("torch", "transformers")
     if arguments.neighbours is None:
-        profiles = _profiles(load_model(settings, progress), arguments.threads, arguments.runs)
+        has_floors = arguments.quantize == "none"  # the speed of integers is not measured
+        profiles = _profiles(load_model(settings, progress), arguments.threads, arguments.runs, has_floors)
         report_as(arguments.json, {"cases": profiles, "facts": the_facts}, lambda: _show_profiles(profiles))
         return
     found = next_to_programs(settings, arguments.neighbours, arguments.runs)
