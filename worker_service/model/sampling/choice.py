@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .draw import Draw
-from .truncation import NUM_CANDIDATES, Limits, truncate, weigh
+from .truncation import NUM_CANDIDATES, Limits, portions, select, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22
 """Weights computed at a time: 32 MiB. More rows are drawn in slices."""
@@ -68,12 +68,12 @@ def _draw_slice(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     limits = Limits.of([draw.sampling for draw in draws], vocab_size, device)
     ranked = limits.is_ranked(vocab_size)
     rows = (~ranked).nonzero()[:, 0]
-    if len(rows):
-        tokens[rows] = invert(weigh(logits[rows], limits.rows(rows)), numbers[rows])
+    for some in portions(rows, vocab_size):
+        tokens[some] = invert(weigh(select(logits, some), limits.rows(some)), numbers[some])
     rows = ranked.nonzero()[:, 0]
     for num_candidates in (*(count for count in NUM_CANDIDATES if count < vocab_size), vocab_size):
         if len(rows):
-            ids, weights, is_complete = truncate(logits[rows], limits.rows(rows), num_candidates)
+            ids, weights, is_complete = truncate(select(logits, rows), limits.rows(rows), num_candidates)
             ids, order = ids.sort(dim=-1)
             chosen = invert(weights.gather(1, order), numbers[rows])
             tokens[rows] = ids.gather(1, chosen[:, None])[:, 0]

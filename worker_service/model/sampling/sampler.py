@@ -21,11 +21,12 @@ from .adjustment import adjust
 from .choice import draw_tokens
 from .draw import Draw
 from .logprobs import logprobs_of
+from .ranking import most_likely
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | BadLogits]:
     """One token per row of logits [N, vocab_size], which do not change; BadLogits for a row without a choice."""
-    best, tokens = torch.max(logits, dim=-1)  # the first of equal maxima: the lowest id; NaN if any logit is
+    best, tokens = most_likely(logits)
     bad = {row: BadLogits(draws[row].position, largest) for row, largest in _not_finite(best)}
     good = [row for row in range(len(draws)) if row not in bad]
     drawn = [row for row in good if draws[row].sampling.temperature > 0 and not draws[row].adjusts_logits]
@@ -52,7 +53,7 @@ def prompt_logprobs(
 def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, dict[int, BadLogits]]:
     """Tokens [N] of the logits [N, vocab_size], which are changed in place, and the rows without a valid token."""
     adjust(logits, draws)
-    best, tokens = torch.max(logits, dim=-1)
+    best, tokens = most_likely(logits)
     bad = {row: BadLogits(draws[row].position, largest, is_adjusted=True) for row, largest in _not_finite(best)}
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and row not in bad]
     if drawn:
