@@ -148,7 +148,14 @@ def test_a_seed_that_is_no_word_is_refused(seed: int, position: int) -> None:
 def test_rows_of_a_large_vocabulary_are_drawn_as_alone() -> None:
     """More numbers than are computed at once, with and without truncation, and rows that keep more than the first candidates."""
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(4)) * 2
-    kinds = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.1}, {"top_k": 300, "top_p": 0.9}, {"top_p": 0.2, "min_p": 0.01}]
+    kinds = [
+        {},
+        {"top_p": 0.95},
+        {"top_k": 50},
+        {"min_p": 0.1},
+        {"top_k": 300, "top_p": 0.9},
+        {"top_p": 0.2, "min_p": 0.01},
+    ]
     draws = [Draw(SamplingParams(temperature=0.7, seed=seed, **kind), 9) for seed, kind in enumerate(kinds)]
     together = sample(logits, draws)
     assert together == [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]

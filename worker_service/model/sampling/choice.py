@@ -21,12 +21,15 @@ _WORD = 2**64 - 1
 _ROW_BYTES = 16
 
 
-def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Tokens [N] int64 for the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
+def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """A token for each row of the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
     is drawn with its own number from the row after truncation."""
     size = max(1, MAX_WEIGHTS // logits.shape[1])
     slices = zip(torch.split(logits, size), range(0, len(draws), size), strict=True)
-    return torch.cat([_draw_slice(rows, draws[first : first + size]) for rows, first in slices])
+    tokens: list[int] = []
+    for rows, first in slices:
+        tokens += _draw_slice(rows, draws[first : first + size]).tolist()
+    return tokens
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:

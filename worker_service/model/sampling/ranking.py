@@ -58,11 +58,11 @@ def _best_of(logits: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
     return largest_id - (largest & largest_id)
 
 
-def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of the logits [N, vocab_size], and its id, the lowest of equal ones: [N] each. NaN if one is NaN, with any id."""
+def most_likely(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Per row of logits [N, vocab_size] the largest, and its id, the lowest of equal ones. NaN if one is NaN, with any id."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # ten times faster in numpy
         array = logits.numpy()
-        ids = array.argmax(axis=-1)
-        return torch.from_numpy(array[np.arange(len(ids)), ids]), torch.from_numpy(ids)
+        ids: list[int] = array.argmax(axis=-1).tolist()
+        return [array.item(row, token_id) for row, token_id in enumerate(ids)], ids
     largest, tokens = torch.max(logits, dim=-1)
-    return largest, tokens
+    return largest.tolist(), tokens.tolist()
