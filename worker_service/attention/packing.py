@@ -170,8 +170,8 @@ class Packer:
             raise
 
     def _keep_layout(self, parts: Sequence[PackedPart]) -> Changes | None:
-        """Keep the layout of the step before, if it is one of the same decodes; returns the blocks that were appended to its tables.
-        None, without a change, if the step needs a layout of its own, or is wrong."""
+        """Keep the layout of the step before, if it is one of the same decodes; returns the blocks appended to its tables. None,
+        without a change, if the step needs a layout of its own, or is wrong."""
         layout = self._layout
         if layout is None:
             return None

@@ -21,15 +21,14 @@ def best(logits: torch.Tensor, count: int) -> torch.Tensor:
         ids = torch.arange(vocab_size, device=logits.device).expand(num_rows, -1)
         return _best_of(logits, ids, count)
     # At least `count` chunks have a maximum that is not below the threshold, so no wanted token is below it.
-    num_chunks = vocab_size // chunk
-    maxima = logits[:, : num_chunks * chunk].unflatten(1, (num_chunks, chunk)).amax(dim=-1)
+    maxima = logits.unfold(1, chunk, chunk).amax(dim=-1)  # the last vocab_size % chunk tokens are in no chunk
     threshold = maxima.topk(count, dim=-1).values[:, -1:]
     return _best_of(*_at_least(logits, threshold), count)
 
 
 def _at_least(logits: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [N, M] that are not below the row's threshold [N, 1], and their ids. M is that of the row that has the most; others
-    are filled up with −inf and an id that is larger than all."""
+    """The logits [N, M] that are not below the row's threshold [N, 1], and their ids. M is that of the row that has the most; the
+    others are filled up with −inf and an id that is larger than all."""
     num_rows, vocab_size = logits.shape
     if logits.device.type == "cpu":  # several times faster in numpy
         flat = torch.from_numpy(np.flatnonzero(logits.numpy() >= threshold.numpy()))

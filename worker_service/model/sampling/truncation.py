@@ -110,7 +110,7 @@ def portions(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
     """The rows in the portions that are computed at once, each row with `width` numbers. None if there are no rows."""
     if not len(rows):
         return ()
-    return rows.split(max(1, _CPU_NUMBERS // width)) if rows.device.type == "cpu" else (rows,)
+    return torch.split(rows, max(1, _CPU_NUMBERS // width)) if rows.device.type == "cpu" else (rows,)
 
 
 def select(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
