@@ -87,8 +87,8 @@ class WatchedCall:
             self._waiting_since = None
 
     async def _watch_worker(self) -> None:
-        """Ask the manager whenever a read has waited for the interval. If the worker is lost, note it and cancel the call, which ends
-        the read. One task for the call: a task and a timer for each message would cost more than the message."""
+        """Ask the manager whenever a read has waited for the interval. If the worker is lost, note why and cancel the call, which
+        ends the read. One task for the call: a task and a timer for each message would cost more than the message."""
         clock = asyncio.get_running_loop().time
         num_missing = 0
         while True:

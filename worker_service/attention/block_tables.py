@@ -114,7 +114,7 @@ class BlockTables:
         return row * self._copy.shape[1] + len(table) - 1, self._copy[row, : len(table)]
 
     def write(self, changes: Changes) -> Changes:
-        """Write changes of this step. Returns those that must be copied to the device: all, unless the host can write its memory."""
+        """Write changes of this step. Returns those that must be copied to the device; none if the host can write its memory."""
         if self._shared is None:
             return changes
         self._shared[changes.places] = changes.blocks
