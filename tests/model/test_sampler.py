@@ -148,7 +148,7 @@ def test_a_seed_that_is_no_word_is_refused(seed: int, position: int) -> None:
 def test_rows_of_a_large_vocabulary_are_drawn_as_alone() -> None:
     """More numbers than are computed at once, with and without truncation, and rows that keep more than the first candidates."""
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(4)) * 2
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {},
         {"top_p": 0.95},
         {"top_k": 50},
