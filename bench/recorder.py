@@ -126,7 +126,10 @@ class Recorder:
         ]
         self._cache.timed(partial(self._cache.end_step, computed, now))
         for part, token in zip(batch, sampled, strict=True):
-            if token is not None and part.request.on_token(SampledToken(token)):
+            if token is None:
+                continue
+            part.request.take(SampledToken(token))
+            if part.request.deliver(SampledToken(token)):
                 self._num_ended += 1
                 self._scheduler.remove(part.request)
 

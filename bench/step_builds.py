@@ -18,13 +18,11 @@ from pathlib import Path
 from rich.table import Table
 
 from bench.report import command_line, facts, print_table, progress
-from bench.step_profile import CASES, NUM_BLOCKS
-from bench.steps import BLOCK_SIZE
+from bench.steps import CASES, MEMORY, step
 from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.library import Library, open_library
 
@@ -39,7 +37,7 @@ def _runner(loaded: LoadedModel, library: Library) -> ModelRunner:
         raise SystemExit(f"{library.path} is {library.describe()}; this CPU's own is {own.describe()}")
     packed = copy.copy(runtime.packed)
     packed.library = library
-    plan = loaded.plan(MemorySettings(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), None).kv_cache
+    plan = loaded.plan(MEMORY).kv_cache
     return replace(loaded, runtime=replace(runtime, packed=packed)).runner(plan, None)
 
 
@@ -58,8 +56,9 @@ def main() -> None:
     loaded = load_model(settings, progress)
     runners = [_runner(loaded, open_library(file.absolute())) for file in arguments.files]
     found: dict[str, list[float]] = {}
-    for name, case in CASES.items():
+    for name, shape in CASES.items():
         progress(name)
+        case = step(*shape)
         rounds = [[_cpu_seconds(runner, case) for runner in runners] for _ in range(arguments.runs + 1)]
         found[name] = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
     if arguments.json:

@@ -41,6 +41,11 @@ class WatchedCall:
         self._deadline = deadline
         self._incarnation: int | None = None
         """The worker's, as the manager first named it."""
+        self._watch: asyncio.Task[None] | None = None
+        self._waiting_since: float | None = None
+        """When the read that waits for a message began, by the loop's clock."""
+        self._lost: Unavailable | None = None
+        """Why the watch has cancelled the call."""
 
     def __repr__(self) -> str:
         return f"WatchedCall({self.target})"
@@ -48,6 +53,8 @@ class WatchedCall:
     def cancel(self) -> None:
         """End the call; the worker frees its blocks. May be repeated."""
         self._call.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
 
     async def read(self, num_delivered: int) -> worker_pb2.GenerateResponse:
         """The next message, or what became of the call as a KvpoolError. `num_delivered`: tokens so far, for the message."""
@@ -62,6 +69,8 @@ class WatchedCall:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
+            if self._lost is not None:
+                raise self._lost from None
             # grpc.aio raises this also for a status CANCELLED, sent by the server or made by our own cancel().
             raise Cancelled(f"{self._who}: the stream was closed before its end", reason="CANCELLED") from None
         if isinstance(message, worker_pb2.GenerateResponse):
@@ -69,27 +78,42 @@ class WatchedCall:
         raise ProtocolError(f"{self._who} ended its stream without a finish reason", reason="INCOMPLETE")
 
     async def _read(self) -> object:
-        read = asyncio.ensure_future(self._call.read())
-        num_missing = 0
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_worker())
+        self._waiting_since = asyncio.get_running_loop().time()
         try:
-            while True:
-                done, _ = await asyncio.wait({read}, timeout=self._liveness_interval)
-                if done:
-                    return read.result()
-                sight = await self._look()
-                # Missing once may be a manager that has just restarted and waits for registrations.
-                num_missing = num_missing + 1 if sight is _Sight.MISSING else 0
-                # The answer may have come while we asked.
-                if read.done():
-                    continue
-                if sight is _Sight.REPLACED:
-                    raise self._lost("another process serves under its name by now")
-                if num_missing == 2:
-                    raise self._lost("its lease has ended")
+            return await self._call.read()
         finally:
-            read.cancel()
+            self._waiting_since = None
 
-    def _lost(self, why: str) -> Unavailable:
+    async def _watch_worker(self) -> None:
+        """Ask the manager whenever a read has waited for the interval. If the worker is lost, note why and cancel the call, which
+        ends the read. One task for the call: a task and a timer for each message would cost more than the message."""
+        clock = asyncio.get_running_loop().time
+        num_missing = 0
+        while True:
+            since = self._waiting_since
+            silent_seconds = 0.0 if since is None else clock() - since
+            if silent_seconds < self._liveness_interval:
+                num_missing = 0
+                await asyncio.sleep(self._liveness_interval - silent_seconds)
+                continue
+            sight = await self._look()
+            # The answer may have come while we asked.
+            if self._waiting_since != since:
+                continue
+            # Missing once may be a manager that has just restarted and waits for registrations.
+            num_missing = num_missing + 1 if sight is _Sight.MISSING else 0
+            if sight is _Sight.REPLACED:
+                self._lost = self._as_lost("another process serves under its name by now")
+            elif num_missing == 2:
+                self._lost = self._as_lost("its lease has ended")
+            if self._lost is not None:
+                self._call.cancel()
+                return
+            await asyncio.sleep(self._liveness_interval)
+
+    def _as_lost(self, why: str) -> Unavailable:
         return Unavailable(f"{self._who}: does not answer, and {why}", reason="LEASE_ENDED")
 
     async def _look(self) -> _Sight:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.worker_service.attention.block_tables import BlockTables
-from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, Staging, StepSizes, pack
+from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
+from kvpool.worker_service.attention.staging import Staging
 from tests.attention.part import Part
 
 CPU = torch.device("cpu")
@@ -112,8 +113,30 @@ class Histories(RuleBasedStateMachine):
             parts.append(Part(tokens, sequence.num_computed, sequence.table))
         if not parts:
             return
+        self._run(chosen, parts)
+
+    @rule(most=st.integers(1, 6), num_steps=st.integers(2, 2 * BLOCK_SIZE + 1), num_ahead=st.integers(0, 2))
+    def decode(self, most: int, num_steps: int, num_ahead: int) -> None:
+        """The same sequences, token after token. Their tables grow one at a time, and now and then the order changes."""
+        chosen = self.dice.sample(self.sequences, min(most, len(self.sequences)))
+        for _ in range(num_steps if chosen else 0):
+            for sequence in chosen:
+                while len(sequence.table) * BLOCK_SIZE <= sequence.num_computed + num_ahead * BLOCK_SIZE:
+                    if not self.free:
+                        return
+                    sequence.table.append(self.free.pop())
+            self._run(chosen, [Part([self.dice.randrange(1000)], s.num_computed, s.table) for s in chosen])
+            if self.dice.random() < 0.1:
+                self.dice.shuffle(chosen)
+
+    def _run(self, chosen: list[Sequence], parts: list[Part]) -> None:
         packing = self.packer.pack(parts)
         check(packing, parts)
+        afresh = pack(parts, BLOCK_SIZE, NUM_BLOCKS, CPU)
+        for max_query_len in (1, 8):
+            assert packing.shared_prefixes(BLOCK_SIZE, max_query_len) == afresh.shared_prefixes(
+                BLOCK_SIZE, max_query_len
+            )
         rows = packing.on_device.rows.tolist()
         assert len(set(rows)) == len(rows)
         for sequence, part in zip(chosen, parts, strict=True):
@@ -151,8 +174,9 @@ TestHistories.settings = settings(max_examples=60, stateful_step_count=40)
 def changes(tables: BlockTables, table: list[int], key: int) -> list[tuple[int, int]]:
     """Places and values that are written when the table is placed."""
     placement = tables.place([table], [key], tables.num_known([table], [key]))
-    tables.tensor.view(-1)[torch.from_numpy(placement.changed)] = torch.from_numpy(placement.values).int()
-    return list(zip(placement.changed.tolist(), placement.values.tolist(), strict=True))
+    places, blocks = placement.changes
+    tables.tensor.view(-1)[torch.from_numpy(places)] = torch.from_numpy(blocks).int()
+    return list(zip(places.tolist(), blocks.tolist(), strict=True))
 
 
 def test_only_what_changes_is_written() -> None:
@@ -202,12 +226,101 @@ def test_arrays_arrive_as_they_were_sent(arrays: list[list[int]]) -> None:
         assert [tensor.tolist() for tensor in sent] == arrays
 
 
+def decodes(*tables: list[int], start: int) -> list[Part]:
+    return [Part([start], start, table) for table in tables]
+
+
+def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
+    """Also when a table grows; and tables of which only the last block differs in length are not compared with those of others."""
+    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 8))
+    one, other = [1, 2], [3, 4]
+    first = packer.pack(decodes(one, other, start=6)).layout
+    assert packer.pack(decodes(one, other, start=7)).layout is first
+    other.append(6)
+    one.append(5)
+    parts = decodes(one, other, start=8)
+    packing = packer.pack(parts)
+    assert packing.layout is first
+    check(packing, parts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "order", "one less", "one more", "another list", "another block", "two tokens", "two blocks more", "no block more",
+        "back", "wider",
+    ],
+)  # fmt: skip
+def test_no_other_step_keeps_the_layout(change: str) -> None:
+    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 3))
+    one, other, third = [1, 2, 11], [3, 4, 12], [7, 8]
+    layout = packer.pack(decodes(one, other, start=6)).layout
+    parts = decodes(one, other, start=7)
+    if change == "order":
+        parts = parts[::-1]
+    elif change == "one less":
+        parts = parts[:1]
+    elif change == "one more":
+        parts += decodes(third, start=7)
+    elif change == "another list":
+        parts[0] = Part([7], 7, list(one))
+    elif change == "another block":
+        one[0] = 9
+    elif change == "two tokens":
+        parts[0] = Part([7, 8], 7, one)
+    elif change == "two blocks more":
+        one.append(13)
+        parts[0] = Part([7], 12, one)
+    elif change == "no block more":
+        with pytest.raises(PackingError, match="its table has 3"):
+            packer.pack([Part([7], 12, one), parts[1]])
+        return
+    elif change == "back":
+        parts[0] = Part([7], 3, one)
+    else:  # the block tables have no room for a fourth block
+        layout = packer.pack([Part([7], 11, one)]).layout
+        one.append(13)
+        parts = [Part([7], 12, one)]
+    packing = packer.pack(parts)
+    assert packing.layout is not layout
+    check(packing, parts)
+
+
+@pytest.mark.parametrize(("block", "message"), [(0, "outside"), (NUM_BLOCKS, "outside"), (4, "same slot")])
+def test_a_block_that_a_decode_must_not_write_is_refused_and_changes_nothing(block: int, message: str) -> None:
+    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 8))
+    one, other = [1, 2], [3, 4]
+    packer.pack([Part([7], 7, one), Part([5], 5, other)])
+    before = packer.block_tables.tensor.clone()
+    one.append(block)
+    with pytest.raises(PackingError, match=message):
+        packer.pack([Part([8], 8, one), Part([6], 6, other)])
+    assert torch.equal(packer.block_tables.tensor, before)
+    one[-1] = 9
+    parts = [Part([8], 8, one), Part([6], 6, other)]
+    check(packer.pack(parts), parts)
+
+
+def test_a_failure_while_a_layout_is_kept_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(2, 1, 4))
+    table = [7]
+    packer.pack([Part([1], 3, table)])
+    table.append(8)
+    with monkeypatch.context() as broken:
+        broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            packer.pack([Part([1], 4, table)])
+    packer.block_tables.tensor.zero_()
+    check(packer.pack([Part([1], 4, table)]), [Part([1], 4, table)])
+
+
 def test_buffers_are_used_again() -> None:
     """Steps that are no larger than the packer was made for lie in the same memory."""
     packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(2, 16, 4))
-    packings = [packer.pack([Part(list(range(length)), 0, [1, 2, 3])]) for length in (10, 1, 12)]
-    for name in ("input_ids", "position_ids", "slot_mapping"):
-        assert len({getattr(packing, name).data_ptr() for packing in packings}) == 1
+    packings = [packer.pack([Part(list(range(length)), 0, [1, 2, 3])]) for length in (10, 1, 12, 1)]
+    for alike in (packings[::2], packings[1::2]):
+        for name in ("input_ids", "position_ids", "slot_mapping"):
+            assert len({getattr(packing, name).data_ptr() for packing in alike}) == 1
     assert len({packing.on_device.block_tables.data_ptr() for packing in packings}) == 1
 
 

@@ -108,7 +108,9 @@ class Storyteller(FakeWorker):
                 token = self._story(params.sampling.seed, num_prompt + number)
                 wanted = params.sampling.num_logprobs is not None
                 logprobs = TokenLogprobs(-float(num_prompt + number), []) if wanted else None
-                is_ended = told.on_token(SampledToken(token, logprobs))
+                sampled = SampledToken(token, logprobs)
+                told.take(sampled)
+                is_ended = told.deliver(sampled)
                 number += 1
                 if is_ended or number == telling.breaks_behind:
                     break

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.model.sampling.ranking import best
+from kvpool.worker_service.model.sampling.ranking import best, most_likely
 from kvpool.worker_service.model.sampling.truncation import Limits, truncate, weigh
 from tests.model import sampling_oracle
 
@@ -100,3 +100,28 @@ def test_the_best_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
     expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     assert torch.equal(best(logits, 500), expected)
     assert torch.equal(best(logits, 37), expected[:, :37])
+
+
+@given(
+    num_rows=st.integers(1, 4),
+    vocab_size=st.integers(40, 700),
+    count=st.integers(1, 20),
+    grid=st.sampled_from([0.0, 0.5, 4.0, 1000.0]),
+    share_excluded=st.sampled_from([0.0, 0.5, 0.99]),
+    is_sorted=st.booleans(),
+    seed=st.integers(0, 1 << 16),
+)
+def test_the_best_of_many_are_those_of_a_stable_sort(
+    num_rows: int, vocab_size: int, count: int, grid: float, share_excluded: float, is_sorted: bool, seed: int
+) -> None:
+    """Few of many tokens, found by a threshold: with ties, equal logits, −inf, and all large ones in one place."""
+    numbers = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, vocab_size, generator=numbers).mul(grid).round()
+    logits[torch.rand(num_rows, vocab_size, generator=numbers) < share_excluded] = float("-inf")
+    if is_sorted:
+        logits = logits.sort(dim=-1).values
+    expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    assert torch.equal(best(logits, count), expected[:, :count])
+    largest, tokens = most_likely(logits)
+    assert tokens == expected[:, 0].tolist()
+    assert largest == logits.amax(dim=-1).tolist()

@@ -196,7 +196,10 @@ class SchedulerWorld:
             if part.samples:
                 token = token_at(sequence.id.sequence_id, len(sequence.tokens))
                 sequence.tokens.append(token)
-                if self.scheduler.find(sequence.id) is request and request.on_token(SampledToken(token)):
+                if self.scheduler.find(sequence.id) is not request:
+                    continue
+                request.take(SampledToken(token))
+                if request.deliver(SampledToken(token)):
                     self.open.remove(sequence.id.sequence_id)
                     self.finished.add(sequence.id.sequence_id)
                     self.scheduler.remove(request)

@@ -74,7 +74,7 @@ def test_delivered_tokens_count_as_generated() -> None:
     moved = request([1, 2, 5, 6, 5], num_delivered_tokens=3, sampling=PENALTY)
     whole = request([1, 2], sampling=PENALTY)
     for token in (5, 6, 5):
-        whole.on_token(SampledToken(token))
+        whole.take(SampledToken(token))
     for asked in (moved, whole):
         counts = asked.part(1, samples=True).counts
         assert counts is not None
@@ -91,7 +91,7 @@ def test_what_ends_a_text_is_banned_before_min_tokens(num_delivered: int) -> Non
     banned = []
     for _ in range(6 - num_delivered):
         banned.append(asked.part(1, samples=True).banned_ids)
-        asked.on_token(SampledToken(9))
+        asked.take(SampledToken(9))
     assert banned == [STOPS] * (4 - num_delivered) + [()] * 2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,18 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 
+class Changes(NamedTuple):
+    """Entries to copy to the device."""
+
+    places: IntArray
+    """[M] indices into the flattened tensor."""
+    blocks: IntArray
+    """[M] block ids to write there."""
+
+
+NO_CHANGES = Changes(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+
 class Placement(NamedTuple):
     """The rows of a step's tables, and the entries to copy to the device."""
 
@@ -19,10 +31,7 @@ class Placement(NamedTuple):
     """[N] row of each table; two tables of a step have different rows unless they are the same list."""
     tables: list[IntArray]
     """The tables as arrays; views, valid until the next placement."""
-    changed: IntArray
-    """[M] indices into the flattened tensor."""
-    values: IntArray
-    """[M] block ids to write there."""
+    changes: Changes
 
 
 class BlockTables:
@@ -43,6 +52,8 @@ class BlockTables:
     def _allocate(self, num_rows: int, width: int) -> None:
         self.tensor = torch.zeros(num_rows, width, dtype=torch.int32, device=self._device)
         """[max_num_seqs, max_blocks_per_seq] int32, on the device."""
+        self._shared = self.tensor.view(-1).numpy() if self._device.type == "cpu" else None
+        """The tensor's memory, if the host can write it."""
         self.forget()
 
     def forget(self) -> None:
@@ -68,7 +79,7 @@ class BlockTables:
         return len(seen) if table[: len(seen)] == seen else 0
 
     def place(self, tables: Sequence[list[int]], keys: Sequence[int], num_known: Sequence[int]) -> Placement:
-        """Assign a row to every table. The caller writes `values` to `changed` of the tensor before the step.
+        """Assign a row to every table. The caller writes the changes to the tensor before the step.
 
         tables: lists that no longer change. keys: the same for the same sequence in different steps. num_known: the result of
         num_known for these tables.
@@ -77,19 +88,37 @@ class BlockTables:
             num_known = [0] * len(tables)
         rows = self._rows(keys)
         width = self._copy.shape[1]
-        changed: list[IntArray] = []
-        values: list[IntArray] = []
+        places: list[IntArray] = []
+        blocks: list[IntArray] = []
         for table, row, known in zip(tables, rows, num_known, strict=True):
             if known < len(table):
-                places = self._update(row, table, known)
-                changed.append(places + row * width)
-                values.append(self._copy[row, places])
+                columns = self._update(row, table, known)
+                places.append(columns + row * width)
+                blocks.append(self._copy[row, columns])
         return Placement(
             rows=np.array(rows, dtype=np.int64),
             tables=[self._copy[row, : len(table)] for row, table in zip(rows, tables, strict=True)],
-            changed=_concatenate(changed),
-            values=_concatenate(values),
+            changes=Changes(np.concatenate(places), np.concatenate(blocks)) if places else NO_CHANGES,
         )
+
+    def has_room(self, tables: Iterable[list[int]]) -> bool:
+        """Whether each of the tables can grow by a block."""
+        width = self._copy.shape[1]
+        return all(len(table) < width for table in tables)
+
+    def append(self, row: int, table: list[int]) -> tuple[int, IntArray]:
+        """The table of a row has grown by its last block, for which there is room. Returns the place of that block in the flattened
+        tensor, where the caller writes it, and the table as an array."""
+        self._copy[row, len(table) - 1] = table[-1]
+        self._seen[row] = table
+        return row * self._copy.shape[1] + len(table) - 1, self._copy[row, : len(table)]
+
+    def write(self, changes: Changes) -> Changes:
+        """Write changes of this step. Returns those that must be copied to the device; none if the host can write its memory."""
+        if self._shared is None:
+            return changes
+        self._shared[changes.places] = changes.blocks
+        return NO_CHANGES
 
     def _grow(self, num_rows: int, width: int) -> bool:
         have_rows, have_width = self.tensor.shape
@@ -123,7 +152,3 @@ class BlockTables:
 def _large_enough(have: int, needed: int) -> int:
     """The next power of two, so that the tensor rarely grows."""
     return max(have, 1 << (needed - 1).bit_length())
-
-
-def _concatenate(arrays: list[IntArray]) -> IntArray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .block_tables import BlockTables, IntArray
+from .block_tables import NO_CHANGES, BlockTables, Changes, IntArray
+from .layout import Layout, PackedPart
+from .shared_prefix import SharedPrefix, find_shared_prefixes
+from .staging import Staging
 
 _NUMBERS_PER_PART = 6
-"""Numbers copied to the device per decode: row, start, length, shift, and a new block with its index."""
-
-
-class PackedPart(Protocol):
-    """The fields of the engine's SequencePart that packing reads."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def block_table(self) -> list[int]: ...
+"""Numbers copied to the device per decode: row, start, length, slot, and a new block with its index."""
 
 
 class BlankPart(NamedTuple):
@@ -69,25 +60,18 @@ class PartTensors(NamedTuple):
         return self.block_tables[:, :width].index_select(0, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Packing:
     """The parts of a step, concatenated to one row of ΣT tokens. Built once per step, shared by all layers.
 
-    Its tensors and arrays are in buffers of the Packer: they are valid until it packs the next step.
+    It is valid until the Packer packs the next step, which has the same buffers.
     """
 
     block_size: int
     device: torch.device
+    layout: Layout
     starts: list[int]
     """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
-    query_lens: list[int]
-    """Per part: number of new tokens, at least 1."""
-    offsets: list[int]
-    """Per part: index of its first token in the packed row."""
-    tables: list[list[int]]
-    """Per part: block ids from position 0, cut to the blocks that cover its new tokens."""
-    table_arrays: list[IntArray]
-    """`tables` as arrays."""
     on_device: PartTensors
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
@@ -97,6 +81,26 @@ class Packing:
     """[ΣT] int64: block_id · block_size + offset in the block, where the token's KV is written."""
 
     @property
+    def query_lens(self) -> list[int]:
+        """Per part: number of new tokens, at least 1."""
+        return self.layout.query_lens
+
+    @property
+    def offsets(self) -> list[int]:
+        """Per part: index of its first token in the packed row."""
+        return self.layout.offsets
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Per part: block ids from position 0, cut to the blocks that cover its new tokens."""
+        return self.layout.tables
+
+    @property
+    def table_arrays(self) -> list[IntArray]:
+        """`tables` as arrays."""
+        return self.layout.arrays
+
+    @property
     def num_tokens(self) -> int:
         return int(self.slot_mapping.shape[0])
 
@@ -104,6 +108,17 @@ class Packing:
     def context_lens(self) -> list[int]:
         """Per part: number of tokens with KV after this step."""
         return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
+
+    def shared_prefixes(self, min_saved_tokens: int, max_query_len: int) -> list[SharedPrefix]:
+        """See find_shared_prefixes; among parts with at most `max_query_len` new tokens. Steps with one layout share the result."""
+        known = self.layout.prefixes
+        key = (min_saved_tokens, max_query_len)
+        if key not in known:
+            some = [index for index, length in enumerate(self.query_lens) if length <= max_query_len]
+            tables, starts = [self.tables[index] for index in some], [self.starts[index] for index in some]
+            found = find_shared_prefixes(tables, starts, self.block_size, min_saved_tokens)
+            known[key] = [SharedPrefix([some[part] for part in one.parts], one.num_blocks) for one in found]
+        return known[key]
 
     def slots(self, part: int, first: int, end: int) -> IntArray:
         """Slots of the part's positions first … end − 1, int64 [end − first]."""
@@ -123,6 +138,11 @@ class Packer:
         self._device = device
         self.block_tables = BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq)
         self._staging = Staging(device, sizes.max_num_tokens + _NUMBERS_PER_PART * sizes.max_num_seqs)
+        self._layout: Layout | None = None
+        """Of the step before, like the following."""
+        self._packing: Packing | None = None
+        self._tensors: list[torch.Tensor] = []
+        """As sent, in the order of `_send`."""
         self._allocate(sizes.max_num_tokens)
 
     def _allocate(self, max_num_tokens: int) -> None:
@@ -136,52 +156,100 @@ class Packer:
         Raises PackingError, without a change, if a part is empty, its table is too short, or has a block outside
         1 … num_blocks − 1 (block 0 is the null block, which is never written).
         """
-        size = self._block_size
         starts = [part.start for part in parts]
+        changes = self._keep_layout(parts)
+        try:
+            if changes is None:
+                changes = self._lay_out(parts, starts)
+            assert self._layout is not None
+            return self._send(self._layout, parts, starts, changes)
+        except PackingError:
+            raise
+        except BaseException:
+            self._forget()  # the device may have some of the changes
+            raise
+
+    def _keep_layout(self, parts: Sequence[PackedPart]) -> Changes | None:
+        """Keep the layout of the step before, if it is one of the same decodes; returns the blocks appended to its tables. None,
+        without a change, if the step needs a layout of its own, or is wrong."""
+        layout = self._layout
+        if layout is None:
+            return None
+        grown = layout.growth(parts, self._block_size)
+        if grown is None or not all(0 < block < self._num_blocks for _, block in grown):
+            return None
+        if not self.block_tables.has_room(layout.tables[index] for index, _ in grown):
+            return None
+        return self._append(layout, grown) if grown else NO_CHANGES
+
+    def _append(self, layout: Layout, grown: Sequence[tuple[int, int]]) -> Changes:
+        """Append a block to the tables of these parts."""
+        places = []
+        for index, block in grown:
+            table = layout.tables[index] = [*layout.tables[index], block]
+            place, layout.arrays[index] = self.block_tables.append(int(layout.rows[index]), table)
+            places.append(place)
+        return Changes(np.array(places, dtype=np.int64), np.array([block for _, block in grown], dtype=np.int64))
+
+    def _lay_out(self, parts: Sequence[PackedPart], starts: list[int]) -> Changes:
+        """Make a layout for the step; returns the entries of the block tables that differ from the step before. Raises
+        PackingError."""
+        size = self._block_size
         query_lens = [len(part.token_ids) for part in parts]
-        keys = [id(part.block_table) for part in parts]
+        sources = [part.block_table for part in parts]
+        keys = [id(source) for source in sources]
         tables = [
-            part.block_table[: -(-(start + length) // size)]
-            for part, start, length in zip(parts, starts, query_lens, strict=True)
+            source[: -(-(start + length) // size)]
+            for source, start, length in zip(sources, starts, query_lens, strict=True)
         ]
         num_known = self.block_tables.num_known(tables, keys)
         for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
             self._check(index, part, table, num_known[index])
         _check_one_writer(tables, starts, size)
-        ends = list(accumulate(query_lens))
-        offsets = [end - length for end, length in zip(ends, query_lens, strict=True)]
-        try:
-            placement = self.block_tables.place(tables, keys, num_known)
-            input_ids, rows, on_device, lengths, shifts, changed, values = self._staging.send(
-                [
-                    np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, ends[-1]),
-                    placement.rows,
-                    np.array(starts, dtype=np.int64),
-                    np.array(query_lens, dtype=np.int64),
-                    np.subtract(starts, offsets, dtype=np.int64),
-                    placement.changed,
-                    placement.values,
-                ]
-            )
+        placement = self.block_tables.place(tables, keys, num_known)
+        offsets = [end - length for end, length in zip(accumulate(query_lens), query_lens, strict=True)]
+        self._layout = Layout(sources, tables, placement.tables, placement.rows, query_lens, offsets)
+        return placement.changes
+
+    def _send(self, layout: Layout, parts: Sequence[PackedPart], starts: list[int], changes: Changes) -> Packing:
+        """Send the step to the device."""
+        num_tokens = layout.offsets[-1] + layout.query_lens[-1]
+        ids = np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, num_tokens)
+        start_array, lengths = np.array(starts, dtype=np.int64), np.array(layout.query_lens, dtype=np.int64)
+        if layout.is_decodes:
+            last_blocks = np.array([table[-1] for table in layout.tables], dtype=np.int64)
+            places = last_blocks * self._block_size + start_array % self._block_size
+        else:
+            places = start_array - layout.offsets  # from a token's index in the row to its position
+        if len(changes.places):
+            changes = self.block_tables.write(changes)
+        tensors = self._staging.send([ids, layout.rows, start_array, lengths, places, changes.places, changes.blocks])
+        before = self._packing
+        if before is not None and before.layout is layout and tensors is self._tensors:
+            self._packing = replace(before, starts=starts)  # the same tensors, with the new numbers
+            return self._packing
+        input_ids, rows, on_device, query_lens, sent, changed, values = self._tensors = tensors
+        if len(changed):
             self.block_tables.tensor.view(-1).index_copy_(0, changed, values.to(torch.int32))
-            part_tensors = PartTensors(rows, on_device, lengths, self.block_tables.tensor)
-            positions, slots = self._locate(part_tensors, shifts, ends[-1])
-        except BaseException:
-            self.block_tables.forget()  # the device may have some of the changes
-            raise
-        return Packing(
-            block_size=size,
+        part_tensors = PartTensors(rows, on_device, query_lens, self.block_tables.tensor)
+        positions, slots = on_device, sent
+        if not layout.is_decodes:
+            positions, slots = self._locate(part_tensors, sent, num_tokens)
+        self._packing = Packing(
+            block_size=self._block_size,
             device=self._device,
+            layout=layout,
             starts=starts,
-            query_lens=query_lens,
-            offsets=offsets,
-            tables=tables,
-            table_arrays=placement.tables,
             on_device=part_tensors,
             input_ids=input_ids[None],
             position_ids=positions[None],
             slot_mapping=slots,
         )
+        return self._packing
+
+    def _forget(self) -> None:
+        self._layout = self._packing = None
+        self.block_tables.forget()
 
     def _locate(self, parts: PartTensors, shifts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Position and slot of each token, computed on the device. shifts: [N], first position − first index in the row."""
@@ -219,33 +287,3 @@ def _check_one_writer(tables: Sequence[list[int]], starts: Sequence[int], block_
     written = [block for table, start in zip(tables, starts, strict=True) for block in table[start // block_size :]]
     if len(set(written)) != len(written):
         raise PackingError("two tokens of the step write the same slot: two parts share a block that is not sealed")
-
-
-class Staging:
-    """A buffer of int64 numbers, written on the host and read on the device. On a CPU both are the same memory."""
-
-    def __init__(self, device: torch.device, capacity: int = 1) -> None:
-        self._device = device
-        self._copied: torch.cuda.Event | None = None
-        self._allocate(capacity)
-
-    def _allocate(self, capacity: int) -> None:
-        on_gpu = self._device.type == "cuda"
-        self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=on_gpu)
-        self._array = self._host.numpy()
-        self._there = torch.empty(capacity, dtype=torch.int64, device=self._device) if on_gpu else self._host
-
-    def send(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
-        """The arrays on the device, in order; valid until the next send."""
-        lengths = [array.size for array in arrays]
-        num_numbers = sum(lengths)
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read the buffer
-        if num_numbers > self._host.numel():
-            self._allocate(1 << (num_numbers - 1).bit_length())
-        np.concatenate(arrays, out=self._array[:num_numbers])
-        if self._there is not self._host:
-            self._there[:num_numbers].copy_(self._host[:num_numbers], non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(self._device))
-        return list(torch.split(self._there[:num_numbers], lengths))

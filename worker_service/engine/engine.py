@@ -28,7 +28,7 @@ from .request import GenerationParams, Payer, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import BadLogits, PartResult, StepRunner
+from .step import BadLogits, PartResult, SampledToken, StepRunner
 
 log = structlog.get_logger()
 
@@ -95,6 +95,8 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._wake = asyncio.Event()
+        self._undelivered: list[tuple[Request, SampledToken, float]] = []
+        """Tokens of the last step, and when it ended."""
         self._model_thread = model_thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
 
     # -- requests
@@ -265,6 +267,7 @@ class Engine:
                 if batch:
                     await self._run_step(batch)
                 else:
+                    self._deliver()
                     await self._wake.wait()
         finally:
             self._model_thread.shutdown(wait=True)
@@ -276,7 +279,9 @@ class Engine:
         loop = asyncio.get_running_loop()
         launched_at = self._clock()
         try:
-            tokens = await loop.run_in_executor(self._model_thread, self._runner.execute, step)
+            running = loop.run_in_executor(self._model_thread, self._runner.execute, step)
+            self._deliver()
+            results = await running
         except Exception as error:
             log.exception("step failed", num_sequences=len(batch))
             self.cache.fail_step(sequences)
@@ -287,7 +292,7 @@ class Engine:
             return
         now = self._clock()
         self._count_step(batch, now - launched_at, now)
-        self._finish_step(batch, tokens, now)
+        self._finish_step(batch, results, now)
 
     def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
         num_tokens = sum(part.num_tokens for part in batch)
@@ -302,31 +307,51 @@ class Engine:
             request = scheduled.request
             # A request may have been aborted while its step ran.
             if self.scheduler.find(scheduled.sequence.id) is request:
-                self._pass_on(request, result, now)
+                self._take(request, result, now)
 
-    def _pass_on(self, request: Request, result: PartResult, now: float) -> None:
-        """Give the request its result of the step. An error in one text ends that request, not the engine."""
+    def _take(self, request: Request, result: PartResult, now: float) -> None:
+        """Give the request its result of the step. Its reader gets the token after the next step is launched."""
         if result.bad_logits is not None:
             log.warning(
                 "no token can be sampled", sequence_id=request.params.sequence_id, **result.bad_logits._asdict()
             )
             self._fail(request, _error_of(result.bad_logits))
             return
-        try:
-            request.on_prompt_logprobs(result.prompt_logprobs)
-            if result.token is None:
-                return
+        request.on_prompt_logprobs(result.prompt_logprobs)
+        if result.token is not None:
             self.stats.on_token(request, now)
-            if request.on_token(result.token):
-                assert request.finish_reason is not None
-                self.stats.on_finished(request, request.finish_reason.value, now)
-                self._admission.on_finished(request)
+            if request.take(result.token):
                 self._remove(request)
+            self._undelivered.append((request, result.token, now))
+
+    def _deliver(self) -> None:
+        """Pass on the tokens of the last step, now that the next one runs: decoding text takes longer than all else between two
+        steps. A request that a stop string ends is in that next step already; its result there is dropped."""
+        undelivered, self._undelivered = self._undelivered, []
+        for request, token, now in undelivered:
+            if not request.stream.is_finished:  # else it has failed since
+                self._pass_on(request, token, now)
+
+    def _pass_on(self, request: Request, token: SampledToken, now: float) -> None:
+        """Pass on one token. An error in one text ends that request, not the engine."""
+        is_running = self.scheduler.find(request.sequence.id) is request
+        try:
+            if not request.deliver(token):
+                return
         except Exception as error:
             log.exception("token could not be decoded", sequence_id=request.params.sequence_id)
+            if not is_running:
+                self.stats.ended[ErrorKind.INTERNAL.name.lower()] += 1
             self._fail(
                 request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}")
             )
+        else:
+            assert request.finish_reason is not None
+            self.stats.on_finished(request, request.finish_reason.value, now)
+            self._admission.on_finished(request)
+            if is_running:
+                self._remove(request)
+        self.changed_for_link.set()
 
     def _take_events(self) -> None:
         for event in self.cache.take_events():

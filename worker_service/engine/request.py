@@ -159,12 +159,17 @@ class Request:
             self._num_prompt_returned += len(logprobs)
             self.stream.put(Chunk(0, prompt_logprobs=list(logprobs)))
 
-    def on_token(self, token: SampledToken) -> bool:
-        """Take the next token and pass on the text that is certain; returns whether the text has ended."""
-        index = self.num_generated
+    def take(self, token: SampledToken) -> bool:
+        """Count the next token; returns whether none can follow it. `deliver` is to be called before the next one."""
         self.num_generated += 1
         if self._counts is not None:
             self._counts.add(token.token_id)
+        return token.token_id in self._stop_token_ids or self.num_generated >= self._max_tokens
+
+    def deliver(self, token: SampledToken) -> bool:
+        """Pass on the token taken last, and the text that is certain; returns whether the text has ended, which may also be due to
+        a stop string."""
+        index = self.num_generated - 1
         if token.token_id in self._stop_token_ids:
             self._finish(Chunk(index), FinishReason.STOP)
             return True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 
 from ..attention.layer import KVLayer
 from ..attention.packing import Packing
-from ..attention.shared_prefix import SharedPrefix, find_shared_prefixes
+from ..attention.shared_prefix import SharedPrefix
 from .library import Layer, Sizes, StepArguments
 from .weights import PackedModel
 
@@ -60,13 +62,16 @@ class Program:
         parts = packing.on_device
         logits = torch.empty(len(rows), self._model.vocab_size)
         is_finite = torch.empty(packing.num_tokens, dtype=torch.bool)
-        wanted = torch.tensor(rows, dtype=torch.int64)
-        members, ends, blocks = _prefix_arrays(self._shared_prefixes(packing))
+        prefixes = self._shared_prefixes(packing)
+        members = _int64s([part for prefix in prefixes for part in prefix.parts])
+        ends = _int64s(list(accumulate(len(prefix.parts) for prefix in prefixes)))
+        blocks = _int64s([prefix.num_blocks for prefix in prefixes])
+        wanted = _int64s(rows)
         arguments = StepArguments(
             num_tokens=packing.num_tokens,
             num_parts=len(packing.starts),
             num_rows=len(rows),
-            num_prefixes=len(ends),
+            num_prefixes=len(prefixes),
             ids=packing.input_ids.data_ptr(),
             positions=packing.position_ids.data_ptr(),
             slots=packing.slot_mapping.data_ptr(),
@@ -75,10 +80,10 @@ class Program:
             table_rows=parts.rows.data_ptr(),
             tables=parts.block_tables.data_ptr(),
             table_stride=parts.block_tables.stride(0),
-            prefix_parts=members.data_ptr(),
-            prefix_ends=ends.data_ptr(),
-            prefix_blocks=blocks.data_ptr(),
-            rows=wanted.data_ptr(),
+            prefix_parts=ctypes.addressof(members),
+            prefix_ends=ctypes.addressof(ends),
+            prefix_blocks=ctypes.addressof(blocks),
+            rows=ctypes.addressof(wanted),
             logits=logits.data_ptr(),
             is_finite=is_finite.data_ptr(),
         )
@@ -109,30 +114,11 @@ class Program:
         self.close()
 
     def _shared_prefixes(self, packing: Packing) -> list[SharedPrefix]:
-        """Sets of decodes that share whole partitions; a long part reads its keys often enough by itself."""
-        short = [index for index, length in enumerate(packing.query_lens) if length <= self._max_short]
-        if len(short) < 2:
-            return []
-        found = find_shared_prefixes(
-            [packing.tables[index] for index in short],
-            [packing.starts[index] for index in short],
-            packing.block_size,
-            _MIN_SAVED_TOKENS,
-        )
+        """Sets of parts that share whole partitions; a long part reads its keys often enough by itself."""
         least = PARTITION // packing.block_size
-        return [
-            SharedPrefix([short[part] for part in one.parts], one.num_blocks)
-            for one in found
-            if one.num_blocks >= least
-        ]
+        found = packing.shared_prefixes(_MIN_SAVED_TOKENS, self._max_short)
+        return [prefix for prefix in found if prefix.num_blocks >= least]
 
 
-def _prefix_arrays(prefixes: Sequence[SharedPrefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Members one set after the other, the index after each set's last, and blocks: int64."""
-    members = [part for prefix in prefixes for part in prefix.parts]
-    ends = torch.tensor([len(prefix.parts) for prefix in prefixes], dtype=torch.int64).cumsum(0)
-    return (
-        torch.tensor(members, dtype=torch.int64),
-        ends,
-        torch.tensor([prefix.num_blocks for prefix in prefixes], dtype=torch.int64),
-    )
+def _int64s(numbers: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)

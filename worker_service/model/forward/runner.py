@@ -11,7 +11,7 @@ import torch
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packer, StepSizes
 from ...engine.sampling_params import TokenLogprobs
-from ...engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
+from ...engine.step import BadLogits, PartResult, PromptRows, SampledToken, SequencePart, Step
 from ..sampling.draw import Draw
 from ..sampling.sampler import prompt_logprobs, sample
 from .forward import Runtime
@@ -58,35 +58,37 @@ class ModelRunner:
     def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
         """Run one forward pass and add its results to the outcomes of its parts."""
         packing = self._packer.pack([part for _, part in parts])
-        placed = list(zip(parts, packing.offsets, strict=True))
-        sampling = [(index, part, offset) for (index, part), offset in placed if part.sampling is not None]
-        prompts = [
-            (index, part.start, part.prompt_rows, offset)
-            for (index, part), offset in placed
-            if part.prompt_rows is not None
-        ]
-        rows = [offset + len(part.token_ids) - 1 for _, part, offset in sampling]
-        for _, _, wanted, offset in prompts:
-            rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
+        draws: list[tuple[int, Draw]] = []
+        prompts: list[tuple[int, int, PromptRows]] = []
+        rows: list[int] = []
+        prompt_rows: list[int] = []
+        for (index, part), offset in zip(parts, packing.offsets, strict=True):
+            if part.sampling is not None:
+                length = len(part.token_ids)
+                draws.append((index, Draw(part.sampling, part.start + length, part.banned_ids, part.counts)))
+                rows.append(offset + length - 1)
+            if (wanted := part.prompt_rows) is not None:
+                prompts.append((index, part.start, wanted))
+                prompt_rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits, is_finite = self.forward.run(packing, rows)
-            first = len(sampling)
-            for index, start, wanted, _ in prompts:
+            logits, is_finite = self.forward.run(packing, rows + prompt_rows)
+            first = len(draws)
+            for index, start, wanted in prompts:
                 end = first + len(wanted.targets)
                 found = prompt_logprobs(
                     logits[first:end], wanted.targets, wanted.num_top, position=start + wanted.first + 1
                 )
                 outcomes[index].add(found)
                 first = end
-            if sampling:
-                sampled = sample(logits[: len(sampling)], [_draw(part) for _, part, _ in sampling])
-                for (index, _, _), token in zip(sampling, sampled, strict=True):
+            if draws:
+                sampled = sample(logits[: len(draws)], [draw for _, draw in draws])
+                for (index, _), token in zip(draws, sampled, strict=True):
                     outcomes[index].add(token)
             # Rows without logits count too: their KV would be shared.
-            bad_rows = (~is_finite).nonzero()[:, 0].tolist()
-        if bad_rows:
-            for (index, part), offset in placed:
-                outcomes[index].add_bad_rows(part, [row - offset for row in bad_rows])
+            if not is_finite.all():
+                bad_rows = (~is_finite).nonzero()[:, 0].tolist()
+                for (index, part), offset in zip(parts, packing.offsets, strict=True):
+                    outcomes[index].add_bad_rows(part, [row - offset for row in bad_rows])
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
@@ -126,8 +128,3 @@ class _Outcome:
         if self.bad_logits is not None:
             return PartResult(bad_logits=self.bad_logits)
         return PartResult(self.token, self.prompt_logprobs)
-
-
-def _draw(part: SequencePart) -> Draw:
-    assert part.sampling is not None
-    return Draw(part.sampling, part.start + len(part.token_ids), part.banned_ids, part.counts)

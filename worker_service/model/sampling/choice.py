@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .draw import Draw
-from .truncation import NUM_CANDIDATES, Limits, truncate, weigh
+from .truncation import NUM_CANDIDATES, Limits, portions, select, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22
 """Weights computed at a time: 32 MiB. More rows are drawn in slices."""
@@ -21,12 +21,15 @@ _WORD = 2**64 - 1
 _ROW_BYTES = 16
 
 
-def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Tokens [N] int64 for the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
+def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """A token for each row of the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
     is drawn with its own number from the row after truncation."""
     size = max(1, MAX_WEIGHTS // logits.shape[1])
     slices = zip(torch.split(logits, size), range(0, len(draws), size), strict=True)
-    return torch.cat([_draw_slice(rows, draws[first : first + size]) for rows, first in slices])
+    tokens: list[int] = []
+    for rows, first in slices:
+        tokens += _draw_slice(rows, draws[first : first + size]).tolist()
+    return tokens
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
@@ -68,12 +71,12 @@ def _draw_slice(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     limits = Limits.of([draw.sampling for draw in draws], vocab_size, device)
     ranked = limits.is_ranked(vocab_size)
     rows = (~ranked).nonzero()[:, 0]
-    if len(rows):
-        tokens[rows] = invert(weigh(logits[rows], limits.rows(rows)), numbers[rows])
+    for some in portions(rows, vocab_size):
+        tokens[some] = invert(weigh(select(logits, some), limits.rows(some)), numbers[some])
     rows = ranked.nonzero()[:, 0]
     for num_candidates in (*(count for count in NUM_CANDIDATES if count < vocab_size), vocab_size):
         if len(rows):
-            ids, weights, is_complete = truncate(logits[rows], limits.rows(rows), num_candidates)
+            ids, weights, is_complete = truncate(select(logits, rows), limits.rows(rows), num_candidates)
             ids, order = ids.sort(dim=-1)
             chosen = invert(weights.gather(1, order), numbers[rows])
             tokens[rows] = ids.gather(1, chosen[:, None])[:, 0]

@@ -21,21 +21,29 @@ from .adjustment import adjust
 from .choice import draw_tokens
 from .draw import Draw
 from .logprobs import logprobs_of
+from .ranking import most_likely
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | BadLogits]:
     """One token per row of logits [N, vocab_size], which do not change; BadLogits for a row without a choice."""
-    best, tokens = torch.max(logits, dim=-1)  # the first of equal maxima: the lowest id; NaN if any logit is
+    best, tokens = most_likely(logits)
     bad = {row: BadLogits(draws[row].position, largest) for row, largest in _not_finite(best)}
-    good = [row for row in range(len(draws)) if row not in bad]
-    drawn = [row for row in good if draws[row].sampling.temperature > 0 and not draws[row].adjusts_logits]
+    drawn: list[int] = []
+    adjusted: list[int] = []
+    for row, draw in enumerate(draws):
+        if row in bad:
+            continue
+        if draw.adjusts_logits:
+            adjusted.append(row)
+        elif draw.sampling.temperature > 0:
+            drawn.append(row)
     if drawn:
-        tokens[drawn] = draw_tokens(_rows(logits, drawn).float(), [draws[row] for row in drawn])
-    adjusted = [row for row in good if draws[row].adjusts_logits]
+        _put(tokens, drawn, draw_tokens(_rows(logits, drawn).float(), [draws[row] for row in drawn]))
     if adjusted:
         changed = logits[adjusted].float()  # a copy, by the index
-        tokens[adjusted], worst = _sample_adjusted(changed, [draws[row] for row in adjusted])
-        bad |= {adjusted[index]: found for index, found in worst.items()}
+        found, worst = _sample_adjusted(changed, [draws[row] for row in adjusted])
+        _put(tokens, adjusted, found)
+        bad |= {adjusted[index]: why for index, why in worst.items()}
     return _with_logprobs(logits, tokens, draws, bad)
 
 
@@ -44,25 +52,30 @@ def prompt_logprobs(
 ) -> list[TokenLogprobs] | BadLogits:
     """The log-probability of the prompt's token at each row of logits [N, vocab_size]; BadLogits if a row has none. `position`: of
     the first of these tokens."""
-    for row, largest in _not_finite(logits.amax(dim=-1)):
+    for row, largest in _not_finite(logits.amax(dim=-1).tolist()):
         return BadLogits(position + row, largest)
     return logprobs_of(logits, torch.tensor(targets, device=logits.device), [num_top] * len(targets))
 
 
-def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, dict[int, BadLogits]]:
-    """Tokens [N] of the logits [N, vocab_size], which are changed in place, and the rows without a valid token."""
+def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, BadLogits]]:
+    """A token for each row of the logits [N, vocab_size], which are changed in place, and the rows without a valid token."""
     adjust(logits, draws)
-    best, tokens = torch.max(logits, dim=-1)
+    best, tokens = most_likely(logits)
     bad = {row: BadLogits(draws[row].position, largest, is_adjusted=True) for row, largest in _not_finite(best)}
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and row not in bad]
     if drawn:
-        tokens[drawn] = draw_tokens(_rows(logits, drawn), [draws[row] for row in drawn])
+        _put(tokens, drawn, draw_tokens(_rows(logits, drawn), [draws[row] for row in drawn]))
     return tokens, bad
 
 
-def _not_finite(best: torch.Tensor) -> list[tuple[int, float]]:
+def _not_finite(best: Sequence[float]) -> list[tuple[int, float]]:
     """The rows whose largest logit is not finite, and that logit."""
-    return [(row, largest) for row, largest in enumerate(best.tolist()) if not math.isfinite(largest)]
+    return [(row, largest) for row, largest in enumerate(best) if not math.isfinite(largest)]
+
+
+def _put(tokens: list[int], rows: Sequence[int], found: Sequence[int]) -> None:
+    for row, token_id in zip(rows, found, strict=True):
+        tokens[row] = token_id
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -70,15 +83,15 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _with_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, draws: Sequence[Draw], bad: dict[int, BadLogits]
+    logits: torch.Tensor, tokens: list[int], draws: Sequence[Draw], bad: dict[int, BadLogits]
 ) -> list[SampledToken | BadLogits]:
-    token_ids: list[int] = tokens.tolist()
-    sampled = [bad.get(row) or SampledToken(token_id) for row, token_id in enumerate(token_ids)]
-    wanted = {row: draw.sampling.num_logprobs for row, draw in enumerate(draws) if row not in bad}
-    num_top = {row: count for row, count in wanted.items() if count is not None}
+    sampled = [bad.get(row) or SampledToken(token_id) for row, token_id in enumerate(tokens)]
+    wanted = [(row, draw.sampling.num_logprobs) for row, draw in enumerate(draws)]
+    num_top = {row: count for row, count in wanted if count is not None and row not in bad}
     if num_top:
         rows = list(num_top)
-        found = logprobs_of(_rows(logits, rows), tokens[rows], list(num_top.values()))
+        ids = torch.tensor([tokens[row] for row in rows], device=logits.device)
+        found = logprobs_of(_rows(logits, rows), ids, list(num_top.values()))
         for row, logprobs in zip(rows, found, strict=True):
-            sampled[row] = SampledToken(token_ids[row], logprobs)
+            sampled[row] = SampledToken(tokens[row], logprobs)
     return sampled

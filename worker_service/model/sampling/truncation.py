@@ -14,6 +14,10 @@ from .ranking import best
 NUM_CANDIDATES = (256, 4096)
 """Numbers of most likely tokens to try, for rows that keep more the next one; after these, all tokens."""
 
+_CPU_NUMBERS = 1 << 16
+"""Numbers that a CPU computes at once, 512 KiB: they stay in its cache, and their memory is used again instead of being returned to
+the system and zeroed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -27,6 +31,8 @@ class Limits:
     """float64; 1: all."""
     min_p: torch.Tensor
     """float64; 0: all."""
+    has_min_p: bool
+    """Whether any min_p is above 0."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Limits:
@@ -40,11 +46,14 @@ class Limits:
             column([min(sampling.top_k or vocab_size, vocab_size) for sampling in params], torch.int64),
             column([sampling.top_p for sampling in params], torch.float64),
             column([sampling.min_p for sampling in params], torch.float64),
+            any(sampling.min_p for sampling in params),
         )
 
     def rows(self, rows: torch.Tensor) -> Limits:
-        """Some of the rows."""
-        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        """Some of the rows, in order."""
+        if len(rows) == len(self.temperature):
+            return self
+        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.has_min_p)
 
     def is_ranked(self, vocab_size: int) -> torch.Tensor:
         """[N] bool: rows in which a token's rank decides whether it is kept."""
@@ -66,7 +75,9 @@ def weigh(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Weights [N, vocab_size] float64 of all tokens, relative to the most likely one; 0: dropped by min-p. Only for rows that are
     not ranked."""
     weights = _relative(logits, logits.amax(dim=-1, keepdim=True), limits)
-    return weights.masked_fill_(weights < limits.min_p, 0.0)
+    if limits.has_min_p:
+        weights.masked_fill_(weights < limits.min_p, 0.0)
+    return weights
 
 
 def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
@@ -90,7 +101,21 @@ def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
 
 
 def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: Limits) -> torch.Tensor:
-    return torch.exp(logits.double() / limits.temperature - largest.double() / limits.temperature)
+    # In place: new memory for each of the numbers costs more than the arithmetic.
+    exponents = logits.double().div_(limits.temperature)
+    return exponents.sub_(largest.double() / limits.temperature).exp_()
+
+
+def portions(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
+    """The rows in the portions that are computed at once, each row with `width` numbers. None if there are no rows."""
+    if not len(rows):
+        return ()
+    return torch.split(rows, max(1, _CPU_NUMBERS // width)) if rows.device.type == "cpu" else (rows,)
+
+
+def select(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some of the rows, in order. A copy, except of all."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: Limits) -> torch.Tensor:
@@ -98,8 +123,9 @@ def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: Limits) -> to
     vocab_size = logits.shape[1]
     total = cumulative[:, -1:].clone()
     rows = ((limits.top_k == vocab_size) & (limits.top_p < 1))[:, 0].nonzero()[:, 0]
-    if len(rows) and cumulative.shape[1] < vocab_size:
-        some = logits[rows]
-        weights = _relative(some, some.amax(dim=-1, keepdim=True), limits.rows(rows))
-        total[rows] = torch.cumsum(weights, dim=-1)[:, -1:]
+    if cumulative.shape[1] < vocab_size:
+        for some in portions(rows, vocab_size):
+            chosen = select(logits, some)
+            weights = _relative(chosen, chosen.amax(dim=-1, keepdim=True), limits.rows(some))
+            total[some] = torch.cumsum(weights, dim=-1)[:, -1:]
     return total
