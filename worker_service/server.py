@@ -26,7 +26,7 @@ from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
 from .cache.state import CacheSettings
-from .cpu_share import lower_priority, switch_threads_soon
+from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
@@ -286,7 +286,6 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     """Runs in the thread that will run the steps."""
-    switch_threads_soon()
     device = choose_device(settings.device)
     enter_device(device)
     if device.type == "cpu":

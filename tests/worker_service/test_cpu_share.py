@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvpool.worker_service.cpu_share import SWITCH_SECONDS, lower_priority
+from kvpool.worker_service.cpu_share import lower_priority
 from tests.cluster.in_process import in_process_cluster
 from tests.tiny_models import make_tiny_model
 
@@ -47,14 +47,3 @@ async def test_a_workers_steps_run_at_the_nice_value_of_its_setting(tmp_path: Pa
     async with in_process_cluster(model.path, tmp_path, model_nice=model_nice) as cluster:
         thread = cluster.worker.engine._model_thread
         assert thread.submit(_nice).result() == max(model_nice, _nice())
-
-
-async def test_a_worker_does_not_let_a_step_wait_for_the_interpreter(tmp_path: Path) -> None:
-    model = make_tiny_model("llama", tmp_path / "model")
-    before = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(0.005)
-        async with in_process_cluster(model.path, tmp_path):
-            assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
-    finally:
-        sys.setswitchinterval(before)
