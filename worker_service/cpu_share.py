@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 
+
 def lower_priority(nice: int) -> None:
     """Raise the nice value of this thread, and of those that it starts, to at least `nice`.
 
