@@ -5,7 +5,7 @@ python -m bench.llama_cpp_peer FILE --num-tokens N --threads N
 
 from __future__ import annotations
 
-from bench.pipe import Child, take_stdout
+from bench.pipe import serve_peer, take_stdout
 
 _pipe = take_stdout()
 
@@ -93,12 +93,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Load, and serve until the pipe is closed."""
     peer = Peer(arguments.file, num_tokens=arguments.num_tokens, threads=arguments.threads)
     features = peer._llama.llama_print_system_info().decode()
-    try:
-        await Child(_pipe, peer.generate).serve(
-            {"engine": f"llama-cpp-python {version('llama-cpp-python')}", "llama.cpp": features}
-        )
-    finally:
-        peer.stop()
+    await serve_peer(_pipe, peer, {"engine": f"llama-cpp-python {version('llama-cpp-python')}", "llama.cpp": features})
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ FOLDER is an exported model: see bench.peer_models.
 
 from __future__ import annotations
 
-from bench.pipe import Child, take_stdout
+from bench.pipe import serve_peer, take_stdout
 
 _pipe = take_stdout()
 
@@ -138,12 +138,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         precision=arguments.precision,
     )
-    try:
-        await Child(_pipe, peer.generate).serve(
-            {"engine": f"OpenVINO GenAI {version('openvino-genai')}", "openvino": version("openvino")}
-        )
-    finally:
-        peer.stop()
+    await serve_peer(
+        _pipe, peer, {"engine": f"OpenVINO GenAI {version('openvino-genai')}", "openvino": version("openvino")}
+    )
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 Generate = Callable[[list[int], int], AsyncGenerator[tuple[list[int], int | None], None]]
 """(prompt, number of tokens) → (new token ids, number of cached prompt tokens or None), as they arrive."""
@@ -70,6 +70,26 @@ class Child:
 
     def _write(self, message: dict[str, Any]) -> None:
         self._pipe.write(json.dumps(message) + "\n")
+
+
+class Peer(Protocol):
+    """A loaded engine."""
+
+    def generate(self, prompt: list[int], num_tokens: int) -> AsyncGenerator[tuple[list[int], int | None], None]:
+        """See Generate."""
+        ...
+
+    def stop(self) -> None:
+        """End its threads and processes."""
+        ...
+
+
+async def serve_peer(pipe: Any, peer: Peer, facts: dict[str, Any]) -> None:
+    """Serve it until the pipe is closed, and stop it."""
+    try:
+        await Child(pipe, peer.generate).serve(facts)
+    finally:
+        peer.stop()
 
 
 def _read_all(take: Callable[[bytes], object]) -> None:

@@ -5,7 +5,7 @@ python -m bench.transformers_peer FOLDER --page-size P --num-tokens N [--max-bat
 
 from __future__ import annotations
 
-from bench.pipe import Child, take_stdout
+from bench.pipe import serve_peer, take_stdout
 
 _pipe = take_stdout()
 
@@ -68,12 +68,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         num_tokens=arguments.num_tokens,
         max_batch_tokens=arguments.max_batch_tokens,
     )
-    try:
-        await Child(_pipe, peer.generate).serve(
-            {"engine": f"transformers {transformers.__version__}", "torch": torch.__version__}
-        )
-    finally:
-        peer.stop()
+    await serve_peer(_pipe, peer, {"engine": f"transformers {transformers.__version__}", "torch": torch.__version__})
 
 
 def main() -> None:

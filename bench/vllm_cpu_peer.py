@@ -5,7 +5,7 @@ python -m bench.vllm_cpu_peer FOLDER --num-tokens N [--eager]
 
 from __future__ import annotations
 
-from bench.pipe import Child, take_stdout
+from bench.pipe import serve_peer, take_stdout
 
 _pipe = take_stdout()
 
@@ -61,12 +61,7 @@ class Peer:
 async def serve(arguments: argparse.Namespace) -> None:
     """Load and serve."""
     peer = Peer(arguments.folder, num_tokens=arguments.num_tokens, eager=arguments.eager)
-    try:
-        await Child(_pipe, peer.generate).serve(
-            {"engine": f"vllm-cpu {version('vllm-cpu')}", "torch": version("torch")}
-        )
-    finally:
-        peer.stop()
+    await serve_peer(_pipe, peer, {"engine": f"vllm-cpu {version('vllm-cpu')}", "torch": version("torch")})
 
 
 def main() -> None:

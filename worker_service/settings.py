@@ -19,7 +19,7 @@ from kvpool.process.server_settings import ServerSettings
 
 from .engine.policy import SchedulingPolicy
 from .model.memory.plan import MemorySettings
-from .model.settings import ModelSettings
+from .model.settings import ModelSettings, QuantizationName, RuntimeName
 
 _MAX_FILE_NAME: Final = 200
 """Bytes of one path component; file systems allow 255."""
@@ -106,12 +106,12 @@ class WorkerSettings(ServerSettings):
         description="Prompt tokens in one step while other sequences decode. Smaller: more even decoding; larger: first tokens "
         "sooner.",
     )
-    runtime: Literal["auto", "native", "torch"] = Field(
+    runtime: RuntimeName = Field(
         "auto",
         description="What computes a step on a CPU. native: C of our own, compiled at the first start, for the models that it "
         "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch.",
     )
-    quantize: Literal["none", "int8"] = Field(
+    quantize: QuantizationName = Field(
         "none",
         description="Weights of the native step. int8: one byte for each number, half of bfloat16's: faster, and texts differ a "
         "little from those of the model. KV keeps the --dtype.",

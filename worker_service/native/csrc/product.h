@@ -14,12 +14,7 @@ INLINE void product(int num_rows, int columns, const word *weight, const word *a
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
     for (int64_t i = 0; i < k_words; i++) {
         vu w[COLUMNS];
-        UNROLL for (int c = 0; c < columns; c++) {
-            const word *at = weight + (c * k_words + i) * W;
-            if (num_rows == 1) prefetch(at + 40 * W);
-            if (ahead) __builtin_prefetch(ahead + (c * k_words + i) * W, 0, 2);
-            w[c] = load_words(at);
-        }
+        load_weights(num_rows == 1, columns, weight, ahead, k_words, i, w);
         UNROLL for (int r = 0; r < num_rows; r++) {
             vu x = set_word(inputs[r * k_words + i]);
             UNROLL for (int c = 0; c < columns; c++) sum[r][c] = dot(sum[r][c], w[c], x);

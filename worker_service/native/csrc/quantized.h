@@ -89,12 +89,7 @@ INLINE void byte_product(int num_rows, int columns, const struct kvpool_model *m
             UNROLL for (int c = 0; c < columns; c++) whole[r][c] = (vi)set_word((word)offsets[r * groups + g]);
         for (int64_t i = first; i < end; i++) {
             vu w[COLUMNS];
-            UNROLL for (int c = 0; c < columns; c++) {
-                const word *at = weight + (c * k_words + i) * W;
-                if (num_rows == 1) prefetch(at + 40 * W);
-                if (ahead) __builtin_prefetch(ahead + (c * k_words + i) * W, 0, 2);
-                w[c] = load_words(at);
-            }
+            load_weights(num_rows == 1, columns, weight, ahead, k_words, i, w);
             UNROLL for (int r = 0; r < num_rows; r++) {
                 vu x = set_word(inputs[r * groups * (GROUP / BYTES) + i]);
                 UNROLL for (int c = 0; c < columns; c++) whole[r][c] = dot_bytes(whole[r][c], w[c], x);

@@ -82,6 +82,17 @@ struct kvpool_model {
 
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 
+/* Word i of each of a tile's vectors of outputs. Those of a single row are read once, so they are prefetched some time before;
+ * `ahead`: a weight that is prefetched meanwhile, or NULL. */
+INLINE void load_weights(int is_single, int columns, const word *weight, const word *ahead, int64_t k_words, int64_t i, vu w[COLUMNS]) {
+    UNROLL for (int c = 0; c < columns; c++) {
+        const word *at = weight + (c * k_words + i) * W;
+        if (is_single) prefetch(at + 40 * W);
+        if (ahead) __builtin_prefetch(ahead + (c * k_words + i) * W, 0, 2);
+        w[c] = load_words(at);
+    }
+}
+
 /* New memory for what `at` points to; its old contents are lost. */
 static int grow(void *at, int64_t bytes) {
     void *new = aligned_alloc(64, (bytes + 127) / 64 * 64);
