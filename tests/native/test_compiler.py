@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native import build_cache, compiler, cpu_info
+from kvpool.worker_service.native import build_cache, build_lock, compiler, cpu_info
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
 from tests.native.fake_compiler import FakeCompiler
@@ -292,21 +295,81 @@ def test_what_killed_processes_left_is_removed_and_the_work_of_others_is_not(
     assert [folder.exists() for folder in folders] == [False, True]
 
 
-def test_two_processes_that_compile_at_the_same_time_end_with_one_whole_file(
-    cache_dir: Path, tmp_path: Path, real_file: Path, monkeypatch: pytest.MonkeyPatch
+IN_A_PROCESS = (
+    "import sys, pathlib; from kvpool.worker_service.native.build_cache import compiled_library;"
+    "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: print(line, file=sys.stderr)).path)"
+)
+
+
+def start(cache_dir: Path, fake: FakeCompiler, log: Path) -> subprocess.Popen[str]:
+    """A process that compiles, with its lines of progress in the log."""
+    environment = {**os.environ, "CC": str(fake.path), "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-c", IN_A_PROCESS, str(cache_dir)]
+    with log.open("w") as stderr:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def test_two_processes_that_start_at_the_same_time_compile_once(
+    cache_dir: Path, tmp_path: Path, real_file: Path
 ) -> None:
-    both = f"mktemp {tmp_path}/started.XXXXXX; while [ $(ls {tmp_path}/started.* | wc -l) != 2 ]; do sleep 0.05; done"
-    fake = FakeCompiler(tmp_path / "fake", f'{both}; cp {real_file} "$output"')
-    program = (
-        "import sys, pathlib; from kvpool.worker_service.native.build_cache import compiled_library;"
-        "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: None).path)"
-    )
-    environment = {**os.environ, "CC": str(fake.path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(cache_dir)]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    """The compiler ends when the other process waits for it, or runs a compiler too."""
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    both = f"grep -q waiting {tmp_path}/*.log || [ $(wc -l < {tmp_path}/fake.runs) -gt 1 ]"
+    fake = FakeCompiler(tmp_path / "fake", f'until {both}; do sleep 0.05; done; cp {real_file} "$output"')
+    processes = [start(cache_dir, fake, log) for log in logs]
     paths = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert paths == {str(kept(cache_dir))}
-    assert fake.num_runs == 2
-    monkeypatch.setenv("CC", str(fake.path))
-    assert compiled_library("float32", cache_dir, print).path == kept(cache_dir)
-    assert fake.num_runs == 2
+    assert fake.num_runs == 1
+
+
+async def test_a_killed_process_leaves_no_lock(
+    cache_dir: Path, tmp_path: Path, good: FakeCompiler, lines: list[str]
+) -> None:
+    """Nor does its compiler, which runs on."""
+    child = tmp_path / "child"
+    slow = FakeCompiler(tmp_path / "slow", f"echo $$ > {child}.new; mv {child}.new {child}; exec sleep 1000")
+    process = start(cache_dir, slow, tmp_path / "slow.log")
+    try:
+        await until(child.exists)
+        process.kill()
+        process.communicate(timeout=120)
+        compiled_library("float32", cache_dir, lines.append)
+        assert is_running(int(child.read_text()))
+    finally:
+        if child.exists():
+            os.kill(int(child.read_text()), signal.SIGKILL)
+    assert good.num_runs == 1
+    assert lines[0].startswith("compiling "), "and not waiting"
+
+
+def test_a_lock_is_not_waited_for_without_end(
+    cache_dir: Path, good: FakeCompiler, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped in the middle of a build holds it."""
+    monkeypatch.setattr(build_lock, "_LIMIT_S", 0.2)
+    folder = cache_dir / "native"
+    folder.mkdir(mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        compiled_library("float32", cache_dir, lines.append)
+    finally:
+        os.close(descriptor)
+    assert good.num_runs == 1
+    assert lines[:2] == [
+        f"another process compiles in {folder}: waiting for it",
+        f"another process has compiled in {folder} for more than 0 s: not waiting any longer",
+    ]
+
+
+def test_without_locks_it_compiles(
+    cache_dir: Path, good: FakeCompiler, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems."""
+
+    def flock(descriptor: int, mode: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert compiled_library("float32", cache_dir, lines.append).path == kept(cache_dir)
+    assert len(lines) == 2, "compiling, compiled"

@@ -10,11 +10,13 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from . import cpu_info
+from .build_lock import build_lock
 from .compiler import (
     Compiler,
     NoNativeLibrary,
@@ -35,26 +37,40 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
     """The step for this number type: from the cache folder, else compiled, which takes seconds.
 
-    Each compiler found is tried until one gives a file that runs. Where the cache folder cannot be written, or others could
-    have written it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
+    Each compiler found is tried until one gives a file that runs. Where the cache folder cannot be written, or others could have written
+    it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
     """
     try:
-        compilers = find_compilers()
-        names = [f"step-{number_type}-{_digest(compiler, number_type)}.so" for compiler in compilers]
-        folder = _trusted_folder(cache_dir, progress)
+        return _kept_or_built(find_compilers(), number_type, cache_dir, progress)
+    except OSError as error:
+        raise NoNativeLibrary(
+            f"The step cannot be compiled: {one_line(str(error))}. Give a --cache-dir or a TMPDIR that can be written."
+        ) from error
+
+
+def _kept_or_built(
+    compilers: Sequence[Compiler], number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]
+) -> Library:
+    names = [_file_name(compiler, number_type) for compiler in compilers]
+    folder = _trusted_folder(cache_dir, progress)
+
+    def kept() -> Library | None:
         for compiler, name in zip(compilers, names, strict=True):
             if folder is not None and (library := _kept_library(folder / name)) is not None:
                 return replace(library, origin=_origin(compiler))
-        problems = []
+        return None
+
+    if (library := kept()) is not None:
+        return library
+    problems = []
+    with nullcontext() if folder is None else build_lock(folder, progress):
+        if (library := kept()) is not None:
+            return library
         for compiler, name in zip(compilers, names, strict=True):
             try:
                 return _build(compiler, number_type, folder, name, progress)
             except NoNativeLibrary as error:
                 problems.append(str(error))
-    except OSError as error:
-        raise NoNativeLibrary(
-            f"The step cannot be compiled: {one_line(str(error))}. Give a --cache-dir or a TMPDIR that can be written."
-        ) from error
     raise NoNativeLibrary(" ".join(problems))
 
 
@@ -83,7 +99,7 @@ def _build(
                 f"The step that {compiler.name} compiled cannot be loaded: {one_line(str(error))}."
             ) from error
         if folder is not None and is_kept:
-            # Another process may have done the same: both files are whole, and one of them stays.
+            # Another process may have done the same without the lock: both files are whole, and one of them stays.
             library = replace(library, path=file.replace(folder / name))
         return replace(library, origin=_origin(compiler))  # its file may go: it stays in memory
 
@@ -170,7 +186,7 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
     )
 
 
-def _digest(compiler: Compiler, number_type: NumberType) -> str:
-    """Of all that the compiled file depends on."""
+def _file_name(compiler: Compiler, number_type: NumberType) -> str:
+    """Names all that the compiled file depends on."""
     parts = [source_digest(), compiler.flags(number_type), cpu_info.identity(), compiler.command, compiler.version]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return f"step-{number_type}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.so"
