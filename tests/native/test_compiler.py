@@ -373,3 +373,37 @@ def test_without_locks_it_compiles(
     monkeypatch.setattr(fcntl, "flock", flock)
     assert compiled_library("float32", cache_dir, lines.append).path == kept(cache_dir)
     assert len(lines) == 2, "compiling, compiled"
+
+
+@pytest.mark.parametrize("compiler_now", ["missing", "fails", "given"])
+def test_what_a_compiler_of_earlier_made_is_used_if_none_works_now(
+    compiler_now: str,
+    cache_dir: Path,
+    tmp_path: Path,
+    good: FakeCompiler,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler was removed after the first start. One that $CC asks for is not replaced by another."""
+    path = compiled_library("float32", cache_dir, print).path
+    if compiler_now == "given":
+        good.path.unlink()
+        with pytest.raises(NoNativeLibrary, match="CC must be a C compiler's command"):
+            compiled_library("float32", cache_dir, lines.append)
+        return
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(compiler, "_NAMES", ("only-cc",))
+    monkeypatch.setattr(compiler, "_zig_of_python", lambda: None)
+    if compiler_now == "fails":
+        FakeCompiler(programs / "only-cc", "exit 1")
+    library = compiled_library("float32", cache_dir, lines.append)
+    assert (library.path, library.origin) == (path, "compiled earlier")
+    assert lines[-1].endswith(" The step compiled earlier is used.")
+    with pytest.raises(NoNativeLibrary):
+        compiled_library("bfloat16", cache_dir, lines.append)
+    monkeypatch.setattr(compiler, "_FLAGS", ("-O1",))
+    with pytest.raises(NoNativeLibrary):
+        compiled_library("float32", cache_dir, lines.append)

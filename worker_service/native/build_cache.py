@@ -23,6 +23,7 @@ from .compiler import (
     NumberType,
     compile_step,
     find_compilers,
+    given_command,
     one_line,
     source_digest,
 )
@@ -37,11 +38,18 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
     """The step for this number type: from the cache folder, else compiled, which takes seconds.
 
-    Each compiler found is tried until one gives a file that runs. Where the cache folder cannot be written, or others could have written
+    Each compiler found is tried until one gives a file that runs. If none does, a file that a compiler of earlier gave for this
+    source and CPU is used, unless $CC asks for one of now. Where the cache folder cannot be written, or others could have written
     it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
     """
     try:
-        return _kept_or_built(find_compilers(), number_type, cache_dir, progress)
+        try:
+            return _kept_or_built(find_compilers(), number_type, cache_dir, progress)
+        except NoNativeLibrary as error:
+            if given_command() or (library := _kept_earlier(number_type, cache_dir)) is None:
+                raise
+            progress(f"{error} The step compiled earlier is used.")
+            return library
     except OSError as error:
         raise NoNativeLibrary(
             f"The step cannot be compiled: {one_line(str(error))}. Give a --cache-dir or a TMPDIR that can be written."
@@ -72,6 +80,17 @@ def _kept_or_built(
             except NoNativeLibrary as error:
                 problems.append(str(error))
     raise NoNativeLibrary(" ".join(problems))
+
+
+def _kept_earlier(number_type: NumberType, cache_dir: Path) -> Library | None:
+    """The newest file of any compiler for this source and CPU."""
+    if (folder := _trusted_folder(cache_dir, lambda line: None)) is None:
+        return None
+    files = {path: path.stat().st_mtime for path in folder.glob(f"{_kind(number_type)}-*.so")}
+    for path in sorted(files, key=lambda path: files[path], reverse=True):
+        if (library := _kept_library(path)) is not None:
+            return replace(library, origin="compiled earlier")
+    return None
 
 
 def _build(
@@ -188,5 +207,13 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
 
 def _file_name(compiler: Compiler, number_type: NumberType) -> str:
     """Names all that the compiled file depends on."""
-    parts = [source_digest(), compiler.flags(number_type), cpu_info.identity(), compiler.command, compiler.version]
-    return f"step-{number_type}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.so"
+    return f"{_kind(number_type)}-{_digest(compiler.flags(number_type), compiler.command, compiler.version)}.so"
+
+
+def _kind(number_type: NumberType) -> str:
+    """The part of a file's name that does not depend on the compiler."""
+    return f"step-{number_type}-{_digest(source_digest(), cpu_info.identity())}"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
