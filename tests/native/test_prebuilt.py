@@ -182,6 +182,33 @@ def test_cc_asks_for_a_compiled_step(
     assert select_library("float32", cache_dir, lines.append).origin == COMPILED
 
 
+@pytest.mark.parametrize("prebuilt_is", ["usable", "damaged", "missing"])
+def test_a_cc_that_does_not_compile_is_replaced_by_a_prebuilt_step_only(
+    prebuilt_is: str,
+    folder: Path,
+    cc: FakeCompiler,
+    cache_dir: Path,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CC of another project must not cost the native step; another compiler of this machine was not asked for."""
+    monkeypatch.setenv("CC", "/no/cc")
+    problem = "CC must be a C compiler's command; there is no '/no/cc'. Correct or unset CC."
+    if prebuilt_is == "usable":
+        assert select_library("float32", cache_dir, lines.append).origin == "prebuilt for fast"
+        assert lines == [f"{problem} The prebuilt step is used."]
+    else:
+        if prebuilt_is == "damaged":
+            (folder / MANIFEST).write_text("")
+        else:
+            shutil.rmtree(folder)
+        with pytest.raises(NoNativeLibrary) as raised:
+            select_library("float32", cache_dir, lines.append)
+        damage = f" {folder / MANIFEST} cannot be read: " if prebuilt_is == "damaged" else ""
+        assert str(raised.value).startswith(problem + damage)
+    assert cc.num_runs == 0
+
+
 @pytest.mark.parametrize("has_files", [True, False])
 def test_without_a_prebuilt_step_and_a_compiler_one_line_says_what_to_install(
     has_files: bool, folder: Path, set_flags: SetFlags, cc: FakeCompiler, cache_dir: Path, lines: list[str]
