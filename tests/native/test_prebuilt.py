@@ -125,6 +125,12 @@ def test_a_damaged_file_is_not_loaded(
     harm: str, folder: Path, cc: FakeCompiler, cache_dir: Path, lines: list[str]
 ) -> None:
     """A library that ends before its sections do would end the worker by a signal when it is loaded."""
+    reason = (
+        "cannot be read (No such file or directory)"
+        if harm == "no file"
+        else f"is not the file that {MANIFEST} describes"
+    )
+    problems: list[str] = []
     for name, expected in (("fast-float32.so", "prebuilt for slow"), ("slow-float32.so", COMPILED)):
         path = folder / name
         content = path.read_bytes()
@@ -134,7 +140,8 @@ def test_a_damaged_file_is_not_loaded(
             path.write_bytes({"shorter": content[: len(content) // 2], "changed": changed}[harm])
         lines.clear()
         assert select_library("float32", cache_dir, lines.append).origin == expected
-        assert any(f"The prebuilt step {path} cannot be used: " in line for line in lines)
+        problems.append(f"{name} {reason}")
+        assert lines[-1] == f"Prebuilt steps in {folder} cannot be used: {'; '.join(problems)}. Install kvpool again."
 
 
 def test_a_file_that_does_not_run_here_is_not_loaded(
@@ -145,7 +152,8 @@ def test_a_file_that_does_not_run_here_is_not_loaded(
         path.write_text("no library")
     change(folder, sha256=hashlib.sha256(b"no library").hexdigest())
     assert select_library("float32", cache_dir, lines.append).origin == COMPILED
-    assert "slow-float32.so cannot be used: OSError: " in lines[-1]
+    assert "; slow-float32.so does not run here (OSError: " in lines[-1]
+    assert "Install" not in lines[-1], "that would change nothing"
 
 
 def test_steps_of_another_source_are_not_loaded(
@@ -157,11 +165,14 @@ def test_steps_of_another_source_are_not_loaded(
     assert lines[-1].startswith(f"The steps in {folder} were built from another source.")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": "", "compiler": "", "builds": [{}]}', "\0"])
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"source": "", "compiler": "", "builds": [{}]}', "\0"])
 def test_a_damaged_manifest_counts_as_none(
-    content: str, folder: Path, cc: FakeCompiler, cache_dir: Path, lines: list[str]
+    content: str | None, folder: Path, cc: FakeCompiler, cache_dir: Path, lines: list[str]
 ) -> None:
-    (folder / MANIFEST).write_text(content)
+    if content is None:
+        (folder / MANIFEST).unlink()
+    else:
+        (folder / MANIFEST).write_text(content)
     assert select_library("float32", cache_dir, lines.append).origin == COMPILED
     assert lines[-1].startswith(f"{folder / MANIFEST} cannot be read: ")
 

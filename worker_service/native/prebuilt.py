@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class NoPrebuiltStep(NoNativeLibrary):
     """Of the prebuilt steps none can be used."""
 
 
+class _DamagedFile(NoPrebuiltStep):
+    """A file is missing or is another than its manifest says."""
+
+
 class NothingPrebuilt(NoPrebuiltStep):
     """This installation has none, as after `pip install` from a checkout."""
 
@@ -60,13 +64,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises NoPrebuiltStep."""
+    """Raises NothingPrebuilt if there is no folder, NoPrebuiltStep if there is no manifest in it."""
+    if not folder.exists():
+        raise NothingPrebuilt("This installation has no prebuilt step.")
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         builds = [Build(**{**build, "cpu_flags": tuple(build["cpu_flags"])}) for build in content["builds"]]
         return Manifest(content["source"], content["compiler"], tuple(builds))
-    except FileNotFoundError as error:
-        raise NothingPrebuilt("This installation has no prebuilt step.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoPrebuiltStep(
             f"{folder / MANIFEST} cannot be read: {one_line(repr(error))}. Install kvpool again."
@@ -74,24 +78,32 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def prebuilt_library(number_type: NumberType, progress: Callable[[str], None]) -> Library:
-    """The fastest prebuilt step that runs here, tried in another process; progress gets a line for each faster one that fails.
+    """The fastest prebuilt step that runs here, tried in another process; progress gets a line if faster ones failed.
 
     Raises NoPrebuiltStep.
     """
     manifest = read_manifest(FOLDER)
     if manifest.source != source_digest():
-        raise NoPrebuiltStep(f"The steps in {FOLDER} were built from another source. Build them again, or remove them.")
-    problems = []
+        raise NoPrebuiltStep(
+            f"The steps in {FOLDER} were built from another source. Install kvpool again, or remove them."
+        )
+    problems, is_damaged = [], False
     for build in _for_this_cpu(manifest, number_type):
         try:
             library = _load(build)
         except NoPrebuiltStep as error:
             problems.append(str(error))
+            is_damaged |= isinstance(error, _DamagedFile)
             continue
-        for problem in problems:
-            progress(problem)
+        if problems:
+            progress(_message(problems, is_damaged))
         return library
-    raise NoPrebuiltStep(" ".join(problems))
+    raise NoPrebuiltStep(_message(problems, is_damaged))
+
+
+def _message(problems: Sequence[str], is_damaged: bool) -> str:
+    change = " Install kvpool again." if is_damaged else ""
+    return f"Prebuilt steps in {FOLDER} cannot be used: {'; '.join(problems)}.{change}"
 
 
 def _for_this_cpu(manifest: Manifest, number_type: NumberType) -> list[Build]:
@@ -107,15 +119,17 @@ def _for_this_cpu(manifest: Manifest, number_type: NumberType) -> list[Build]:
 
 
 def _load(build: Build) -> Library:
-    """Raises NoPrebuiltStep."""
+    """Raises NoPrebuiltStep with the file's name and what is wrong with it."""
     path = FOLDER / build.file
     try:
-        if hashlib.sha256(path.read_bytes()).hexdigest() != build.sha256:
-            problem: str | None = f"it is not the file that {MANIFEST} describes. Install kvpool again"
-        else:
-            problem = why_it_does_not_run(path)
-        if problem is None:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _DamagedFile(f"{build.file} cannot be read ({error.strerror})") from error
+    if hashlib.sha256(content).hexdigest() != build.sha256:
+        raise _DamagedFile(f"{build.file} is not the file that {MANIFEST} describes")
+    try:
+        if (problem := why_it_does_not_run(path)) is None:
             return replace(open_library(path), origin=f"prebuilt for {build.target}")
     except (OSError, LibraryMismatch) as error:
         problem = one_line(str(error))
-    raise NoPrebuiltStep(f"The prebuilt step {path} cannot be used: {problem}.")
+    raise NoPrebuiltStep(f"{build.file} does not run here ({problem})")
