@@ -62,7 +62,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prebuilt.mkdir()
     for name in PREBUILT:
         (prebuilt / name).touch()
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
+    log = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
+    assert "is absent from the `packages` configuration" not in log, "it takes folders of data for packages"
     (built,) = target.glob("*.whl")
     return built
 
