@@ -41,7 +41,7 @@ def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callabl
     try:
         compilers = find_compilers()
         names = [f"step-{number_type}-{_digest(compiler, number_type)}.so" for compiler in compilers]
-        folder = _folder(cache_dir, progress)
+        folder = _trusted_folder(cache_dir, progress)
         for compiler, name in zip(compilers, names, strict=True):
             if folder is not None and (library := _kept_library(folder / name)) is not None:
                 return replace(library, origin=_origin(compiler))
@@ -136,7 +136,7 @@ def _is_whole(content: bytes) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-def _folder(cache_dir: Path, progress: Callable[[str], None]) -> Path | None:
+def _trusted_folder(cache_dir: Path, progress: Callable[[str], None]) -> Path | None:
     """Of compiled files; None with a line to progress if it cannot be used."""
     try:
         return trusted_folder(cache_dir)

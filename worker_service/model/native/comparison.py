@@ -52,8 +52,11 @@ class Comparison:
 
     def follow_kept(self, library: Library) -> None:
         """Called before weights are packed. Raises NotNative if an earlier start chose torch."""
+        if not self._is_needed(library):
+            return
         file = self._file(library)
-        if not self._is_needed(library) or (choice := file.read()) is None:
+        choice = file.read()
+        if choice is None:
             return
         found = f"{self._describe(choice)}; kept in {file.path}"
         if choice.runtime == "torch":
@@ -103,7 +106,7 @@ class Comparison:
             "dtype": dtype_name(self.dtype),
             "block_size": self.block_size,
             **self.workload._asdict(),
-            "step": f"{library.path.name} ({library.origin})",
+            "step": library.path.name,
             "source": source_digest(),
             "torch": str(torch.__version__),
             "cpu": cpu,
