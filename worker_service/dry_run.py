@@ -50,6 +50,7 @@ def _model_table(outline: Outline) -> Table:
     for name, num_bytes in outline.weight_bytes().items():
         chosen = name == dtype_name(outline.dtype)
         table.add_row(f"weights in {name}", show_bytes(num_bytes) + (" (chosen)" if chosen else ""))
+    table.add_row("runtime", outline.runtime)
     table.add_row("longest sequence", f"{outline.max_model_len:,} tokens")
     return table
 

@@ -109,7 +109,8 @@ class WorkerSettings(ServerSettings):
     runtime: RuntimeName = Field(
         "auto",
         description="What computes a step on a CPU. native: C of our own, compiled at the first start, for the models that it "
-        "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch.",
+        "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch. If only torch uses the "
+        "CPU's matrix unit, auto is the faster of the two: the first start times both.",
     )
     quantize: QuantizationName = Field(
         "none",
@@ -217,6 +218,8 @@ class WorkerSettings(ServerSettings):
             runtime="torch" if self.runtime == "auto" and self.attention_backend != "auto" else self.runtime,
             quantize=self.quantize,
             block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def memory_settings(self) -> MemorySettings:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, Unsu
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.native import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.hub_server import HubServer, hub_server, repo_of
 from tests.model.paged import load, quiet
@@ -55,9 +57,40 @@ def rows(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) >= 2}
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag", "expected"),
+    [
+        ({}, None, "native if it computes the model, else torch"),
+        (
+            {},
+            "amx_bf16",
+            "native if it computes the model and, where only torch uses amx_bf16, is not slower; else torch",
+        ),
+        ({"dtype": "float32"}, "amx_bf16", "native if it computes the model, else torch"),
+        ({"dtype": "float16"}, "amx_bf16", "torch: the native step does not compute float16"),
+        ({"runtime": "native"}, "amx_bf16", "native"),
+        ({"runtime": "torch"}, "amx_bf16", "torch"),
+        ({"attention_backend": "torch"}, "amx_bf16", "torch"),
+        ({"quantize": "int8"}, "amx_bf16", "native"),
+    ],
+    ids=str,
+)
+def test_the_runtime_that_a_start_is_expected_to_choose(
+    changes: dict[str, Any], flag: str | None, expected: str, config_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without timing: a dry run compiles nothing and reads no weights."""
+    monkeypatch.setattr(cpu_info, "matrix_unit", lambda number_type: flag if number_type == "bfloat16" else None)
+    wanted = WorkerSettings(
+        model=str(config_only), device="cpu", cache_dir=config_only / "cache", **{"dtype": "bfloat16", **changes}
+    ).model_settings()
+    assert outline_model(find_candidate(wanted, quiet), wanted).runtime == expected
+    assert not (config_only / "cache" / "native").exists()
+
+
 def test_a_config_is_enough(config_only: Path) -> None:
     found = rows(printed(settings(config_only, num_blocks=101)))
     assert found["name"] == "tiny-llama"
+    assert found["runtime"].startswith("native if it computes the model")
     assert found["parameters"] == "32,416"
     assert found["weights in float32"].endswith("KiB (chosen)")
     assert found["weights in bfloat16"].endswith("KiB")

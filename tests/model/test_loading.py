@@ -87,7 +87,7 @@ _LOAD = """
 import sys, threading
 from pathlib import Path
 import torch
-from kvpool.worker_service.model import load
+from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.placement import read_config
 
 def own_kib():
@@ -101,13 +101,13 @@ def watch():
 
 tiny, large, dtype = Path(sys.argv[1]), Path(sys.argv[2]), torch.bfloat16
 for device in map(torch.device, sys.argv[3:]):
-    load._load_weights(tiny, read_config(tiny), dtype, device)  # what the first load brings along
+    runtimes._load_weights(tiny, read_config(tiny), dtype, device)  # what the first load brings along
     config = read_config(large)
     before, over = own_kib(), threading.Event()
     most = before
     thread = threading.Thread(target=watch)
     thread.start()
-    model = load._load_weights(large, config, dtype, device)
+    model = runtimes._load_weights(large, config, dtype, device)
     over.set()
     thread.join()
     assert {parameter.device.type for parameter in model.parameters()} == {device.type}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from kvpool.worker_service.engine.step import SequencePart, Step
-from kvpool.worker_service.model import load as model_load
+from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
@@ -101,7 +101,7 @@ def test_a_model_that_surprises_is_served_by_torch(
     """Before it is packed, and after: its modules are empty by then."""
     packed: list[weakref.ref[PackedModel]] = []
     held: list[int] = []
-    load_weights = model_load._load_weights
+    load_weights = runtimes._load_weights
 
     def surprised(runtime: NativeRuntime, *rest: Any) -> None:
         packed.append(weakref.ref(runtime.packed))
@@ -114,7 +114,7 @@ def test_a_model_that_surprises_is_served_by_torch(
         return load_weights(*arguments)
 
     monkeypatch.setattr(native_load, "check", surprised)
-    monkeypatch.setattr(model_load, "_load_weights", loading)
+    monkeypatch.setattr(runtimes, "_load_weights", loading)
     lines: list[str] = []
     loaded = open_model(llama, "float32", "auto", lines)
     assert isinstance(loaded.runtime, ModulesRuntime)

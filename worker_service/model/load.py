@@ -10,10 +10,9 @@ from typing import Any, Self
 
 import structlog
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from ..attention.backend import AttentionBackend
-from ..attention.interface import ATTENTION_NAME, register
 from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
@@ -27,18 +26,18 @@ from .forward.kv_plan import KVCachePlan
 from .forward.layers import AttentionLayer
 from .forward.modules import ModulesRuntime
 from .forward.native import NativeRuntime
-from .forward.packed_linear import pack_linears
 from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
-from .guard.support import check_config, check_replica, guarded_layers
+from .guard.support import check_config, check_replica
 from .length import choose_max_model_len
 from .memory.facts import facts_of_loaded
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
-from .native.errors import NotNative
-from .native.load import NATIVE_DTYPES, NotNativeAfterAll, try_native
+from .native.load import NATIVE_DTYPES
+from .native.timing import Measure, measure_runtime
 from .placement import choose_dtype, dtype_name, own_dtype, read_config
-from .progress import Progress, quiet_transformers
+from .progress import Progress
 from .rope import Regime, describe_regime, fix_longrope
+from .runtimes import RuntimeLoader
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.fingerprint import fingerprint
@@ -102,10 +101,13 @@ class LoadedModel:
         return ModelRunner(self.runtime, cache, backend, self.device, sizes=sizes)
 
 
-def load_model(settings: ModelSettings, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    settings: ModelSettings, progress: Progress | None = None, measure: Measure = measure_runtime
+) -> LoadedModel:
     """Find, convert if necessary, check and load the model. Blocking; seconds, or half a minute for a conversion.
 
-    progress gets one line per step (default: the log). Raises ModelError.
+    progress gets one line per step (default: the log). measure: times a runtime, where `auto` has to find out which is faster.
+    Raises ModelError.
     """
     progress = progress or structlog.get_logger("kvpool.model").info
     if settings.num_threads is not None:
@@ -119,50 +121,10 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Loa
     device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
     started = time.monotonic()
-    runtime, layers = _load_runtime(folder.path, config, prepared, settings, cache_dir, progress)
+    loader = RuntimeLoader(folder.path, config, device, dtype, prepared.max_model_len, settings, cache_dir, progress)
+    runtime, layers = loader.load(facts.fingerprint, measure)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
     return LoadedModel(facts, layers, dtype, device, runtime)
-
-
-def _load_runtime(
-    path: Path, config: Any, prepared: Prepared, settings: ModelSettings, cache_dir: Path, progress: Progress
-) -> tuple[Runtime, Sequence[AttentionLayer]]:
-    """The weights in the chosen runtime, checked, and the attention layers. Raises ModelError."""
-    device, dtype, max_model_len = prepared.device, prepared.dtype, prepared.max_model_len
-    model = _load_weights(path, config, dtype, device)
-    if settings.runtime != "torch":
-        try:
-            return try_native(
-                model,
-                config,
-                dtype,
-                device,
-                max_model_len,
-                settings.block_size,
-                cache_dir,
-                progress,
-                settings.quantize == "int8",
-            )
-        except NotNative as error:
-            if settings.quantize != "none":
-                raise ModelError(
-                    f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {error}. "
-                    "Leave --quantize out."
-                ) from error
-            if settings.runtime == "native":
-                raise ModelError(
-                    f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
-                ) from error
-            if device.type == "cpu":
-                progress(f"runtime: torch; not native: {error}")
-            is_empty = isinstance(error, NotNativeAfterAll)
-        if is_empty:  # after the handler: the error's traceback holds the packed weights
-            del model  # one model in memory at a time
-            model = _load_weights(path, config, dtype, device)
-    if device.type == "cpu":
-        pack_linears(model)
-    layers = guarded_layers(model, config, dtype, device, max_model_len)
-    return ModulesRuntime(model, layers, device), layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +186,3 @@ def _generation_config(path: Path) -> Any:
     if not (path / "generation_config.json").is_file():
         return None
     return GenerationConfig.from_pretrained(path, local_files_only=True)
-
-
-def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    register()
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
-            device_map={"": device},
-        )
-    model.eval()
-    return model

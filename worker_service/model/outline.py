@@ -11,6 +11,7 @@ from .load import prepare
 from .memory.facts import facts_of_meta_model
 from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .native.comparison import expected_runtime
 from .placement import DTYPES, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
@@ -28,6 +29,8 @@ class Outline:
     """The dtype that it would be loaded in."""
     max_model_len: int
     meta_model: MetaModel
+    runtime: str
+    """The one that a start is expected to choose, in words."""
     is_quantized: bool = False
     """Its weights would be packed as int8."""
 
@@ -60,5 +63,6 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
         dtype=dtype,
         max_model_len=prepared.max_model_len,
         meta_model=meta_model,
+        runtime=expected_runtime(settings, prepared.device, dtype),
         is_quantized=settings.quantize != "none",
     )

@@ -26,11 +26,15 @@ class ModelSettings:
     cache_dir: Path | None = None
     """Folder of converted models and digests; None: $KVPOOL_CACHE_DIR, else kvpool in the user's cache folder."""
     runtime: RuntimeName = "auto"
-    """native: the step in C, on a CPU; torch: transformers' modules; auto: native for the models that it computes, else torch."""
+    """native: the step in C, on a CPU; torch: transformers' modules; auto: native for the models that it computes, unless torch is
+    faster here, else torch."""
     quantize: QuantizationName = "none"
     """int8: weights in one byte, natively only."""
     block_size: int = 16
     """Tokens of a block of the KV cache: the native step needs an even number in bfloat16."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of a step, and sequences of one: `auto` compares runtimes within these limits."""
+    max_num_seqs: int = 64
     num_threads: int | None = None
     """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
     threads of two processes on the same cores slow both down many times."""

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from .compiler import (
 )
 from .library import Library, LibraryMismatch, open_library
 from .trial import why_it_does_not_run
+from .trusted_folder import NotTrusted, read_trusted, trusted_folder
 
 _ABANDONED_S = 3600.0
 """More than all limits of a build together."""
@@ -149,9 +149,9 @@ def _remove_abandoned(folder: Path) -> None:
 def _kept_library(path: Path) -> Library | None:
     """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library."""
     try:
-        with path.open("rb") as file:
-            if _distrust(os.fstat(file.fileno())) or not _is_whole(file.read()):
-                return None
+        content = read_trusted(path)
+        if content is None or not _is_whole(content):
+            return None
         return open_library(path)
     except (OSError, LibraryMismatch):
         return None
@@ -172,31 +172,12 @@ def _is_whole(content: bytes) -> bool:
 
 
 def _trusted_folder(cache_dir: Path, progress: Callable[[str], None]) -> Path | None:
-    """The folder of compiled files, or None with a line to progress: what is in it runs as this user."""
-    folder = cache_dir / "native"
+    """Of compiled files; None with a line to progress if it cannot be used."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        above, own = cache_dir.stat(), folder.stat()
-    except OSError as error:
-        _will_not_be_kept(f"{folder} cannot be made: {error.strerror}", progress)
+        return trusted_folder(cache_dir)
+    except NotTrusted as problem:
+        _will_not_be_kept(str(problem), progress)
         return None
-    for path, problem in ((cache_dir, _distrust(above, is_above=True)), (folder, _distrust(own))):
-        if problem:
-            _will_not_be_kept(f"{path} {problem}", progress)
-            return None
-    return folder
-
-
-def _distrust(status: os.stat_result, *, is_above: bool = False) -> str | None:
-    """Why another user could have put something there. In a folder above, a sticky bit keeps others from what is not theirs,
-    and its group may write."""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {status.st_uid}"
-    if is_above and status.st_mode & stat.S_ISVTX:
-        return None
-    if status.st_mode & (stat.S_IWOTH if is_above else stat.S_IWOTH | stat.S_IWGRP):
-        return "can be written by others"
-    return None
 
 
 def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:

@@ -8,6 +8,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 _OF_KIND = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU ")
 _OF_FLAGS = ("flags", "Features")
 """On x86, and on aarch64."""
+_MATRIX_UNITS = {"bfloat16": ("amx_bf16", "bf16")}
+"""By number type: AMX on x86, BFMMLA on aarch64 (x86 has no flag bf16)."""
 
 
 def identity() -> list[str]:
@@ -19,6 +21,12 @@ def flags() -> frozenset[str]:
     """Names of the instructions that all CPUs here have, as in /proc/cpuinfo; empty if there is no such file."""
     of_each = [set(line.partition(":")[2].split()) for line in _lines() if line.startswith(_OF_FLAGS)]
     return frozenset(set.intersection(*of_each)) if of_each else frozenset()
+
+
+def matrix_unit(number_type: str) -> str | None:
+    """The flag of the instructions with which all CPUs here multiply matrices of this type; None: they have none."""
+    found = flags()
+    return next((flag for flag in _MATRIX_UNITS.get(number_type, ()) if flag in found), None)
 
 
 def _lines() -> list[str]:

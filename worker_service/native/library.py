@@ -104,6 +104,7 @@ class _Build(Structure):
             "sizes_bytes",
             "layer_bytes",
             "step_bytes",
+            "has_tiles",
         )
     )
 
@@ -120,6 +121,8 @@ class Library:
     rows_per_pass: int
     """Rows, or (token, head) pairs, that are computed at once."""
     max_head_size: int
+    has_tiles: bool
+    """Whether its products use the CPU's matrix unit."""
     functions: Any
     """The ctypes library. Its calls release the GIL."""
     origin: str = ""
@@ -146,7 +149,13 @@ def open_library(path: Path) -> Library:
     if sizes != expected:
         raise LibraryMismatch(f"{path} has structures of {sizes} bytes, needed: {expected}")
     return Library(
-        path, build.words_per_vector, build.numbers_per_word, build.rows_per_pass, build.max_head_size, functions
+        path,
+        build.words_per_vector,
+        build.numbers_per_word,
+        build.rows_per_pass,
+        build.max_head_size,
+        bool(build.has_tiles),
+        functions,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ def try_native(
     cache_dir: Path,
     progress: Progress,
     is_quantized: bool = False,
+    before_packing: Callable[[Library], None] | None = None,
 ) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
     """The model natively, with weights of int8 if is_quantized, and its attention layers. Empties the modules of their weights.
 
-    config: of the folder; a composite model's own may be that of its text only, of which no model can be built.
+    config: of the folder; a composite model's own may be that of its text only, of which no model can be built. before_packing is
+    called with the step that will run, and may raise NotNative.
     Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
     cannot be served at all.
     """
@@ -58,12 +60,14 @@ def try_native(
     with _reasons(NotNative):
         description = describe(model, layers, dtype, max_model_len)
         library = _library(dtype, cache_dir, progress)
+        if before_packing is not None:
+            before_packing(library)
         _check_sizes(library, layers, block_size)
         _check_replica(config, _library(torch.float32, cache_dir, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
         runtime = NativeRuntime(
-            model.config, PackedModel(description, library, is_quantized), _num_threads(), reference.finish
+            model.config, PackedModel(description, library, is_quantized), num_threads(), reference.finish
         )
         check(runtime, reference, layers, dtype, device, QUANTIZED_TOLERANCE if is_quantized else None)
     weights = ", weights of int8" if is_quantized else ""
@@ -85,7 +89,7 @@ def _reasons(kind: type[NotNative]) -> Iterator[None]:
         raise kind(f"{type(error).__name__}: {error}") from error
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
     """CPUs given to this process: torch's number (affinity, OMP_NUM_THREADS, or set), and no more than a container's quota."""
     return min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
 

@@ -328,5 +328,6 @@ void kvpool_describe_build(struct kvpool_build *build) {
         .sizes_bytes = sizeof(struct kvpool_sizes),
         .layer_bytes = sizeof(struct kvpool_layer),
         .step_bytes = sizeof(struct kvpool_step),
+        .has_tiles = 0,
     };
 }

@@ -75,6 +75,7 @@ struct kvpool_step {
 struct kvpool_build {
     int64_t words_per_vector, numbers_per_word, rows_per_pass, max_head_size;
     int64_t sizes_bytes, layer_bytes, step_bytes;
+    int64_t has_tiles; /* whether products use the CPU's matrix unit */
 };
 
 struct kvpool_model;

@@ -1,0 +1,88 @@
+"""The file that keeps which runtime is faster: whole, for its key, and written by this user, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.worker_service.model.native.kept_choice import Choice, ChoiceFile, NotKept
+from kvpool.worker_service.model.native.timing import Figures
+
+KEY: dict[str, str | int] = {"fingerprint": "f", "native_threads": 2}
+CHOICE = Choice("torch", Figures(1.5, 0.25), Figures(0.5, 0.5))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ChoiceFile:
+    kept = ChoiceFile(tmp_path, KEY)
+    kept.keep(CHOICE)
+    return kept
+
+
+def test_a_choice_is_kept_for_its_key(file: ChoiceFile) -> None:
+    assert file.read() == CHOICE
+    assert list(file.path.parent.iterdir()) == [file.path]
+    assert ChoiceFile(file.cache_dir, {**KEY, "native_threads": 3}).read() is None
+
+
+def test_a_torn_choice_is_none(file: ChoiceFile) -> None:
+    content = file.path.read_bytes().rstrip()
+    for length in range(len(content)):
+        file.path.write_bytes(content[:length])
+        assert file.read() is None
+    file.keep(CHOICE)
+    assert file.read() == CHOICE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runtime": "other"},
+        {"runtime": ["torch"]},
+        {"native": None},
+        {"native": {"prefill": 1.0}},
+        {"torch": {"prefill": 1.0, "decode": "fast"}},
+        {"torch": {"prefill": 1.0, "decode": -1.0}},
+        {"torch": {"prefill": float("nan"), "decode": 1.0}},
+        {"key": {**KEY, "fingerprint": "g"}},
+        {"key": None},
+    ],
+    ids=str,
+)
+def test_a_choice_with_other_fields_is_none(change: dict[str, Any], file: ChoiceFile) -> None:
+    """As another version could have written it."""
+    file.path.write_text(json.dumps({**json.loads(file.path.read_bytes()), **change}))
+    assert file.read() is None
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff", b"[" * 100_000])
+def test_what_is_no_object_is_none(content: bytes, file: ChoiceFile) -> None:
+    file.path.write_bytes(content)
+    assert file.read() is None
+
+
+@pytest.mark.parametrize("place", ["cache folder", "its folder of steps", "file"])
+@pytest.mark.parametrize("harm", ["foreign", "writable by others"])
+def test_a_choice_that_others_could_have_written_is_none(
+    place: str, harm: str, file: ChoiceFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = {"cache folder": file.cache_dir, "its folder of steps": file.path.parent, "file": file.path}[place]
+    if harm == "writable by others":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert file.read() is None
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "native").symlink_to("/proc/self/task")  # not even root can write there
+    file = ChoiceFile(tmp_path, KEY)
+    with pytest.raises(NotKept, match=rf"{file.path} cannot be written: "):
+        file.keep(CHOICE)
+    assert file.read() is None

@@ -1,0 +1,329 @@
+"""`--runtime auto` on a CPU with a matrix unit that only torch uses: the faster runtime, and the same one after a restart."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model import runtimes
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.forward.forward import Runtime
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.layers import AttentionLayer
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
+from kvpool.worker_service.model.forward.native import NativeRuntime
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.native import kept_choice
+from kvpool.worker_service.model.native import load as native_load
+from kvpool.worker_service.model.native.timing import Figures, Measure, Workload, measure_runtime
+from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.native import cpu_info
+from kvpool.worker_service.native.compiler import NumberType
+from kvpool.worker_service.native.selection import select_library
+from kvpool.worker_service.native.weights import PackedModel
+from tests.model.paged import GREEDY
+from tests.tiny_models import build_model, make_tiny_model
+
+WORKLOAD = Workload(8, 409, 102)
+"""Within the 512 tokens of a tiny model."""
+SLOW = Figures(prefill=0.4, decode=0.01)
+FAST_PREFILL = Figures(prefill=0.1, decode=0.02)
+MIDDLE = Figures(prefill=0.2, decode=0.01)
+
+
+@dataclass
+class Stopwatch:
+    """A Measure that reports these figures, and counts."""
+
+    of_native: Figures
+    of_torch: Figures
+    timed: list[str] = field(default_factory=list)
+
+    def __call__(
+        self,
+        runtime: Runtime,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        block_size: int,
+        workload: Workload,
+    ) -> Figures:
+        assert workload == WORKLOAD
+        is_native = isinstance(runtime, NativeRuntime)
+        self.timed.append("native" if is_native else "torch")
+        return self.of_native if is_native else self.of_torch
+
+
+class Worker:
+    """Starts of a worker with one cache folder, on a CPU with AMX and with a step that was compiled without."""
+
+    def __init__(self, model: Path, cache_dir: Path) -> None:
+        self.settings = ModelSettings(str(model), "bfloat16", "cpu", cache_dir=cache_dir, num_threads=1)
+        self.lines: list[str] = []
+
+    def start(self, measure: Measure, **changes: Any) -> LoadedModel:
+        self.lines = []
+        return load_model(replace(self.settings, **changes), self.lines.append, measure)
+
+    def restart(self) -> LoadedModel:
+        """Nothing may be timed."""
+        stopwatch = Stopwatch(SLOW, SLOW)
+        loaded = self.start(stopwatch)
+        assert stopwatch.timed == []
+        return loaded
+
+    def line(self, beginning: str) -> str:
+        (found,) = [line for line in self.lines if line.startswith(beginning)]
+        return found
+
+    @property
+    def kept(self) -> list[Path]:
+        assert self.settings.cache_dir is not None
+        return list((self.settings.cache_dir / "native").glob("choice-*"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path
+
+
+@pytest.fixture(scope="module")
+def step_files() -> list[Path]:
+    """In the user's cache folder, where all tests share them; or prebuilt."""
+    types: list[NumberType] = ["float32", "bfloat16"]
+    return [select_library(number_type, default_cache_dir(), print).path for number_type in types]
+
+
+@pytest.fixture
+def worker(llama: Path, step_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    folder = tmp_path / "cache" / "native"
+    folder.mkdir(mode=0o700, parents=True)
+    for file in step_files:
+        shutil.copy2(file, folder)
+    have_matrix_unit("amx_bf16", monkeypatch)
+    have_tiles(False, monkeypatch)
+    return Worker(llama, folder.parent)
+
+
+def have_matrix_unit(flag: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_info, "matrix_unit", lambda number_type: flag if number_type == "bfloat16" else None)
+
+
+def have_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step that is loaded."""
+    select = native_load._library
+    monkeypatch.setattr(native_load, "_library", lambda *rest: replace(select(*rest), has_tiles=has_tiles))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("native", "kind", "shown"),
+    [
+        # 8 · 0.4 + 102 · 0.01 and 8 · 0.1 + 102 · 0.02
+        (
+            SLOW,
+            ModulesRuntime,
+            "runtime: torch; not native: torch is faster on this CPU with amx_bf16, for 8 requests of "
+            "409 + 102 tokens: native 4.22 s (prefill 0.4 s, decode 0.01 s), torch 2.84 s (prefill 0.1 s, decode 0.02 s); ",
+        ),
+        # torch's prefill is twice as fast, but a request is not
+        (
+            MIDDLE,
+            NativeRuntime,
+            "runtime: native; not torch: native is faster on this CPU with amx_bf16, for 8 requests of "
+            "409 + 102 tokens: native 2.62 s (prefill 0.2 s, decode 0.01 s), torch 2.84 s (prefill 0.1 s, decode 0.02 s); ",
+        ),
+    ],
+    ids=["torch", "native"],
+)
+def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
+    native: Figures, kind: type[Runtime], shown: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are timed once, natively first. A load never holds two models."""
+    models = loaded_models(monkeypatch)
+    stopwatch = Stopwatch(native, FAST_PREFILL)
+    first = worker.start(stopwatch)
+    assert isinstance(first.runtime, kind)
+    assert stopwatch.timed == ["native", "torch"]
+    (file,) = worker.kept
+    assert worker.line(shown) == f"{shown}timed now, kept in {file}"
+    assert worker.line("runtime: this CPU has amx_bf16, which torch uses and the native step does not")
+    assert len(models) == (3 if kind is NativeRuntime else 2)
+    answer = token(first)
+    del first
+    models.clear()
+    again = worker.restart()
+    assert isinstance(again.runtime, kind)
+    assert worker.line(shown) == f"{shown}kept in {file}"
+    assert len(models) == 1
+    assert token(again) == answer
+
+
+def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Those whose weights are loaded from now on. Of those before, none may have any weights by then, natively or in modules."""
+    load_weights, found = runtimes._load_weights, list[weakref.ref[Any]]()
+    packed: list[weakref.ref[PackedModel]] = []
+    pack = PackedModel.__init__
+
+    def packing(model: PackedModel, *rest: Any) -> None:
+        packed.append(weakref.ref(model))
+        pack(model, *rest)
+
+    def loading(*arguments: Any) -> Any:
+        assert not any(reference() for reference in packed), "a packed model is in memory"
+        assert not any(reference() for reference in found), "a model of torch is in memory"
+        model = load_weights(*arguments)
+        found.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(PackedModel, "__init__", packing)
+    monkeypatch.setattr(runtimes, "_load_weights", loading)
+    return found
+
+
+def token(loaded: LoadedModel) -> int:
+    """After a prompt, by a runner that is closed again."""
+    runner = loaded.runner(KVCachePlan(3, 16, 1))
+    try:
+        (result,) = runner.execute(Step([SequencePart(list(range(20)), 0, [1, 2], GREEDY)]))
+    finally:
+        runner.close()
+    assert result.token is not None
+    return result.token.token_id
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("changes", [{"num_threads": 2}, {"max_num_seqs": 8, "model": "another"}], ids=str)
+def test_what_the_choice_depends_on_is_timed_again(changes: dict[str, Any], worker: Worker, tmp_path: Path) -> None:
+    worker.start(Stopwatch(SLOW, FAST_PREFILL))
+    if "model" in changes:
+        build_model("llama", 1234).save_pretrained(tmp_path / "another")
+        changes = {**changes, "model": str(tmp_path / "another")}
+    stopwatch = Stopwatch(MIDDLE, FAST_PREFILL)
+    threads = torch.get_num_threads()
+    try:
+        assert isinstance(worker.start(stopwatch, **changes).runtime, NativeRuntime)
+    finally:
+        torch.set_num_threads(threads)
+    assert stopwatch.timed == ["native", "torch"]
+    assert len(worker.kept) == 2
+    assert isinstance(worker.restart().runtime, ModulesRuntime)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("changes", "flag", "has_tiles"),
+    [
+        ({}, None, False),
+        ({}, "amx_bf16", True),
+        ({"dtype": "float32"}, "amx_bf16", False),
+        ({"runtime": "native"}, "amx_bf16", False),
+        ({"runtime": "torch"}, "amx_bf16", False),
+        ({"quantize": "int8"}, "amx_bf16", False),
+    ],
+    ids=["no matrix unit", "the step uses it", "not for this type", "--runtime native", "--runtime torch", "int8"],
+)
+def test_nothing_is_timed_where_there_is_nothing_to_choose(
+    changes: dict[str, Any], flag: str | None, has_tiles: bool, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_matrix_unit(flag, monkeypatch)
+    have_tiles(has_tiles, monkeypatch)
+    models = loaded_models(monkeypatch)
+    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
+    loaded = worker.start(stopwatch, **changes)
+    assert isinstance(loaded.runtime, ModulesRuntime if changes.get("runtime") == "torch" else NativeRuntime)
+    assert stopwatch.timed == []
+    assert worker.kept == []
+    assert len(models) == 1
+
+
+@pytest.mark.compiler
+def test_a_model_that_is_not_native_is_not_timed(worker: Worker, tmp_path: Path) -> None:
+    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
+    path = make_tiny_model("gpt_oss", tmp_path / "gpt_oss").path
+    assert isinstance(worker.start(stopwatch, model=str(path)).runtime, ModulesRuntime)
+    assert stopwatch.timed == []
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("fails", ["native", "torch"])
+def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
+    fails: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is kept: the next start may do better."""
+    models = loaded_models(monkeypatch)
+    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
+
+    def measure(runtime: Runtime, *rest: Any) -> Figures:
+        if isinstance(runtime, NativeRuntime) == (fails == "native"):
+            raise RuntimeError("could not create a primitive")
+        return stopwatch(runtime, *rest)
+
+    loaded = worker.start(measure)
+    assert isinstance(loaded.runtime, NativeRuntime)
+    token(loaded)
+    assert worker.line(f"runtime: native; {fails} could not be timed: RuntimeError: could not create a primitive")
+    assert worker.kept == []
+    assert len(models) == (1 if fails == "native" else 3)
+
+
+@pytest.mark.compiler
+def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: Any) -> Any:
+        raise ModelError("its logits differ")
+
+    loaded_models(monkeypatch)
+    monkeypatch.setattr(runtimes, "guarded_layers", refusing)
+    assert isinstance(worker.start(Stopwatch(SLOW, FAST_PREFILL)).runtime, NativeRuntime)
+    assert worker.line("runtime: native; torch cannot serve this model: its logits differ")
+    assert worker.kept == []
+
+
+@pytest.mark.compiler
+def test_a_choice_that_cannot_be_kept_is_made_at_each_start(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: Path, content: bytes) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(kept_choice, "write_atomically", failing)
+    for native, kind in ((SLOW, ModulesRuntime), (MIDDLE, NativeRuntime)):
+        stopwatch = Stopwatch(native, FAST_PREFILL)
+        assert isinstance(worker.start(stopwatch).runtime, kind)
+        assert stopwatch.timed == ["native", "torch"]
+        (line,) = [line for line in worker.lines if "timed at each start, not kept" in line]
+        assert line.endswith(" cannot be written: Read-only file system. Give another --cache-dir, or mend this one")
+
+
+@pytest.mark.compiler
+def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Worker, tmp_path: Path) -> None:
+    """Workers that start together make one choice, so that each makes it again after a restart."""
+    other = Worker(Path(worker.settings.model), worker.settings.cache_dir)  # type: ignore[arg-type]
+    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
+
+    def measure(runtime: Runtime, *rest: Any) -> Figures:
+        if not isinstance(runtime, NativeRuntime):
+            other.start(Stopwatch(MIDDLE, FAST_PREFILL))
+        return stopwatch(runtime, *rest)
+
+    assert isinstance(worker.start(measure).runtime, NativeRuntime)
+    assert worker.line("runtime: native; not torch: ").endswith(f"another worker's choice, kept in {worker.kept[0]}")
+
+
+@pytest.mark.compiler
+def test_a_real_choice_is_kept(worker: Worker) -> None:
+    """Timed by the clock, so either runtime may be the faster one here."""
+    first = worker.start(measure_runtime)
+    assert len(worker.kept) == 1
+    assert [line for line in worker.lines if "timed now, kept in" in line]
+    again = worker.restart()
+    assert type(again.runtime) is type(first.runtime)
+    assert token(again) == token(first)

@@ -1,0 +1,90 @@
+"""What `--runtime auto` times, and in what units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvpool.worker_service.engine.step import PartResult, Step
+from kvpool.worker_service.model.forward.runner import ModelRunner
+from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.native.timing import Figures, Workload, measure_runtime
+from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
+from tests.model.paged import quiet
+from tests.tiny_models import make_tiny_model
+
+
+class ScriptedClock:
+    """Every run between two readings takes the next of these seconds."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._seconds = list(seconds)
+        self._now, self._runs = 100.0, False
+
+    def __call__(self) -> float:
+        if self._runs:
+            self._now += self._seconds.pop(0)
+        self._runs = not self._runs
+        return self._now
+
+    @property
+    def is_used_up(self) -> bool:
+        return not self._seconds
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((8192, 2048, 64), (8, 512, 128)),
+        ((8192, 100, 64), (8, 100, 25)),
+        ((200, 2048, 64), (8, 160, 40)),
+        ((8192, 2048, 3), (3, 512, 128)),
+        ((2, 1, 1), (1, 1, 1)),
+    ],
+)
+def test_the_workload_keeps_to_the_limits_of_the_worker(
+    limits: tuple[int, int, int], expected: tuple[int, int, int]
+) -> None:
+    assert Workload.within(*limits) == expected
+
+
+def test_a_workload_is_a_prefill_for_each_request_and_decodes_for_all_together() -> None:
+    assert Figures(prefill=0.5, decode=0.02).total(Workload(8, 512, 128)) == pytest.approx(8 * 0.5 + 128 * 0.02)
+
+
+@pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.compiler), "torch"])
+@pytest.mark.parametrize(("block_size", "prompt_tokens"), [(4, 32), (16, 27), (16, 1)])
+def test_the_fastest_run_of_each_step_counts(
+    runtime: RuntimeName, block_size: int, prompt_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run of a step prepares it, and others may be disturbed. Each step is one of the workload's."""
+    settings = ModelSettings(
+        str(make_tiny_model("llama", tmp_path).path), "bfloat16", "cpu", runtime=runtime, num_threads=1
+    )
+    loaded = load_model(settings, quiet)
+    steps = recorded_steps(monkeypatch)
+    for _ in range(2):  # the model is free again after the first time
+        clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
+        workload = Workload(3, prompt_tokens, 8)
+        found = measure_runtime(loaded.runtime, loaded.layers, loaded.dtype, block_size, workload, clock)
+        assert found == Figures(prefill=3, decode=2)
+        assert clock.is_used_up
+    prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]
+    assert steps == 2 * [*2 * [prefill], *5 * [decode]]
+
+
+def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """(start, number of tokens) of the parts of all steps from now on, which run as ever and have finite logits."""
+    steps: list[list[tuple[int, int]]] = []
+    execute = ModelRunner.execute
+
+    def recording(runner: ModelRunner, step: Step) -> list[PartResult]:
+        steps.append([(part.start, len(part.token_ids)) for part in step.parts])
+        results = execute(runner, step)
+        assert all(result.token is not None for result in results)
+        return results
+
+    monkeypatch.setattr(ModelRunner, "execute", recording)
+    return steps

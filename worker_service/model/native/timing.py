@@ -1,0 +1,110 @@
+"""How long a runtime takes for the requests of a busy worker, measured at load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+
+from ...attention.selection import make_torch
+from ...engine.sampling_params import SamplingParams
+from ...engine.step import SequencePart, Step
+from ..forward.forward import Runtime
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import KVCachePlan
+from ..forward.layers import AttentionLayer
+from ..forward.native import NativeRuntime
+from ..forward.runner import ModelRunner
+from ..guard.self_check import random_sequences
+from ..memory.facts import kv_bytes_per_token
+
+Clock = Callable[[], float]
+"""Seconds since any moment."""
+
+_PROMPT_TOKENS = 512
+_REQUESTS = 8
+_PREFILLS, _DECODES = 2, 5
+"""Runs, of which the fastest counts: the first one also prepares kernels, and other processes may disturb one."""
+
+
+class Workload(NamedTuple):
+    """Requests that run together. The model computes each prompt in one step, then a token of every request in each step.
+
+    A prefill alone would not compare runtimes: a user waits for the decodes too, and in them another runtime may be faster. A
+    single request would count decodes too much: a worker decodes its requests together, so a step of eight serves each for an
+    eighth, while each prefill is its own. Prompts are usually several times longer than answers; here they are four times.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    """Of each request."""
+
+    @classmethod
+    def within(cls, max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int) -> Self:
+        """Eight requests of 512 + 128 tokens, or what the limits of a worker allow."""
+        prompt = max(1, min(_PROMPT_TOKENS, max_num_batched_tokens, max_model_len * 4 // 5))
+        return cls(min(_REQUESTS, max_num_seqs), prompt, max(1, prompt // 4))
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests of {self.prompt_tokens} + {self.generated_tokens} tokens"
+
+
+class Figures(NamedTuple):
+    """What a runtime takes for the steps of a workload, in seconds."""
+
+    prefill: float
+    """A step of one prompt."""
+    decode: float
+    """A step with a token of each request."""
+
+    def total(self, workload: Workload) -> float:
+        """Seconds of the whole workload."""
+        return workload.num_requests * self.prefill + workload.generated_tokens * self.decode
+
+
+Measure = Callable[[Runtime, Sequence[AttentionLayer], torch.dtype, int, Workload], Figures]
+"""Times a runtime, as `measure_runtime` does."""
+
+
+def measure_runtime(
+    runtime: Runtime,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    block_size: int,
+    workload: Workload,
+    clock: Clock = time.perf_counter,
+) -> Figures:
+    """Time its steps on the CPU, in the calling thread. The requests share the blocks of one prompt, so that their KV takes little
+    memory. The runtime is unbound afterwards. Raises what a forward pass raises."""
+    device = torch.device("cpu")
+    length, num_requests = workload.prompt_tokens, workload.num_requests
+    of_prompt = list(range(1, 1 + -(-length // block_size)))
+    plan = KVCachePlan(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
+    backend = None
+    if not isinstance(runtime, NativeRuntime):
+        backend = make_torch(dtype, device, tuple(dict.fromkeys(layer.needs for layer in layers)))
+    tokens = random_sequences(runtime.config, [length])[0]
+    greedy = SamplingParams()
+    # The token after the prompt goes into a block of the request's own. If the prompt ends within this block, its last tokens are
+    # zeros there, which take as long.
+    shared = of_prompt[: length // block_size]
+    own = range(1 + len(of_prompt), plan.num_blocks)
+    prefill = Step([SequencePart(tokens, 0, of_prompt, greedy)])
+    decode = Step([SequencePart(tokens[-1:], length, [*shared, block], greedy) for block in own])
+    runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend, device)
+    try:
+        return Figures(_fastest(runner, prefill, _PREFILLS, clock), _fastest(runner, decode, _DECODES, clock))
+    finally:
+        runner.close()
+
+
+def _fastest(runner: ModelRunner, step: Step, num_runs: int, clock: Clock) -> float:
+    def seconds() -> float:
+        started = clock()
+        runner.execute(step)
+        return clock() - started
+
+    return min(seconds() for _ in range(num_runs))

@@ -1,0 +1,155 @@
+"""The weights of a model in the runtime that computes its steps: native, torch, or the faster of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..attention.interface import ATTENTION_NAME, register
+from .errors import ModelError
+from .forward.forward import Runtime
+from .forward.layers import AttentionLayer
+from .forward.modules import ModulesRuntime
+from .forward.native import NativeRuntime
+from .forward.packed_linear import pack_linears
+from .guard.support import guarded_layers
+from .native.comparison import Comparison
+from .native.errors import NotNative
+from .native.load import NotNativeAfterAll, try_native
+from .native.timing import Measure, Workload
+from .progress import Progress, quiet_transformers
+from .settings import ModelSettings
+
+
+class Loaded(NamedTuple):
+    """A runtime, and the attention layers of its model."""
+
+    runtime: Runtime
+    layers: Sequence[AttentionLayer]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeLoader:
+    """Loads one model, once or several times, one in memory at a time. Every method raises ModelError."""
+
+    path: Path
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    settings: ModelSettings
+    cache_dir: Path
+    progress: Progress
+
+    def load(self, fingerprint: str, measure: Measure) -> Loaded:
+        """As the settings say. For `auto` also the choice between runtimes, which a first start may have to measure."""
+        if self.settings.runtime == "torch":
+            return self._load_torch()
+        if self.settings.runtime == "native" or self.settings.quantize != "none":
+            return self._load_native(None)
+        comparison = Comparison(
+            fingerprint,
+            self.dtype,
+            self.settings.block_size,
+            Workload.within(self.max_model_len, self.settings.max_num_batched_tokens, self.settings.max_num_seqs),
+            self.cache_dir,
+            self.progress,
+            measure,
+        )
+        return self._load_faster(comparison)
+
+    def _load_faster(self, comparison: Comparison) -> Loaded:
+        """Where torch may be faster: both are loaded and timed, once. Torch has its weights in oneDNN's layout, as it serves them;
+        they cannot be packed for the native step from there, so the weights are read again."""
+        native = self._load_native(comparison)
+        library = native.runtime.packed.library if isinstance(native.runtime, NativeRuntime) else None
+        if library is None or not comparison.is_open(library):
+            return native
+        self.progress(f"runtime: {comparison.question()}; both load the weights now and are timed")
+        native_figures = comparison.time("native", *native)
+        if native_figures is None:
+            return native
+        del native  # one model in memory at a time
+        other = self._try_torch()
+        torch_figures = None if other is None else comparison.time("torch", *other)
+        if other is not None and torch_figures is not None:
+            choice = comparison.choose(library, native_figures, torch_figures)
+            if choice.runtime == "torch":
+                return other
+        del other
+        return self._load_native(None)
+
+    def _load_native(self, comparison: Comparison | None) -> Loaded:
+        """Natively; with torch if the model is not native and the settings allow it, or if an earlier start chose it."""
+        model, settings = _load_weights(self.path, self.config, self.dtype, self.device), self.settings
+        try:
+            runtime, layers = try_native(
+                model,
+                self.config,
+                self.dtype,
+                self.device,
+                self.max_model_len,
+                settings.block_size,
+                self.cache_dir,
+                self.progress,
+                settings.quantize == "int8",
+                None if comparison is None else comparison.follow_kept,
+            )
+            return Loaded(runtime, layers)
+        except NotNative as error:
+            if settings.quantize != "none":
+                raise ModelError(
+                    f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {error}. "
+                    "Leave --quantize out."
+                ) from error
+            if settings.runtime == "native":
+                raise ModelError(
+                    f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
+                ) from error
+            if self.device.type == "cpu":
+                self.progress(f"runtime: torch; not native: {error}")
+            is_empty = isinstance(error, NotNativeAfterAll)
+        # After the handler: the error's traceback holds the packed weights. One model in memory at a time.
+        if is_empty:
+            del model
+            return self._load_torch()
+        return self._with_torch(model)
+
+    def _load_torch(self) -> Loaded:
+        return self._with_torch(_load_weights(self.path, self.config, self.dtype, self.device))
+
+    def _try_torch(self) -> Loaded | None:
+        try:
+            return self._load_torch()
+        except ModelError as error:
+            self.progress(f"runtime: native; torch cannot serve this model: {error}")
+            return None
+
+    def _with_torch(self, model: Any) -> Loaded:
+        if self.device.type == "cpu":
+            pack_linears(model)
+        layers = guarded_layers(model, self.config, self.dtype, self.device, self.max_model_len)
+        return Loaded(ModulesRuntime(model, layers, self.device), layers)
+
+
+def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    register()
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
+            device_map={"": device},
+        )
+    model.eval()
+    return model
