@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\"%\n\x0fGetModelRequest\x12\x12\n\nfacts_only\x18\x01 \x01(\x08\"j\n\x10GetModelResponse\x12&\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.ModelFactsH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.kvpool.v1.FilePartH\x00\x42\t\n\x07message\"\xc9\x02\n\nModelFacts\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\"\n\x05\x66iles\x18\x0c \x03(\x0b\x32\x13.kvpool.v1.FileInfo\x12\x34\n\x10\x62\x61tch_invariance\x18\r \x01(\x0b\x32\x1a.kvpool.v1.BatchInvariance\"P\n\x0f\x42\x61tchInvariance\x12\x10\n\x08promised\x18\x01 \x01(\x08\x12\x1b\n\x13\x61ttention_partition\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\x08\x46ileInfo\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x08\x46ilePart\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb6\x03\n\x0fGenerateRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.TokenIdsH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.kvpool.v1.SamplingParams\x12\'\n\x04stop\x18\t \x01(\x0b\x32\x19.kvpool.v1.StopConditions\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14num_delivered_tokens\x18\x0b \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x0e\n\x06tenant\x18\x0f \x01(\tB\x08\n\x06promptB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdb\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.kvpool.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"z\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\"\xf9\x01\n\x10GenerateResponse\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvpool.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.Usage\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kvpool.v1.FinishReason\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.kvpool.v1.PromptLogprobs\"<\n\x0ePromptLogprobs\x12*\n\x08logprobs\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.TokenLogprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"t\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r*~\n\tModelFile\x12\x1a\n\x16MODEL_FILE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_FILE_TOKENIZER\x10\x01\x12\x1c\n\x18MODEL_FILE_CHAT_TEMPLATE\x10\x02\x12\x1d\n\x19MODEL_FILE_SPECIAL_TOKENS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9d\x01\n\rWorkerService\x12\x45\n\x08GetModel\x12\x1a.kvpool.v1.GetModelRequest\x1a\x1b.kvpool.v1.GetModelResponse0\x01\x12\x45\n\x08Generate\x12\x1a.kvpool.v1.GenerateRequest\x1a\x1b.kvpool.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\x1a\x17google/rpc/status.proto\"%\n\x0fGetModelRequest\x12\x12\n\nfacts_only\x18\x01 \x01(\x08\"j\n\x10GetModelResponse\x12&\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.ModelFactsH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.kvpool.v1.FilePartH\x00\x42\t\n\x07message\"\xc9\x02\n\nModelFacts\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\"\n\x05\x66iles\x18\x0c \x03(\x0b\x32\x13.kvpool.v1.FileInfo\x12\x34\n\x10\x62\x61tch_invariance\x18\r \x01(\x0b\x32\x1a.kvpool.v1.BatchInvariance\"P\n\x0f\x42\x61tchInvariance\x12\x10\n\x08promised\x18\x01 \x01(\x08\x12\x1b\n\x13\x61ttention_partition\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\x08\x46ileInfo\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x08\x46ilePart\x12\"\n\x04\x66ile\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.ModelFile\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb6\x03\n\x0fGenerateRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.TokenIdsH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x13\n\x0btenant_salt\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.kvpool.v1.SamplingParams\x12\'\n\x04stop\x18\t \x01(\x0b\x32\x19.kvpool.v1.StopConditions\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14num_delivered_tokens\x18\x0b \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x0e\n\x06tenant\x18\x0f \x01(\tB\x08\n\x06promptB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdb\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.kvpool.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"z\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\"\xf9\x01\n\x10GenerateResponse\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvpool.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.Usage\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kvpool.v1.FinishReason\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.kvpool.v1.PromptLogprobs\"\x81\x01\n\x13GenerateManyRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1a.kvpool.v1.GenerateRequestH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.kvpool.v1.CancelH\x00\x42\x08\n\x06\x61\x63tion\"\x08\n\x06\x43\x61ncel\":\n\x14GenerateManyResponse\x12\"\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x11.kvpool.v1.Answer\"y\n\x06\x41nswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12/\n\x08response\x18\x02 \x01(\x0b\x32\x1b.kvpool.v1.GenerateResponseH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"<\n\x0ePromptLogprobs\x12*\n\x08logprobs\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.TokenLogprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"t\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r*~\n\tModelFile\x12\x1a\n\x16MODEL_FILE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_FILE_TOKENIZER\x10\x01\x12\x1c\n\x18MODEL_FILE_CHAT_TEMPLATE\x10\x02\x12\x1d\n\x19MODEL_FILE_SPECIAL_TOKENS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf2\x01\n\rWorkerService\x12\x45\n\x08GetModel\x12\x1a.kvpool.v1.GetModelRequest\x1a\x1b.kvpool.v1.GetModelResponse0\x01\x12\x45\n\x08Generate\x12\x1a.kvpool.v1.GenerateRequest\x1a\x1b.kvpool.v1.GenerateResponse0\x01\x12S\n\x0cGenerateMany\x12\x1e.kvpool.v1.GenerateManyRequest\x1a\x1f.kvpool.v1.GenerateManyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,40 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_MODELFILE']._serialized_start=2217
-  _globals['_MODELFILE']._serialized_end=2343
-  _globals['_FINISHREASON']._serialized_start=2345
-  _globals['_FINISHREASON']._serialized_end=2440
-  _globals['_GETMODELREQUEST']._serialized_start=37
-  _globals['_GETMODELREQUEST']._serialized_end=74
-  _globals['_GETMODELRESPONSE']._serialized_start=76
-  _globals['_GETMODELRESPONSE']._serialized_end=182
-  _globals['_MODELFACTS']._serialized_start=185
-  _globals['_MODELFACTS']._serialized_end=514
-  _globals['_BATCHINVARIANCE']._serialized_start=516
-  _globals['_BATCHINVARIANCE']._serialized_end=596
-  _globals['_FILEINFO']._serialized_start=598
-  _globals['_FILEINFO']._serialized_end=680
-  _globals['_FILEPART']._serialized_start=682
-  _globals['_FILEPART']._serialized_end=764
-  _globals['_GENERATEREQUEST']._serialized_start=767
-  _globals['_GENERATEREQUEST']._serialized_end=1205
-  _globals['_TOKENIDS']._serialized_start=1207
-  _globals['_TOKENIDS']._serialized_end=1230
-  _globals['_SAMPLINGPARAMS']._serialized_start=1233
-  _globals['_SAMPLINGPARAMS']._serialized_end=1580
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1489
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1537
-  _globals['_STOPCONDITIONS']._serialized_start=1582
-  _globals['_STOPCONDITIONS']._serialized_end=1704
-  _globals['_GENERATERESPONSE']._serialized_start=1707
-  _globals['_GENERATERESPONSE']._serialized_end=1956
-  _globals['_PROMPTLOGPROBS']._serialized_start=1958
-  _globals['_PROMPTLOGPROBS']._serialized_end=2018
-  _globals['_TOKENLOGPROBS']._serialized_start=2020
-  _globals['_TOKENLOGPROBS']._serialized_end=2097
-  _globals['_USAGE']._serialized_start=2099
-  _globals['_USAGE']._serialized_end=2215
-  _globals['_WORKERSERVICE']._serialized_start=2443
-  _globals['_WORKERSERVICE']._serialized_end=2600
+  _globals['_MODELFILE']._serialized_start=2567
+  _globals['_MODELFILE']._serialized_end=2693
+  _globals['_FINISHREASON']._serialized_start=2695
+  _globals['_FINISHREASON']._serialized_end=2790
+  _globals['_GETMODELREQUEST']._serialized_start=62
+  _globals['_GETMODELREQUEST']._serialized_end=99
+  _globals['_GETMODELRESPONSE']._serialized_start=101
+  _globals['_GETMODELRESPONSE']._serialized_end=207
+  _globals['_MODELFACTS']._serialized_start=210
+  _globals['_MODELFACTS']._serialized_end=539
+  _globals['_BATCHINVARIANCE']._serialized_start=541
+  _globals['_BATCHINVARIANCE']._serialized_end=621
+  _globals['_FILEINFO']._serialized_start=623
+  _globals['_FILEINFO']._serialized_end=705
+  _globals['_FILEPART']._serialized_start=707
+  _globals['_FILEPART']._serialized_end=789
+  _globals['_GENERATEREQUEST']._serialized_start=792
+  _globals['_GENERATEREQUEST']._serialized_end=1230
+  _globals['_TOKENIDS']._serialized_start=1232
+  _globals['_TOKENIDS']._serialized_end=1255
+  _globals['_SAMPLINGPARAMS']._serialized_start=1258
+  _globals['_SAMPLINGPARAMS']._serialized_end=1605
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1514
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1562
+  _globals['_STOPCONDITIONS']._serialized_start=1607
+  _globals['_STOPCONDITIONS']._serialized_end=1729
+  _globals['_GENERATERESPONSE']._serialized_start=1732
+  _globals['_GENERATERESPONSE']._serialized_end=1981
+  _globals['_GENERATEMANYREQUEST']._serialized_start=1984
+  _globals['_GENERATEMANYREQUEST']._serialized_end=2113
+  _globals['_CANCEL']._serialized_start=2115
+  _globals['_CANCEL']._serialized_end=2123
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=2125
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=2183
+  _globals['_ANSWER']._serialized_start=2185
+  _globals['_ANSWER']._serialized_end=2306
+  _globals['_PROMPTLOGPROBS']._serialized_start=2308
+  _globals['_PROMPTLOGPROBS']._serialized_end=2368
+  _globals['_TOKENLOGPROBS']._serialized_start=2370
+  _globals['_TOKENLOGPROBS']._serialized_end=2447
+  _globals['_USAGE']._serialized_start=2449
+  _globals['_USAGE']._serialized_end=2565
+  _globals['_WORKERSERVICE']._serialized_start=2793
+  _globals['_WORKERSERVICE']._serialized_end=3035
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,11 @@ class WorkerServiceStub:
                 request_serializer=kvpool_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/kvpool.v1.WorkerService/GenerateMany',
+                request_serializer=kvpool_dot_v1_dot_worker__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_worker__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -67,6 +72,15 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Many Generates over one stream, for a caller with several at a time: one message holds what a step has computed for all of them,
+        where Generate sends a message for each. Each request ends on its own, by its last response or a status; the stream ends, OK,
+        when the caller has closed its side and the last request has ended. Cancelling the call, or its deadline, ends all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +93,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvpool_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=kvpool_dot_v1_dot_worker__pb2.GenerateManyRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_worker__pb2.GenerateManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +154,33 @@ class WorkerService:
             '/kvpool.v1.WorkerService/Generate',
             kvpool_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             kvpool_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.WorkerService/GenerateMany',
+            kvpool_dot_v1_dot_worker__pb2.GenerateManyRequest.SerializeToString,
+            kvpool_dot_v1_dot_worker__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,11 @@ class WorkerServiceStub:
     reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
     reason SLOW_READER; its blocks are freed.
     """
+    GenerateMany: _aio.StreamStreamMultiCallable[_worker_pb2.GenerateManyRequest, _worker_pb2.GenerateManyResponse]
+    """Many Generates over one stream, for a caller with several at a time: one message holds what a step has computed for all of them,
+    where Generate sends a message for each. Each request ends on its own, by its last response or a status; the stream ends, OK,
+    when the caller has closed its side and the last request has ended. Cancelling the call, or its deadline, ends all of them.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -44,6 +49,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream whose
         reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
         reason SLOW_READER; its blocks are freed.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _abc.AsyncIterator[_worker_pb2.GenerateManyRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_worker_pb2.GenerateManyRequest], _abc.AsyncIterator[_worker_pb2.GenerateManyResponse]],
+    ) -> _abc.AsyncIterator[_worker_pb2.GenerateManyResponse]:
+        """Many Generates over one stream, for a caller with several at a time: one message holds what a step has computed for all of them,
+        where Generate sends a message for each. Each request ends on its own, by its last response or a status; the stream ends, OK,
+        when the caller has closed its side and the last request has ended. Cancelling the call, or its deadline, ends all of them.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _aio.Server) -> None: ...
