@@ -1,6 +1,6 @@
 """Builds of the native step against each other: SmolLM2-135M-Instruct on one thread, CPU time.
 
-python -m bench.step_builds [--dtype bfloat16] [--runs N] [--json] FILE FILE …
+python -m bench.step_builds [--dtype bfloat16] [--quantize int8] [--runs N] [--json] FILE FILE …
 
 A file is one of `python -m scripts.native_builds FOLDER`, or one that a worker compiled, in ~/.cache/kvpool/native. All have the
 number type --dtype and vectors of one width, so that one copy of the weights and of the KV serves them. They run in turn.
@@ -50,9 +50,12 @@ def _cpu_seconds(runner: ModelRunner, case: Step) -> float:
 def main() -> None:
     parser = command_line(__doc__, runs=25, of="runs of each step with each file")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help="(default none)")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    settings = ModelSettings("smollm2", arguments.dtype, "cpu", num_threads=1, runtime="native")
+    settings = ModelSettings(
+        "smollm2", arguments.dtype, "cpu", num_threads=1, runtime="native", quantize=arguments.quantize
+    )
     loaded = load_model(settings, progress)
     runners = [_runner(loaded, open_library(file.absolute())) for file in arguments.files]
     found: dict[str, list[float]] = {}

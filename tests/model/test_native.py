@@ -201,9 +201,10 @@ def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> Non
         open_model(path, "float16", "auto", quantize="int8")
 
 
-def test_a_row_without_numbers_ends_its_request_alone(llama: Path) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: QuantizationName) -> None:
     """NaN passes through the native step, and reaches no other request."""
-    runner = open_model(llama, "float32").runner(KVCachePlan(8, 16, 1))
+    runner = open_model(llama, "float32", quantize=quantize).runner(KVCachePlan(8, 16, 1))
     good = SequencePart(TEXT[:9], 0, [1], GREEDY)
     (expected,) = runner.execute(Step([good]))
     runner.execute(Step([SequencePart(TEXT[:9], 0, [2], None)]))

@@ -345,6 +345,9 @@ int main(int argc, char **argv) {
     if (!is_for_threads) {
         check_nan(&shapes[0]);
         check_nan(&shapes[1]);
+        struct shape int8 = shapes[NUM_SHAPES - 1];
+        int8.embedding_is_packed = 0; /* one whose NaN is of one token's input, and of no output's weight */
+        check_nan(&int8);
         report("NaN");
         check_many_sequences();
         report("many sequences");

@@ -18,6 +18,8 @@ _NUM_TOKENS = 11
 _NUM_LARGE = 5
 _LARGE = 64.0
 """Outputs of linear layers for the last _NUM_LARGE tokens are multiplied by this, so that a clamp has an effect."""
+_ROUNDING = 2.0**-8
+"""Of bfloat16: that of cos and sin is the same in all heads, so over the tokens of one pass it does not average out."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Of numbers that were computed in another way, as a share of the token's largest."""
 
@@ -113,14 +115,15 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def factor(of: torch.Tensor, wanted: torch.Tensor, known: Sequence[float] = ()) -> float:
-    """The number with which `of` comes closest to `wanted`; one of the known ones if it is that up to rounding.
+    """The number with which `of` comes closest to `wanted`; the nearest known one if it is that up to rounding.
 
     Both [tokens, numbers]. Tokens count alike, for in bfloat16 large numbers have large errors.
     """
     size = wanted.double().norm(dim=-1, keepdim=True).clamp(min=1e-30)
     left, right = of.double() / size, wanted.double() / size
     found = float((left * right).sum() / left.square().sum().clamp(min=1e-30))
-    return next((value for value in known if abs(value - found) < 1e-3 * abs(found)), found)
+    nearest = min(known, key=lambda value: abs(value - found), default=found)
+    return nearest if abs(nearest - found) < _ROUNDING * abs(found) else found
 
 
 def is_linear(module: torch.nn.Module) -> bool:

@@ -118,7 +118,7 @@ static void tile(const struct kvpool_model *model, const struct kvpool_linear *l
     int64_t column = piece % across * columns, row = piece / across * TILE_ROWS;
     int64_t num_rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
     int here = vectors - column < columns ? vectors - column : columns;
-    int64_t each = linear->scales ? BYTE_ROWS : ROWS, passes = (num_rows + each - 1) / each;
+    int64_t passes = (num_rows + ROWS - 1) / ROWS;
     const word *weight = (const word *)linear->weight + column * k_words * W;
     for (int64_t pass = 0; pass < passes; pass++) {
         int64_t first = row + num_rows * pass / passes, end = row + num_rows * (pass + 1) / passes;

@@ -7,7 +7,8 @@
 
 #define BYTES 4           /* of a word */
 #define GROUP 64          /* numbers; few, because one large activation makes all others of its group coarse */
-#define BYTE_ROWS (ROWS / 2) /* rows of a pass: each has a sum of integers and one of numbers */
+#define NOT_A_NUMBER 0x7fc00000u /* these two: bits of a float */
+#define INFINITE 0x7f800000u
 /* CPUs multiply unsigned by signed bytes. So weights are stored with 128 added, and sums start at −128 · Σ activations. */
 #define ADDED 128
 
@@ -30,8 +31,32 @@ INLINE vi dot_bytes(vi sum, vu w, vu x) {
     __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
     return (vi)_mm256_add_epi32((__m256i)sum, _mm256_add_epi32(even, odd));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x);
 #else
     UNROLL for (int i = 0; i < BYTES; i++) sum += (vi)(w >> (8 * i) & 255u) * ((vi)(x << (24 - 8 * i)) >> 24);
+    return sum;
+#endif
+}
+
+typedef int8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+
+INLINE int32_t largest_integer_of(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = x[0];
+    UNROLL for (int lane = 1; lane < W; lane++) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+INLINE int32_t sum_of_integers(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    UNROLL for (int lane = 0; lane < W; lane++) sum += x[lane];
     return sum;
 #endif
 }
@@ -43,23 +68,21 @@ static void quantize_group(const number *from, int64_t count, int8_t *to, float 
         memcpy(padded, from, count * sizeof *from);
         from = padded;
     }
-    vf largest_of_lanes = set(0), nothing = set(0);
-    for (int64_t i = 0; i < GROUP; i += W) {
-        vf x = load_numbers(from + i);
-        nothing += x * 0;
-        largest_of_lanes = larger((vf)((vi)x & 0x7fffffff), largest_of_lanes);
+    vi largest_of_lanes = {0}, sum = {0};
+    UNROLL for (int i = 0; i < GROUP; i += W) { /* bits without the sign: in the order of sizes, NaN last */
+        vi size = (vi)load_numbers(from + i) & 0x7fffffff, is_larger = size > largest_of_lanes;
+        largest_of_lanes = (size & is_larger) | (largest_of_lanes & ~is_larger);
     }
-    float largest = largest_of(largest_of_lanes), factor = largest > 0 ? 127 / largest : 0;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < GROUP; i += W) {
-        vi rounded = (vi)(load_numbers(from + i) * factor + 12582912.0f); /* the low bits of 1.5 · 2^23 + x are x, rounded */
-        UNROLL for (int lane = 0; lane < W; lane++) {
-            to[i + lane] = (int8_t)rounded[lane];
-            sum += (int8_t)rounded[lane];
-        }
+    word bits = largest_integer_of(largest_of_lanes);
+    float largest = as_float(bits < INFINITE ? bits : NOT_A_NUMBER), factor = largest > 0 ? 127 / largest : 0;
+    UNROLL for (int i = 0; i < GROUP; i += W) {
+        vf shifted = load_numbers(from + i) * factor + 12582912.0f; /* the low bits of 1.5 · 2^23 + x are x, rounded */
+        vi rounded = (vi)((vu)shifted << 24) >> 24;
+        sum += rounded;
+        *(vb *)(to + i) = __builtin_convertvector(rounded, vb);
     }
-    *scale = largest / 127 + sum_of(nothing);
-    *offset = -ADDED * sum;
+    *scale = largest / 127;
+    *offset = -ADDED * sum_of_integers(sum);
 }
 
 /* Row t of a quantized product's inputs: `count` numbers, then zeros. */
@@ -73,18 +96,18 @@ static void quantize_row(const struct kvpool_model *model, int64_t t, const numb
     }
 }
 
-/* sums[r][c] = Σ over groups of the scale of row r times its integers times those of vector c. */
+/* sums[r][c] = Σ over groups of the scale of row r times its integers times those of vector c. Registers hold the sums of a group,
+ * memory those of numbers: so a pass has as many rows as one of the model's type, and weights are loaded as seldom. */
 INLINE void byte_product(int num_rows, int columns, const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t row,
-                         const word *weight, const word *ahead, vf sums[ROWS][COLUMNS]) {
+                         int64_t first_output, const word *weight, const word *ahead, vf sums[ROWS][COLUMNS]) {
     int64_t k_words = linear->k / BYTES, groups = groups_of(linear);
     const word *inputs = (const word *)model->quantized + row * groups * (GROUP / BYTES);
     const float *scales = model->scales + row * groups;
     const int32_t *offsets = model->offsets_of_groups + row * groups;
-    vf sum[BYTE_ROWS][COLUMNS];
-    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
+    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sums[r][c] = set(0);
     for (int64_t g = 0; g < groups; g++) {
         int64_t first = g * (GROUP / BYTES), end = first + GROUP / BYTES < k_words ? first + GROUP / BYTES : k_words;
-        vi whole[BYTE_ROWS][COLUMNS];
+        vi whole[ROWS][COLUMNS];
         UNROLL for (int r = 0; r < num_rows; r++)
             UNROLL for (int c = 0; c < columns; c++) whole[r][c] = (vi)set_word((word)offsets[r * groups + g]);
         for (int64_t i = first; i < end; i++) {
@@ -95,40 +118,42 @@ INLINE void byte_product(int num_rows, int columns, const struct kvpool_model *m
                 UNROLL for (int c = 0; c < columns; c++) whole[r][c] = dot_bytes(whole[r][c], w[c], x);
             }
         }
+        /* Compilers would copy the numbers' sums into registers too, and the integers' out of them. */
+        __asm__ volatile("" ::: "memory");
         UNROLL for (int r = 0; r < num_rows; r++) {
             vf scale = set(scales[r * groups + g]);
             UNROLL for (int c = 0; c < columns; c++)
-                sum[r][c] = multiply_add(__builtin_convertvector(whole[r][c], vf), scale, sum[r][c]);
+                sums[r][c] = multiply_add(__builtin_convertvector(whole[r][c], vf), scale, sums[r][c]);
         }
     }
-    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sums[r][c] = sum[r][c];
+    UNROLL for (int r = 0; r < num_rows; r++)
+        UNROLL for (int c = 0; c < columns; c++) sums[r][c] = sums[r][c] * load(linear->scales + first_output + c * W);
 }
 
-#define BYTE_PRODUCT(num_rows, columns) byte_product(num_rows, columns, model, linear, row, weight, ahead, sums)
-
-/* Of at most BYTE_ROWS rows of the quantized inputs, from `row` on; the scales of outputs included, which begin with `first`. */
-static __attribute__((noinline)) void product_of_bytes(int num_rows, int columns, const struct kvpool_model *model,
-                                                       const struct kvpool_linear *linear, int64_t row, int64_t first,
-                                                       const word *weight, const word *ahead, vf sums[ROWS][COLUMNS]) {
-    switch (num_rows * 8 + columns) {
-    case 1 * 8 + 1: BYTE_PRODUCT(1, 1); break;
-    case 1 * 8 + 2: BYTE_PRODUCT(1, 2); break;
-    case 1 * 8 + 3: BYTE_PRODUCT(1, 3); break;
-    case 1 * 8 + 4: BYTE_PRODUCT(1, 4); break;
-#if BYTE_ROWS > 1
-    case 2 * 8 + 1: BYTE_PRODUCT(2, 1); break;
-    case 2 * 8 + 2: BYTE_PRODUCT(2, 2); break;
-    case 2 * 8 + 3: BYTE_PRODUCT(2, 3); break;
-    case 2 * 8 + 4: BYTE_PRODUCT(2, 4); break;
-    case 3 * 8 + 1: BYTE_PRODUCT(3, 1); break;
-    case 3 * 8 + 2: BYTE_PRODUCT(3, 2); break;
-    case 3 * 8 + 3: BYTE_PRODUCT(3, 3); break;
-    case 3 * 8 + 4: BYTE_PRODUCT(3, 4); break;
-#endif
-    default: __builtin_unreachable();
+INLINE void byte_product_of_columns(int num_rows, int columns, const struct kvpool_model *model, const struct kvpool_linear *linear,
+                                    int64_t row, int64_t first_output, const word *weight, const word *ahead, vf sums[ROWS][COLUMNS]) {
+    switch (columns) {
+    case 1: byte_product(num_rows, 1, model, linear, row, first_output, weight, ahead, sums); break;
+    case 2: byte_product(num_rows, 2, model, linear, row, first_output, weight, ahead, sums); break;
+    case 3: byte_product(num_rows, 3, model, linear, row, first_output, weight, ahead, sums); break;
+    default: byte_product(num_rows, 4, model, linear, row, first_output, weight, ahead, sums); break;
     }
-    for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < columns; c++) sums[r][c] = sums[r][c] * load(linear->scales + first + c * W);
+}
+
+/* Of at most ROWS rows of the quantized inputs, from `row` on; the scales of outputs included. */
+static __attribute__((noinline)) void product_of_bytes(int num_rows, int columns, const struct kvpool_model *model,
+                                                       const struct kvpool_linear *linear, int64_t row, int64_t first_output,
+                                                       const word *weight, const word *ahead, vf sums[ROWS][COLUMNS]) {
+    switch (num_rows) {
+    case 1: byte_product_of_columns(1, columns, model, linear, row, first_output, weight, ahead, sums); break;
+    case 2: byte_product_of_columns(2, columns, model, linear, row, first_output, weight, ahead, sums); break;
+    case 3: byte_product_of_columns(3, columns, model, linear, row, first_output, weight, ahead, sums); break;
+#if ROWS > 3
+    case 4: byte_product_of_columns(4, columns, model, linear, row, first_output, weight, ahead, sums); break;
+    case 5: byte_product_of_columns(5, columns, model, linear, row, first_output, weight, ahead, sums); break;
+    default: byte_product_of_columns(6, columns, model, linear, row, first_output, weight, ahead, sums); break;
+#endif
+    }
 }
 
 #endif
