@@ -182,6 +182,25 @@ def test_the_next_compiler_is_used_if_the_first_fails(
     assert (bad.num_runs, good.num_runs) == (1, 1)
 
 
+def test_a_cpu_whose_tile_registers_are_refused_gets_a_step_without_them(
+    cache_dir: Path, tmp_path: Path, real_file: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux, or a container, may keep from a process what the CPU has. The trial finds it out, once. float32 does not need them."""
+    amx = tmp_path / "cpuinfo"
+    amx.write_text("flags\t\t: sse2 amx_bf16 amx_tile\n")
+    monkeypatch.setattr(cpu_info, "CPU_INFO", amx)
+    without = f'case "$arguments" in *KVPOOL_NO_TILES*) cp {real_file} "$output";; *) echo text > "$output";; esac'
+    fake = FakeCompiler(tmp_path / "fake", without)
+    monkeypatch.setenv("CC", str(fake.path))
+    paths = {compiled_library("bfloat16", cache_dir, lines.append).path for _ in range(2)}
+    assert paths == {kept(cache_dir)}
+    assert fake.num_runs == 2
+    assert [line for line in lines if "fake 1.0 compiled does not run here: " in line] == lines[-1:]
+    with pytest.raises(NoNativeLibrary):
+        compiled_library("float32", cache_dir, print)
+    assert fake.num_runs == 3
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("function", "expected"),

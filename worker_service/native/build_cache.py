@@ -10,8 +10,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import cpu_info
@@ -29,28 +29,54 @@ from .trial import why_it_does_not_run
 
 _ABANDONED_S = 3600.0
 """More than all limits of a build together."""
+_TILE_FLAGS = frozenset({"amx_tile", "amx_bf16"})
+"""Of a CPU with which bfloat16 is multiplied in tile registers."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """To compile the step."""
+
+    compiler: Compiler
+    number_type: NumberType
+    with_tiles: bool
+
+    @property
+    def file_name(self) -> str:
+        """With a digest of all that the file depends on."""
+        flags = self.compiler.flags(self.number_type, with_tiles=self.with_tiles)
+        parts = [source_digest(), flags, cpu_info.identity(), self.compiler.command, self.compiler.version]
+        return f"step-{self.number_type}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.so"
+
+    @property
+    def origin(self) -> str:
+        return f"compiled by {self.compiler.name}"
 
 
 def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
     """The step for this number type: from the cache folder, else compiled, which takes seconds.
 
-    Each compiler found is tried until one gives a file that runs. Where the cache folder cannot be written, or others could
+    Each compiler found is tried until one gives a file that runs; on a CPU with AMX first with its tile registers, which Linux or a
+    container may refuse, then without. Where the cache folder cannot be written, or others could
     have written it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
     """
     try:
-        compilers = find_compilers()
-        names = [f"step-{number_type}-{_digest(compiler, number_type)}.so" for compiler in compilers]
+        ways = _ways(find_compilers(), number_type)
         folder = _trusted_folder(cache_dir, progress)
-        for compiler, name in zip(compilers, names, strict=True):
-            if folder is not None and (library := _kept_library(folder / name)) is not None:
-                return replace(library, origin=_origin(compiler))
-        problems = []
-        for compiler, name in zip(compilers, names, strict=True):
+        for way in ways:
+            if folder is not None and (library := _kept_library(folder / way.file_name)) is not None:
+                return replace(library, origin=way.origin)
+        problems: dict[str, None] = {}  # in order, each once
+        for way in ways:
             try:
-                return _build(compiler, number_type, folder, name, progress)
+                library = _build(way, folder, progress)
             except NoNativeLibrary as error:
-                problems.append(str(error))
+                problems[str(error)] = None
+                continue
+            for problem in problems:
+                progress(problem)
+            return library
     except OSError as error:
         raise NoNativeLibrary(
             f"The step cannot be compiled: {one_line(str(error))}. Give a --cache-dir or a TMPDIR that can be written."
@@ -58,16 +84,22 @@ def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callabl
     raise NoNativeLibrary(" ".join(problems))
 
 
-def _build(
-    compiler: Compiler, number_type: NumberType, folder: Path | None, name: str, progress: Callable[[str], None]
-) -> Library:
-    """Compile, try, and keep as `name` in the folder, if there is one."""
+def _ways(compilers: Sequence[Compiler], number_type: NumberType) -> list[_Way]:
+    """In the order in which they are tried."""
+    has_tiles = number_type == "bfloat16" and cpu_info.flags() >= _TILE_FLAGS
+    choices = (True, False) if has_tiles else (True,)
+    return [_Way(compiler, number_type, with_tiles) for compiler in compilers for with_tiles in choices]
+
+
+def _build(way: _Way, folder: Path | None, progress: Callable[[str], None]) -> Library:
+    """Compile, try, and keep in the folder, if there is one."""
+    compiler, number_type = way.compiler, way.number_type
     work, is_kept = _work_folder(folder, progress)
     with work:
-        file = Path(work.name) / name
+        file = Path(work.name) / way.file_name
         started = time.monotonic()
         progress(f"compiling the {number_type} step with {compiler.name}: a few seconds")
-        compile_step(compiler, number_type, file)
+        compile_step(compiler, number_type, file, with_tiles=way.with_tiles)
         _seal(file)
         if problem := why_it_does_not_run(file):
             raise NoNativeLibrary(
@@ -84,12 +116,8 @@ def _build(
             ) from error
         if folder is not None and is_kept:
             # Another process may have done the same: both files are whole, and one of them stays.
-            library = replace(library, path=file.replace(folder / name))
-        return replace(library, origin=_origin(compiler))  # its file may go: it stays in memory
-
-
-def _origin(compiler: Compiler) -> str:
-    return f"compiled by {compiler.name}"
+            library = replace(library, path=file.replace(folder / way.file_name))
+        return replace(library, origin=way.origin)  # its file may go: it stays in memory
 
 
 def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
@@ -168,9 +196,3 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
     progress(
         f"the compiled step is not kept, each start compiles it: {why}. Give another --cache-dir, or mend this one."
     )
-
-
-def _digest(compiler: Compiler, number_type: NumberType) -> str:
-    """Of all that the compiled file depends on."""
-    parts = [source_digest(), compiler.flags(number_type), cpu_info.identity(), compiler.command, compiler.version]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
