@@ -5,8 +5,9 @@
  * A step is a list of phases, a phase a number of pieces. Every thread walks through all phases and takes pieces until none is
  * left; a phase ends with its last piece, so that a thread that gets no CPU delays nobody. See team.h.
  *
- * Bits: an output of a product is one sum over k = 0, 1, … (with AMX in an order of its own, see tiles.h); attention is computed in partitions of 256 keys, which are folded from
- * the first to the last. Neither depends on the other rows of the step, on chunks, on shared prefixes or on the number of threads.
+ * Bits: an output of a product is one sum over k = 0, 1, … (with AMX in an order of its own, see tiles.h); attention is computed in
+ * partitions of 256 keys, which are folded from the first to the last. Neither depends on the other rows of the step, on chunks, on
+ * shared prefixes or on the number of threads.
  *
  * Words: P numbers of the type fill a 32-bit word, W words a vector.
  *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros; int8: four in a word
