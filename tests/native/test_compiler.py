@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvpool.worker_service.native import build_cache, compiler, cpu_info
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+from kvpool.worker_service.native.library import open_library
 from tests.native.fake_compiler import FakeCompiler
 from tests.until import until
 
@@ -199,6 +201,22 @@ def test_a_cpu_whose_tile_registers_are_refused_gets_a_step_without_them(
     with pytest.raises(NoNativeLibrary):
         compiled_library("float32", cache_dir, print)
     assert fake.num_runs == 3
+
+
+def test_a_kept_step_whose_tile_registers_are_refused_now_is_not_loaded(
+    cache_dir: Path, tmp_path: Path, good: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers with other permissions may share a cache folder."""
+    amx = tmp_path / "cpuinfo"
+    amx.write_text("flags\t\t: sse2 amx_bf16 amx_tile\n")
+    monkeypatch.setattr(cpu_info, "CPU_INFO", amx)
+    monkeypatch.setattr(build_cache, "open_library", lambda path: replace(open_library(path), has_tiles=True))
+    first = compiled_library("bfloat16", cache_dir, print).path
+    assert compiled_library("bfloat16", cache_dir, print).path == first
+    refused = {first.name: "Linux does not give them"}
+    monkeypatch.setattr(build_cache, "why_it_does_not_run", lambda path: refused.get(path.name))
+    assert compiled_library("bfloat16", cache_dir, print).path != first
+    assert good.num_runs == 3
 
 
 @pytest.mark.compiler

@@ -140,12 +140,14 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _kept_library(path: Path) -> Library | None:
-    """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library."""
+    """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library; or if Linux
+    refuses its tile registers now, as another container on the same machine may."""
     try:
         with path.open("rb") as file:
             if _distrust(os.fstat(file.fileno())) or not _is_whole(file.read()):
                 return None
-        return open_library(path)
+        library = open_library(path)
+        return None if library.has_tiles and why_it_does_not_run(path) else library
     except (OSError, LibraryMismatch):
         return None
 

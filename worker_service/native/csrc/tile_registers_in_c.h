@@ -49,7 +49,7 @@ static void tile_store(int t, void *to, int64_t stride) {
         memcpy((char *)to + r * stride, tile_registers.words[t][r], tile_registers.shapes.row_bytes[t]);
 }
 
-/* Denormals count as zeros, and results are never denormal. Other vectors than those below it are unchanged, NaN too. */
+/* The instruction takes denormals for zeros, and gives none. Everything else is unchanged, NaN too. */
 INLINE vf without_denormals(vf x) { return choose(((vi)x & 0x7f800000) == 0, (vf)((vi)x & INT32_MIN), x); }
 
 /* TDPBF16PS: sums over the even and over the odd numbers of k, each multiplication and addition rounded once, then both together. */
