@@ -71,11 +71,18 @@ X86_64_V4_BF16 = Target(
     X86_64_V4.cpu_flags | {"avx512_bf16", "avx512_vnni"},  # every CPU with the one has the other, which int8 needs
     _zig("x86_64", "x86_64_v4+avx512bf16+avx512vnni"),
 )
+X86_64_V4_AMX = Target(
+    "x86-64-v4+amx",
+    "x86_64",
+    X86_64_V4_BF16.cpu_flags | {"amx_tile", "amx_bf16"},
+    _zig("x86_64", "x86_64_v4+avx512bf16+avx512vnni+amx_tile+amx_bf16"),
+    ("bfloat16",),
+)
 AARCH64 = Target("aarch64", "aarch64", frozenset({"asimd"}), _zig("aarch64", "generic"))
 AARCH64_BF16 = Target(
     "aarch64+bf16", "aarch64", frozenset({"asimd", "bf16"}), _zig("aarch64", "generic+bf16"), ("bfloat16",)
 )
-TARGETS = (X86_64_V4_BF16, X86_64_V4, X86_64_V3, AARCH64_BF16, AARCH64)
+TARGETS = (X86_64_V4_AMX, X86_64_V4_BF16, X86_64_V4, X86_64_V3, AARCH64_BF16, AARCH64)
 """Of each machine the fastest first."""
 
 

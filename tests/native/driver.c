@@ -1,7 +1,7 @@
 /* Steps of small random models, without Python: run by test_driver.py, with and without sanitizers.
  *
- * driver all | small | threads: exit status 0 and nothing on stderr if all is as it must be. `small`: shorter sequences and fewer teams;
- * `threads`: of these what several threads do.
+ * driver all | small | threads | products: exit status 0 and nothing on stderr if all is as it must be. `small`: shorter sequences and
+ * fewer teams; `threads`: of these what several threads do; `products`: of these what depends on how products are computed.
  *
  * Linked with step.c. Where both are built with KVPOOL_TEST_DELAY=driver_delay, which team.h calls where a thread may come late,
  * late threads are checked too.
@@ -123,6 +123,27 @@ static void check_bits(const struct shape *shape) {
         }
         kvpool_close(model);
     }
+    free_tiny(tiny);
+}
+
+/* The first tokens of a sequence in one step, for each number of rows that products compute in another way. The model has enough
+ * outputs for tiles of all their columns. Each step is longer than those before it, so that what it uses of its buffers ends
+ * where they end: a sanitizer sees reads of more rows than there are. */
+static void check_row_counts(void) {
+    struct shape shape = {"many outputs", 1, 66, 3, 1, 32, 70, 555, 16, .rotary = 32, COMMON};
+    struct tiny *tiny = make_tiny(&shape, 640 / shape.block_size);
+    int64_t longest = 100, part = 0;
+    struct batch batch = make_batch(tiny, 1, &longest, NULL, NULL);
+    float **expected = compute_alone(&batch);
+    check_reference(&batch, expected);
+    struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 1);
+    for (int64_t rows = 1; rows <= longest; rows += rows == 34 ? 61 : 1) { /* one or two passes; one or two tiles */
+        lay_out(&batch, 0);
+        run_step(model, &batch, &part, &rows, 1, 0);
+        CHECK(!memcmp(batch.sequences[0].logits, expected[0], rows * shape.vocab * sizeof(float)),
+              "the first tokens have other logits in a step of %lld", (long long)rows);
+    }
+    kvpool_close(model);
     free_tiny(tiny);
 }
 
@@ -333,13 +354,28 @@ static void check_models_in_succession(void) {
 
 static void report(const char *what) { printf("%s: after %.1f s of CPU\n", what, clock() / (double)CLOCKS_PER_SEC); }
 
+static int succeeded(int num_shapes) {
+    struct kvpool_build build;
+    kvpool_describe_build(&build);
+    printf("W %d, P %d, %s, %d shapes\n", W, P, build.has_tiles ? "tiles" : "no tiles", num_shapes);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     alarm(400); /* a deadlock ends */
     int is_for_threads = argc > 1 && !strcmp(argv[1], "threads");
-    is_small = is_for_threads || (argc > 1 && !strcmp(argv[1], "small"));
+    int is_for_products = argc > 1 && !strcmp(argv[1], "products");
+    is_small = is_for_threads || is_for_products || (argc > 1 && !strcmp(argv[1], "small"));
     int num_shapes = is_for_threads ? 1 : NUM_SHAPES;
-    for (int i = 0; i < num_shapes; i++) check_bits(&shapes[i]);
+    check_row_counts();
+    report("numbers of rows");
+    for (int i = 0; i < num_shapes; i += is_for_products ? 3 : 1) check_bits(&shapes[i]);
     report("bits");
+    if (is_for_products) {
+        check_nan(&shapes[0]);
+        report("NaN");
+        return succeeded(2);
+    }
     for (int i = 0; i < num_shapes; i++) check_decodes(&shapes[i]);
     report("decodes");
     if (!is_for_threads) {
@@ -360,6 +396,5 @@ int main(int argc, char **argv) {
 #endif
     check_models_in_succession();
     report("models in succession");
-    printf("W %d, P %d, %d shapes\n", W, P, num_shapes);
-    return 0;
+    return succeeded(num_shapes);
 }

@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 class FakeCompiler:
-    """A shell script that has a version, and runs `body` with $output as the file to write. It counts its runs."""
+    """A shell script that has a version, and runs `body` with $output as the file to write and $arguments. It counts its runs."""
 
     def __init__(self, path: Path, body: str, version: str = "echo fake 1.0") -> None:
         self.path = path
         self._runs = path.with_suffix(".runs")
         path.write_text(
             f'#!/bin/sh\ncase "$*" in *--version) {version}; exit;; esac\necho run >> {self._runs}\n'
-            f'while [ "$1" != -o ]; do shift; done\noutput=$2\n{body}\n'
+            f'arguments="$*"\nwhile [ "$1" != -o ]; do shift; done\noutput=$2\n{body}\n'
         )
         path.chmod(0o755)
 

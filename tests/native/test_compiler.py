@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from kvpool.worker_service.native import build_cache, build_lock, compiler, cpu_info
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+from kvpool.worker_service.native.library import open_library
 from tests.native.fake_compiler import FakeCompiler
 from tests.until import until
 
@@ -183,6 +185,41 @@ def test_the_next_compiler_is_used_if_the_first_fails(
     for _ in range(2):
         compiled_library("float32", cache_dir, print)
     assert (bad.num_runs, good.num_runs) == (1, 1)
+
+
+def test_a_cpu_whose_tile_registers_are_refused_gets_a_step_without_them(
+    cache_dir: Path, tmp_path: Path, real_file: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux, or a container, may keep from a process what the CPU has. The trial finds it out, once. float32 does not need them."""
+    amx = tmp_path / "cpuinfo"
+    amx.write_text("flags\t\t: sse2 amx_bf16 amx_tile\n")
+    monkeypatch.setattr(cpu_info, "CPU_INFO", amx)
+    without = f'case "$arguments" in *KVPOOL_NO_TILES*) cp {real_file} "$output";; *) echo text > "$output";; esac'
+    fake = FakeCompiler(tmp_path / "fake", without)
+    monkeypatch.setenv("CC", str(fake.path))
+    paths = {compiled_library("bfloat16", cache_dir, lines.append).path for _ in range(2)}
+    assert paths == {kept(cache_dir)}
+    assert fake.num_runs == 2
+    assert [line for line in lines if "fake 1.0 compiled does not run here: " in line] == lines[-1:]
+    with pytest.raises(NoNativeLibrary):
+        compiled_library("float32", cache_dir, print)
+    assert fake.num_runs == 3
+
+
+def test_a_kept_step_whose_tile_registers_are_refused_now_is_not_loaded(
+    cache_dir: Path, tmp_path: Path, good: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers with other permissions may share a cache folder."""
+    amx = tmp_path / "cpuinfo"
+    amx.write_text("flags\t\t: sse2 amx_bf16 amx_tile\n")
+    monkeypatch.setattr(cpu_info, "CPU_INFO", amx)
+    monkeypatch.setattr(build_cache, "open_library", lambda path: replace(open_library(path), has_tiles=True))
+    first = compiled_library("bfloat16", cache_dir, print).path
+    assert compiled_library("bfloat16", cache_dir, print).path == first
+    refused = {first.name: "Linux does not give them"}
+    monkeypatch.setattr(build_cache, "why_it_does_not_run", lambda path: refused.get(path.name))
+    assert compiled_library("bfloat16", cache_dir, print).path != first
+    assert good.num_runs == 3
 
 
 @pytest.mark.compiler

@@ -25,8 +25,8 @@ SANITIZERS = {
 }
 
 
-def run_driver(program: Path, argument: str) -> None:
-    """Exit status 0 and nothing on stderr."""
+def run_driver(program: Path, argument: str) -> str:
+    """Exit status 0 and nothing on stderr. Returns the line that describes the build."""
     command = [str(program), argument]
     variables = {"LD_PRELOAD": "", "TSAN_OPTIONS": "halt_on_error=1"}
     finished = run_command(command, 250.0, variables)
@@ -35,7 +35,9 @@ def run_driver(program: Path, argument: str) -> None:
     ):  # libtsan of gcc 12, on a kernel with 32 random bits in addresses
         finished = run_command(["setarch", "-R", *command], 250.0, variables)
     assert finished.status == 0, f"{program.name}: {finished.output}"
-    assert finished.output.splitlines()[-1].startswith("W "), finished.output
+    last = finished.output.splitlines()[-1]
+    assert last.startswith("W "), finished.output
+    return last
 
 
 def levels() -> list[str]:
@@ -132,6 +134,17 @@ def test_sanitizers_report_nothing(
     assert check.status == 0, f"-fsanitize={sanitizer} needs the compiler's {package}: {check.output}"
     flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     run_driver(build(number_type, (levels() or ["native"])[0], *flags), argument)
+
+
+def test_products_in_tile_registers(build: Callable[..., Path]) -> None:
+    """The instructions of AMX in plain C, on any CPU: no other rows, numbers or words are read than those of the product, whatever
+    their number. Unoptimized, which takes less time in all."""
+    sanitizers = (
+        () if find_compilers()[0].is_zig else ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    )
+    level = (levels() or ["native"])[0]
+    program = build("bfloat16", level, "-O0", "-DKVPOOL_TILES_IN_C", *sanitizers)
+    assert ", P 2, tiles, " in run_driver(program, "products")
 
 
 def test_a_race_is_reported(tmp_path: Path) -> None:

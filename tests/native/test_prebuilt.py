@@ -16,8 +16,9 @@ from kvpool.worker_service.native import compiler, cpu_info, prebuilt
 from kvpool.worker_service.native.compiler import Compiler, NoNativeLibrary, find_zig
 from kvpool.worker_service.native.prebuilt import MANIFEST, Build, read_manifest, write_manifest
 from kvpool.worker_service.native.selection import select_library
-from scripts.native_builds import AARCH64, X86_64_V3, Target, build
+from scripts.native_builds import AARCH64, TARGETS, X86_64_V3, X86_64_V4_AMX, Target, build
 from tests.native.fake_compiler import FakeCompiler
+from tests.native.test_tiles import TILE_PRODUCT
 
 MACHINE = platform.machine()
 FAST = Target("fast", MACHINE, frozenset({"simd", "wide"}), (), ("float32",))
@@ -265,12 +266,22 @@ def test_a_step_that_should_run_on_this_cpu_and_does_not_is_not_packaged(tmp_pat
 
 @pytest.mark.zig
 def test_zig_compiles_for_other_machines(tmp_path: Path) -> None:
-    """For both kinds, by the first bytes of the files; what this CPU can run is tried."""
+    """For both kinds, by the first bytes of the files, and for AMX, by an instruction; what this CPU can run is tried."""
     zig = find_zig()
     assert zig is not None
     narrow = [
         replace(target, number_types=("float32",), options=(*target.options, "-O1")) for target in (X86_64_V3, AARCH64)
     ]
-    manifest = build(zig, narrow, tmp_path)
+    # Not tried: Linux may refuse its registers.
+    amx = replace(X86_64_V4_AMX, cpu_flags=frozenset({"none"}), options=(*X86_64_V4_AMX.options, "-O1"))
+    manifest = build(zig, [amx, *narrow], tmp_path)
     machines = {one.machine: (tmp_path / one.file).read_bytes()[18:20] for one in manifest.builds}
     assert machines == {"x86_64": b"\x3e\0", "aarch64": b"\xb7\0"}  # e_machine of ELF
+    assert TILE_PRODUCT in (tmp_path / "x86-64-v4+amx-bfloat16.so").read_bytes()
+
+
+def test_of_two_targets_the_one_that_needs_more_comes_first() -> None:
+    """A worker takes the first one that its CPU can run."""
+    for index, target in enumerate(TARGETS):
+        earlier = [one for one in TARGETS[:index] if one.machine == target.machine]
+        assert not any(one.cpu_flags < target.cpu_flags for one in earlier)

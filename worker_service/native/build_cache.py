@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import cpu_info
@@ -32,19 +32,41 @@ from .trusted_folder import NotTrusted, read_trusted, trusted_folder
 
 _ABANDONED_S = 3600.0
 """More than all limits of a build together."""
+_TILE_FLAGS = frozenset({"amx_tile", "amx_bf16"})
+"""Of a CPU with which bfloat16 is multiplied in tile registers."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """To compile the step."""
+
+    compiler: Compiler
+    number_type: NumberType
+    with_tiles: bool
+
+    @property
+    def file_name(self) -> str:
+        """Names all that the file depends on."""
+        flags = self.compiler.flags(self.number_type, with_tiles=self.with_tiles)
+        return f"{_kind(self.number_type)}-{_digest(flags, self.compiler.command, self.compiler.version)}.so"
+
+    @property
+    def origin(self) -> str:
+        return f"compiled by {self.compiler.name}"
 
 
 def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
     """The step for this number type: from the cache folder, else compiled, which takes seconds.
 
-    Each compiler found is tried until one gives a file that runs. If none does, a file that a compiler of earlier gave for this
-    source and CPU is used, unless $CC asks for one of now. Where the cache folder cannot be written, or others could have written
-    it, the file is built in a temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
+    Each compiler found is tried until one gives a file that runs; on a CPU with AMX first with its tile registers, which Linux or a
+    container may refuse, then without. If none does, a file that a compiler of earlier gave for this source and CPU is used, unless
+    $CC asks for one of now. Where the cache folder cannot be written, or others could have written it, the file is built in a
+    temporary folder and not kept. Raises NoNativeLibrary, and nothing else.
     """
     try:
         try:
-            return _kept_or_built(find_compilers(), number_type, cache_dir, progress)
+            return _kept_or_built(_ways(find_compilers(), number_type), cache_dir, progress)
         except NoNativeLibrary as error:
             if given_command() or (library := _kept_earlier(number_type, cache_dir)) is None:
                 raise
@@ -56,29 +78,37 @@ def compiled_library(number_type: NumberType, cache_dir: Path, progress: Callabl
         ) from error
 
 
-def _kept_or_built(
-    compilers: Sequence[Compiler], number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]
-) -> Library:
-    names = [_file_name(compiler, number_type) for compiler in compilers]
+def _ways(compilers: Sequence[Compiler], number_type: NumberType) -> list[_Way]:
+    """In the order in which they are tried."""
+    has_tiles = number_type == "bfloat16" and cpu_info.flags() >= _TILE_FLAGS
+    choices = (True, False) if has_tiles else (True,)
+    return [_Way(compiler, number_type, with_tiles) for compiler in compilers for with_tiles in choices]
+
+
+def _kept_or_built(ways: Sequence[_Way], cache_dir: Path, progress: Callable[[str], None]) -> Library:
     folder = _trusted_folder(cache_dir, progress)
 
     def kept() -> Library | None:
-        for compiler, name in zip(compilers, names, strict=True):
-            if folder is not None and (library := _kept_library(folder / name)) is not None:
-                return replace(library, origin=_origin(compiler))
+        for way in ways:
+            if folder is not None and (library := _kept_library(folder / way.file_name)) is not None:
+                return replace(library, origin=way.origin)
         return None
 
     if (library := kept()) is not None:
         return library
-    problems = []
+    problems: dict[str, None] = {}  # in order, each once
     with nullcontext() if folder is None else build_lock(folder, progress):
         if (library := kept()) is not None:
             return library
-        for compiler, name in zip(compilers, names, strict=True):
+        for way in ways:
             try:
-                return _build(compiler, number_type, folder, name, progress)
+                library = _build(way, folder, progress)
             except NoNativeLibrary as error:
-                problems.append(str(error))
+                problems[str(error)] = None
+                continue
+            for problem in problems:
+                progress(problem)
+            return library
     raise NoNativeLibrary(" ".join(problems))
 
 
@@ -93,16 +123,15 @@ def _kept_earlier(number_type: NumberType, cache_dir: Path) -> Library | None:
     return None
 
 
-def _build(
-    compiler: Compiler, number_type: NumberType, folder: Path | None, name: str, progress: Callable[[str], None]
-) -> Library:
-    """Compile, try, and keep as `name` in the folder, if there is one."""
+def _build(way: _Way, folder: Path | None, progress: Callable[[str], None]) -> Library:
+    """Compile, try, and keep in the folder, if there is one."""
+    compiler, number_type = way.compiler, way.number_type
     work, is_kept = _work_folder(folder, progress)
     with work:
-        file = Path(work.name) / name
+        file = Path(work.name) / way.file_name
         started = time.monotonic()
         progress(f"compiling the {number_type} step with {compiler.name}: a few seconds")
-        compile_step(compiler, number_type, file)
+        compile_step(compiler, number_type, file, with_tiles=way.with_tiles)
         _seal(file)
         if problem := why_it_does_not_run(file):
             raise NoNativeLibrary(
@@ -119,12 +148,8 @@ def _build(
             ) from error
         if folder is not None and is_kept:
             # Another process may have done the same without the lock: both files are whole, and one of them stays.
-            library = replace(library, path=file.replace(folder / name))
-        return replace(library, origin=_origin(compiler))  # its file may go: it stays in memory
-
-
-def _origin(compiler: Compiler) -> str:
-    return f"compiled by {compiler.name}"
+            library = replace(library, path=file.replace(folder / way.file_name))
+        return replace(library, origin=way.origin)  # its file may go: it stays in memory
 
 
 def _work_folder(folder: Path | None, progress: Callable[[str], None]) -> tuple[tempfile.TemporaryDirectory[str], bool]:
@@ -147,12 +172,14 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _kept_library(path: Path) -> Library | None:
-    """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library."""
+    """From the cache; None if it is not there, not whole, not safe to load, or from another version of the library; or if Linux
+    refuses its tile registers now, as another container on the same machine may."""
     try:
         content = read_trusted(path)
         if content is None or not _is_whole(content):
             return None
-        return open_library(path)
+        library = open_library(path)
+        return None if library.has_tiles and why_it_does_not_run(path) else library
     except (OSError, LibraryMismatch):
         return None
 
@@ -184,11 +211,6 @@ def _will_not_be_kept(why: str, progress: Callable[[str], None]) -> None:
     progress(
         f"the compiled step is not kept, each start compiles it: {why}. Give another --cache-dir, or mend this one."
     )
-
-
-def _file_name(compiler: Compiler, number_type: NumberType) -> str:
-    """Names all that the compiled file depends on."""
-    return f"{_kind(number_type)}-{_digest(compiler.flags(number_type), compiler.command, compiler.version)}.so"
 
 
 def _kind(number_type: NumberType) -> str:

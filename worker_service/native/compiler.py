@@ -42,11 +42,14 @@ class Compiler:
     """The whole output of `--version`."""
     is_zig: bool
 
-    def flags(self, number_type: NumberType, target: Sequence[str] | None = None) -> tuple[str, ...]:
+    def flags(
+        self, number_type: NumberType, target: Sequence[str] | None = None, with_tiles: bool = True
+    ) -> tuple[str, ...]:
         """All of them but the files'. They are never those of -ffast-math: NaN must stay NaN. `target`: options that name
-        another CPU than this one."""
+        another CPU than this one. with_tiles: use AMX's tile registers if the CPU has them."""
         cpu = self._for_this_cpu() if target is None else target
-        return (*_FLAGS, *cpu, f"-DBFLOAT16={int(number_type == 'bfloat16')}")
+        tiles = () if with_tiles else ("-DKVPOOL_NO_TILES",)
+        return (*_FLAGS, *tiles, *cpu, f"-DBFLOAT16={int(number_type == 'bfloat16')}")
 
     def _for_this_cpu(self) -> tuple[str, ...]:
         machine = platform.machine().lower()
@@ -113,9 +116,10 @@ def compile_step(
     output: Path,
     target: Sequence[str] | None = None,
     limit_s: float | None = None,
+    with_tiles: bool = True,
 ) -> None:
-    """Compile the step into the shared library `output`; compilers' temporary files get into its folder. `target`: as for flags.
-    `limit_s`: seconds, if not those of a worker's start.
+    """Compile the step into the shared library `output`; compilers' temporary files get into its folder. `target`, with_tiles: as
+    for flags. `limit_s`: seconds, if not those of a worker's start.
 
     Raises NoNativeLibrary. OSError: the folder cannot be written.
     """
@@ -123,7 +127,7 @@ def compile_step(
     folder = str(output.parent)
     command = (
         *compiler.command,
-        *compiler.flags(number_type, target),
+        *compiler.flags(number_type, target, with_tiles),
         str(SOURCE_DIR / "step.c"),
         "-o",
         str(output),

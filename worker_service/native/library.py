@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -122,7 +122,7 @@ class Library:
     """Rows, or (token, head) pairs, that are computed at once."""
     max_head_size: int
     has_tiles: bool
-    """Whether its products use the CPU's matrix unit."""
+    """Products are computed in AMX's tile registers."""
     functions: Any
     """The ctypes library. Its calls release the GIL."""
     origin: str = ""
@@ -131,7 +131,11 @@ class Library:
     def describe(self) -> str:
         """Instruction set, number type and origin, for the log."""
         vectors = {16: "AVX-512", 8: "AVX2"}.get(self.words_per_vector, f"vectors of {32 * self.words_per_vector} bits")
-        parts = (vectors, "float32" if self.numbers_per_word == 1 else "bfloat16", self.origin)
+        parts = (
+            f"{vectors} and AMX" if self.has_tiles else vectors,
+            "float32" if self.numbers_per_word == 1 else "bfloat16",
+            self.origin,
+        )
         return ", ".join(part for part in parts if part)
 
 
@@ -162,6 +166,7 @@ def open_library(path: Path) -> Library:
 def _declare(functions: Any) -> None:
     signatures: dict[str, tuple[Any, Sequence[Any]]] = {
         "kvpool_open": (c_void_p, (POINTER(Sizes), POINTER(Layer), c_int64)),
+        "kvpool_problem": (c_char_p, ()),
         "kvpool_run": (ctypes.c_int, (c_void_p, POINTER(StepArguments))),
         "kvpool_close": (None, (c_void_p,)),
         "kvpool_num_phases": (c_int64, (c_void_p,)),

@@ -28,7 +28,7 @@ _LAYER_PHASES = ("norm", "qkv", "rotary", "attention", "merge", "out", "norm", "
 
 
 class OutOfMemory(RuntimeError):
-    """No memory for a step's activations, or for a thread."""
+    """No memory for a step's activations, no thread, or no tile registers."""
 
 
 class Program:
@@ -53,7 +53,8 @@ class Program:
             layer.k_cache, layer.v_cache = kv_layer.k_cache.data_ptr(), kv_layer.v_cache.data_ptr()
         self._handle = self._functions.kvpool_open(ctypes.byref(sizes), layers, num_threads)
         if self._handle is None:
-            raise OutOfMemory(f"no memory for a native step, or no {num_threads} threads; see ulimit -u and ulimit -v")
+            problem = self._functions.kvpool_problem().decode()
+            raise OutOfMemory(f"a native step with {num_threads} threads cannot be set up: {problem}")
 
     def run(self, packing: Packing, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of the packed tokens. Returns logits [rows, vocab_size] float32 of the given tokens, and bool [T]: whether

@@ -118,7 +118,7 @@ def logits(library: Library, num_threads: int) -> list[float]:
     )
     model = library.functions.kvpool_open(byref(sizes), byref(layer), num_threads)
     if not model:
-        sys.exit("no memory or no threads")
+        sys.exit(library.functions.kvpool_problem().decode())
     if library.functions.kvpool_run(model, byref(step)):
         sys.exit("no memory")
     library.functions.kvpool_close(model)

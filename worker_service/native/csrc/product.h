@@ -4,8 +4,13 @@
 
 #include "quantized.h"
 #include "state.h"
+#include "tiles.h"
 
 #define TILE_ROWS 96   /* rows of a tile, at most */
+
+#if !HAS_TILES
+
+#define PASS_ROWS ROWS /* rows of a pass, at most */
 
 /* sums[r][c] = Σ over k of row r times outputs of vector c. `ahead`: a weight to be prefetched meanwhile, or NULL. */
 INLINE void product(int num_rows, int columns, const word *weight, const word *ahead, int64_t k_words, const word *inputs,
@@ -46,6 +51,8 @@ static __attribute__((noinline)) void product_of_rows(int num_rows, int columns,
 #endif
     }
 }
+
+#endif
 
 /* Vectors of outputs in a tile: narrower ones where there are few, so that every thread gets work. */
 static int64_t tile_columns(const struct kvpool_model *model, const struct kvpool_linear *linear, int64_t least) {
@@ -118,11 +125,11 @@ static void tile(const struct kvpool_model *model, const struct kvpool_linear *l
     int64_t column = piece % across * columns, row = piece / across * TILE_ROWS;
     int64_t num_rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
     int here = vectors - column < columns ? vectors - column : columns;
-    int64_t passes = (num_rows + ROWS - 1) / ROWS;
+    int64_t each = linear->scales ? ROWS : PASS_ROWS, passes = (num_rows + each - 1) / each;
     const word *weight = (const word *)linear->weight + column * k_words * W;
     for (int64_t pass = 0; pass < passes; pass++) {
         int64_t first = row + num_rows * pass / passes, end = row + num_rows * (pass + 1) / passes;
-        vf sums[ROWS][COLUMNS];
+        _Alignas(64) vf sums[PASS_ROWS][COLUMNS];
         /* The last of several passes has its weights in a cache, so memory can bring those that this thread probably takes next. */
         const word *ahead = pass && pass + 1 == passes ? weight + model->num_threads * columns * k_words * W : NULL;
         if (linear->scales)

@@ -5,8 +5,9 @@
  * A step is a list of phases, a phase a number of pieces. Every thread walks through all phases and takes pieces until none is
  * left; a phase ends with its last piece, so that a thread that gets no CPU delays nobody. See team.h.
  *
- * Bits: an output of a product is one sum over k = 0, 1, …; attention is computed in partitions of 256 keys, which are folded from
- * the first to the last. Neither depends on the other rows of the step, on chunks, on shared prefixes or on the number of threads.
+ * Bits: an output of a product is one sum over k = 0, 1, … (with AMX in an order of its own, see tiles.h); attention is computed in
+ * partitions of 256 keys, which are folded from the first to the last. Neither depends on the other rows of the step, on chunks, on
+ * shared prefixes or on the number of threads.
  *
  * Words: P numbers of the type fill a 32-bit word, W words a vector.
  *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros; int8: four in a word
@@ -16,12 +17,15 @@
 #define _GNU_SOURCE
 #include "step.h"
 
+#include <stdio.h>
+
 #include "attention.h"
 #include "plan.h"
 #include "product.h"
 #include "rows.h"
 #include "state.h"
 #include "team.h"
+#include "tiles.h"
 
 #define ROW_PIECES 16  /* rows of a piece in steps of many tokens */
 
@@ -221,6 +225,7 @@ int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step) {
     announce(model);
     walk(model, 1);
     atomic_store(&model->is_open, 0);
+    release_tiles();
     return 0;
 }
 
@@ -255,7 +260,12 @@ static int find_kinds(struct kvpool_model *model) {
     return 0;
 }
 
+static _Thread_local char problem[200];
+
+const char *kvpool_problem(void) { return problem; }
+
 struct kvpool_model *kvpool_open(const struct kvpool_sizes *sizes, const struct kvpool_layer *layers, int64_t num_threads) {
+    snprintf(problem, sizeof problem, "there is no memory: see ulimit -v");
     struct kvpool_model *model = aligned_alloc(64, (sizeof *model + 63) / 64 * 64);
     if (!model) return NULL;
     memset(model, 0, sizeof *model);
@@ -269,8 +279,18 @@ struct kvpool_model *kvpool_open(const struct kvpool_sizes *sizes, const struct 
     if (!model->layers || !model->num_pieces || !model->phases || !model->threads) goto failed;
     memcpy(model->layers, layers, sizes->num_layers * sizeof *layers);
     if (find_kinds(model)) goto failed;
-    for (; model->num_members < num_threads - 1; model->num_members++)
-        if (pthread_create(&model->threads[model->num_members], NULL, member, model)) goto failed;
+    int error = request_tiles();
+    if (error) {
+        snprintf(problem, sizeof problem, "Linux does not give AMX's tile registers to this process: %s", strerror(error));
+        goto failed;
+    }
+    for (; model->num_members < num_threads - 1; model->num_members++) {
+        error = pthread_create(&model->threads[model->num_members], NULL, member, model);
+        if (!error) continue;
+        snprintf(problem, sizeof problem, "there is no thread %lld of %lld: see ulimit -u", (long long)model->num_members + 2,
+                 (long long)num_threads);
+        goto failed;
+    }
     return model;
 failed:
     kvpool_close(model);
@@ -328,6 +348,6 @@ void kvpool_describe_build(struct kvpool_build *build) {
         .sizes_bytes = sizeof(struct kvpool_sizes),
         .layer_bytes = sizeof(struct kvpool_layer),
         .step_bytes = sizeof(struct kvpool_step),
-        .has_tiles = 0,
+        .has_tiles = HAS_TILES,
     };
 }

@@ -75,13 +75,15 @@ struct kvpool_step {
 struct kvpool_build {
     int64_t words_per_vector, numbers_per_word, rows_per_pass, max_head_size;
     int64_t sizes_bytes, layer_bytes, step_bytes;
-    int64_t has_tiles; /* whether products use the CPU's matrix unit */
+    int64_t has_tiles; /* 1: products are computed in AMX's tile registers */
 };
 
 struct kvpool_model;
 
-/* NULL: no memory, or no threads. */
+/* NULL: no memory, no threads, or no permission for tile registers; kvpool_problem says which. */
 struct kvpool_model *kvpool_open(const struct kvpool_sizes *sizes, const struct kvpool_layer *layers, int64_t num_threads);
+/* Why this thread's last kvpool_open returned NULL. Valid until its next one. */
+const char *kvpool_problem(void);
 /* 0, or KVPOOL_NO_MEMORY, with which no KV has been written. One call at a time. */
 int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step);
 void kvpool_close(struct kvpool_model *model);

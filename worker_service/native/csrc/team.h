@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "state.h"
+#include "tiles.h"
 
 #define SPIN_NANOSECONDS 20000
 
@@ -60,6 +61,7 @@ static void wait_for(struct kvpool_model *model, atomic_llong *at, int64_t value
             if (now >= until) break;
         }
     }
+    release_tiles();
     atomic_fetch_add(&model->sleepers, 1);
     for (;;) {
         int seen = atomic_load(&model->tick);
