@@ -41,7 +41,7 @@ def num_certain(logits: torch.Tensor, params: Sequence[SamplingParams], numbers:
 @st.composite
 def options(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
-        temperature=draw(st.sampled_from([1e-30, 0.01, 0.3, 0.8, 1.0, 2.5, 100.0])),
+        temperature=draw(st.sampled_from([1e-44, 1e-30, 0.01, 0.3, 0.8, 1.0, 2.5, 100.0])),
         top_k=draw(st.sampled_from([0, 0, 0, 1, 40, 300, VOCAB_SIZE - 1, VOCAB_SIZE])),
         top_p=draw(st.sampled_from([1.0, 1.0, 0.999, 0.95, 0.5, 0.01])),
         min_p=draw(st.sampled_from([0.0, 0.0, 1e-6, 0.05, 1.0])),
@@ -126,6 +126,12 @@ def test_rows_that_are_not_decided_get_their_token_from_exact_sums() -> None:
     assert num_certain(logits, [half] * 3, [0.1, 0.5, 0.9]) == 0
     tokens = draw_tokens(logits, [2, 0], [Draw(half, position) for position in range(2)])
     assert set(tokens) <= {100, 101}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 7, "top_p": 0.5}])
+def test_many_equal_tokens_are_drawn_from(options: dict[str, Any]) -> None:
+    """The sums of so many may differ by more than the weight of a token."""
+    num_certain(torch.zeros(2, 60_000), [SamplingParams(temperature=1.0, **options)] * 2, [0.3, 0.99])
 
 
 def test_only_the_chosen_rows_are_looked_at() -> None:

@@ -90,6 +90,10 @@ class _Sums(NamedTuple):
     margin: Doubles
     """[N]: how far such a sum may be from the same sum of the exact choice."""
 
+    def of(self, rows: Ints | _Bools) -> _Sums:
+        """Of some of the rows."""
+        return _Sums(self.blocks[rows], self.total[rows], self.margin[rows])
+
 
 def choose(logits: Floats, rows: Sequence[int], params: Sequence[SamplingParams], numbers: Sequence[float]) -> Chosen:
     """A token for each of the rows [N] of the logits [·, vocab_size], the largest of each row finite; temperatures above 0.
@@ -182,8 +186,10 @@ def _least_logits_of_share(logits: Floats, rows: _Rows, sums: _Sums) -> Floats:
     weights = np.exp((sample - rows.largest[:, None]) / rows.temperature[:, None])
     dropped = (1 - rows.top_p) * sums.total / 2
     column = (np.cumsum(weights, axis=1) * stride <= dropped[:, None]).sum(axis=1)
-    found: Floats = sample[np.arange(len(rows)), np.minimum(column, sample.shape[1] - 1)]
-    return found
+    found = sample[np.arange(len(rows)), np.minimum(column, sample.shape[1] - 1)]
+    # If the share ends among tokens that weigh less than the margin, it decides nothing to look at them.
+    heavy = rows.largest + np.fmin(0.0, rows.temperature * np.log(sums.margin))
+    return np.maximum(found, heavy.astype(np.float32))
 
 
 def _choose_among(
@@ -191,8 +197,7 @@ def _choose_among(
 ) -> None:
     """Of the tokens that are not below `least`, [N]. `sums`: of rows with top-p of all tokens."""
     for group, tokens in ranked(logits, rows.row, least):
-        of_group = None if sums is None else _Sums(*(of_rows[group] for of_rows in sums))
-        note(rows[group], _choose_of(tokens, rows[group], of_group))
+        note(rows[group], _choose_of(tokens, rows[group], None if sums is None else sums.of(group)))
 
 
 def _choose_of(tokens: Ranked, rows: _Rows, sums: _Sums | None) -> Chosen:
