@@ -186,10 +186,11 @@ def _least_logits_of_share(logits: Floats, rows: _Rows, sums: _Sums) -> Floats:
     weights = np.exp((sample - rows.largest[:, None]) / rows.temperature[:, None])
     dropped = (1 - rows.top_p) * sums.total / 2
     column = (np.cumsum(weights, axis=1) * stride <= dropped[:, None]).sum(axis=1)
-    found = sample[np.arange(len(rows)), np.minimum(column, sample.shape[1] - 1)]
+    estimated = sample[np.arange(len(rows)), np.minimum(column, sample.shape[1] - 1)]
     # If the share ends among tokens that weigh less than the margin, it decides nothing to look at them.
     heavy = rows.largest + np.fmin(0.0, rows.temperature * np.log(sums.margin))
-    return np.maximum(found, heavy.astype(np.float32))
+    least: Floats = np.maximum(estimated, heavy.astype(np.float32))
+    return least
 
 
 def _choose_among(
