@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.model.sampling.ranking import best, most_likely
+from kvpool.worker_service.model.sampling.ranking import best, best_on_device, most_likely
 from kvpool.worker_service.model.sampling.truncation import Limits, truncate, weigh
 from tests.model import sampling_oracle
 
@@ -91,15 +91,17 @@ def test_the_best_are_in_one_order() -> None:
     row = [0.0, -1.0, -0.0, infinity, -infinity, 2.0, -tiny, tiny, 2.0, -1.0, -infinity]
     order = [3, 5, 8, 7, 0, 2, 6, 1, 9, 4, 10]
     for count in (1, 4, len(row)):
-        assert best(torch.tensor([row, row]), count).tolist() == [order[:count]] * 2
+        for find in (best, best_on_device):
+            assert find(torch.tensor([row, row]), count).tolist() == [order[:count]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_best_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
     logits = (torch.randn(8, 500, generator=torch.Generator().manual_seed(2)) * 2).to(dtype).float()
     expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices
-    assert torch.equal(best(logits, 500), expected)
-    assert torch.equal(best(logits, 37), expected[:, :37])
+    for find in (best, best_on_device):
+        assert torch.equal(find(logits, 500), expected)
+        assert torch.equal(find(logits, 37), expected[:, :37])
 
 
 @given(
@@ -122,6 +124,7 @@ def test_the_best_of_many_are_those_of_a_stable_sort(
         logits = logits.sort(dim=-1).values
     expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     assert torch.equal(best(logits, count), expected[:, :count])
+    assert torch.equal(best_on_device(logits, count), expected[:, :count])
     largest, tokens = most_likely(logits)
     assert tokens == expected[:, 0].tolist()
     assert largest == logits.amax(dim=-1).tolist()

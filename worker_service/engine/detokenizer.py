@@ -147,8 +147,8 @@ class TextDecoder:
     def _add(self, token_id: int) -> str:
         self._num_early -= 1
         piece = self._decoder.add(token_id)
-        if not piece:
-            return ""
+        if not piece or not self._stop_strings:
+            return piece
         text = self._held + piece
         found = [] if self._num_early >= 0 else self._find_stops(text)
         if found:

@@ -33,14 +33,16 @@ def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _add_bias(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    biases = [draw.sampling.logit_bias for draw in draws]
-    where = _Places(logits, range(len(draws)), [_array(bias.keys()) for bias in biases])
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
+    biases = [draws[row].sampling.logit_bias for row in rows]
+    where = _Places(logits, rows, [_array(bias.keys()) for bias in biases])
     if where:
         where.write(where.read() + where.spread([_floats(bias.values()) for bias in biases]))
 
 
 def _ban(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    where = _Places(logits, range(len(draws)), [_array(draw.banned_ids) for draw in draws])
+    rows = [row for row, draw in enumerate(draws) if draw.banned_ids]
+    where = _Places(logits, rows, [_array(draws[row].banned_ids) for row in rows])
     if where:
         where.write(torch.full_like(where.read(), float("-inf")))
 

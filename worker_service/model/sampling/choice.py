@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...engine.sampling_params import SamplingParams
+from . import host_choice
 from .draw import Draw
 from .truncation import NUM_CANDIDATES, Limits, portions, select, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22
-"""Weights computed at a time: 32 MiB. More rows are drawn in slices."""
+"""Weights of the exact choice computed at a time: 32 MiB. More rows are drawn in slices."""
 
 # Philox 4x64-10.
 _NUM_ROUNDS = 10
@@ -21,14 +23,33 @@ _WORD = 2**64 - 1
 _ROW_BYTES = 16
 
 
-def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """A token for each row of the logits [N, vocab_size], float32, the largest of each row finite; temperatures above 0. Each token
-    is drawn with its own number from the row after truncation."""
+def draw_tokens(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+    """A token for each of the rows [N] of the logits [·, vocab_size], the largest of each row finite; temperatures above 0. Each
+    token is drawn with its own number from the row after truncation. One draw for each of the rows."""
+    params = [draw.sampling for draw in draws]
+    numbers = uniforms([sampling.seed for sampling in params], [draw.position for draw in draws])
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return draw_exactly(logits[list(rows)].float(), params, numbers)
+    chosen = host_choice.choose(logits.numpy(), rows, params, numbers)
+    tokens: list[int] = chosen.tokens.tolist()
+    if uncertain := [index for index, is_certain in enumerate(chosen.is_certain.tolist()) if not is_certain]:
+        exact = draw_exactly(
+            logits[[rows[index] for index in uncertain]],
+            [params[index] for index in uncertain],
+            [numbers[index] for index in uncertain],
+        )
+        for index, token_id in zip(uncertain, exact, strict=True):
+            tokens[index] = token_id
+    return tokens
+
+
+def draw_exactly(logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
+    """`draw_tokens` of all rows of the logits, float32, on any device, by sums in one order."""
     size = max(1, MAX_WEIGHTS // logits.shape[1])
-    slices = zip(torch.split(logits, size), range(0, len(draws), size), strict=True)
     tokens: list[int] = []
-    for rows, first in slices:
-        tokens += _draw_slice(rows, draws[first : first + size]).tolist()
+    for first in range(0, len(params), size):
+        some = slice(first, first + size)
+        tokens += _draw_slice(logits[some], params[some], numbers[some]).tolist()
     return tokens
 
 
@@ -63,12 +84,11 @@ def _pack(words: Sequence[int]) -> int:
     return int.from_bytes(bytes(_ROW_BYTES // 2).join([word.to_bytes(8, "little") for word in words]), "little")
 
 
-def _draw_slice(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _draw_slice(logits: torch.Tensor, params: Sequence[SamplingParams], drawn: Sequence[float]) -> torch.Tensor:
     device, vocab_size = logits.device, logits.shape[1]
-    tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-    drawn = uniforms([draw.sampling.seed for draw in draws], [draw.position for draw in draws])
+    tokens = torch.empty(len(params), dtype=torch.int64, device=device)
     numbers = torch.tensor(drawn, dtype=torch.float64, device=device)[:, None]
-    limits = Limits.of([draw.sampling for draw in draws], vocab_size, device)
+    limits = Limits.of(params, vocab_size, device)
     ranked = limits.is_ranked(vocab_size)
     rows = (~ranked).nonzero()[:, 0]
     for some in portions(rows, vocab_size):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
+
+from . import host_ranking
 
 _LOW_BITS = 32
 _CHUNKS_PER_RESULT = 2
@@ -15,6 +16,13 @@ _LEAST_CHUNK = 16
 def best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Ids [N, count] of the largest logits [N, vocab_size], float32 without NaN: largest first, of equal ones the lowest id first.
     count ≤ vocab_size."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(host_ranking.best(logits.contiguous().numpy(), count))
+    return best_on_device(logits, count)
+
+
+def best_on_device(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """`best` in tensor operations, on any device."""
     num_rows, vocab_size = logits.shape
     chunk = vocab_size // (_CHUNKS_PER_RESULT * count)
     if chunk < _LEAST_CHUNK:
@@ -30,10 +38,7 @@ def _at_least(logits: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tens
     """The logits [N, M] that are not below the row's threshold [N, 1], and their ids. M is that of the row that has the most; the
     others are filled up with −inf and an id that is larger than all."""
     num_rows, vocab_size = logits.shape
-    if logits.device.type == "cpu":  # several times faster in numpy
-        flat = torch.from_numpy(np.flatnonzero(logits.numpy() >= threshold.numpy()))
-    else:
-        flat = (logits >= threshold).view(-1).nonzero()[:, 0]
+    flat = (logits >= threshold).view(-1).nonzero()[:, 0]
     rows, ids = flat // vocab_size, flat % vocab_size
     lengths = rows.bincount(minlength=num_rows)
     places = torch.arange(len(rows), device=logits.device) - (lengths.cumsum(0) - lengths)[rows]

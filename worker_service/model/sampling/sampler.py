@@ -38,9 +38,9 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | B
         elif draw.sampling.temperature > 0:
             drawn.append(row)
     if drawn:
-        _put(tokens, drawn, draw_tokens(_rows(logits, drawn).float(), [draws[row] for row in drawn]))
+        _put(tokens, drawn, draw_tokens(logits, drawn, [draws[row] for row in drawn]))
     if adjusted:
-        changed = logits[adjusted].float()  # a copy, by the index
+        changed = _copy(logits, adjusted).float()
         found, worst = _sample_adjusted(changed, [draws[row] for row in adjusted])
         _put(tokens, adjusted, found)
         bad |= {adjusted[index]: why for index, why in worst.items()}
@@ -64,7 +64,7 @@ def _sample_adjusted(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[
     bad = {row: BadLogits(draws[row].position, largest, is_adjusted=True) for row, largest in _not_finite(best)}
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and row not in bad]
     if drawn:
-        _put(tokens, drawn, draw_tokens(_rows(logits, drawn), [draws[row] for row in drawn]))
+        _put(tokens, drawn, draw_tokens(logits, drawn, [draws[row] for row in drawn]))
     return tokens, bad
 
 
@@ -78,8 +78,9 @@ def _put(tokens: list[int], rows: Sequence[int], found: Sequence[int]) -> None:
         tokens[row] = token_id
 
 
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
+def _copy(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    # Several times faster than an index on a CPU.
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def _with_logprobs(
@@ -91,7 +92,7 @@ def _with_logprobs(
     if num_top:
         rows = list(num_top)
         ids = torch.tensor([tokens[row] for row in rows], device=logits.device)
-        found = logprobs_of(_rows(logits, rows), ids, list(num_top.values()))
+        found = logprobs_of(logits if len(rows) == len(logits) else _copy(logits, rows), ids, list(num_top.values()))
         for row, logprobs in zip(rows, found, strict=True):
             sampled[row] = SampledToken(tokens[row], logprobs)
     return sampled
