@@ -18,10 +18,11 @@ from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from tests import tracer
 from tests.simulation import manager
+from tests.simulation.channel import Channel
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
 from tests.simulation.process import Process
-from tests.simulation.rpc import Channel, Methods
+from tests.simulation.rpc import Methods
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

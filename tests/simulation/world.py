@@ -21,7 +21,7 @@ from tests.simulation.laws import Laws
 from tests.simulation.machine import Machine
 from tests.simulation.manager import ManagerProcess
 from tests.simulation.process import Process
-from tests.simulation.rpc import StreamCall
+from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
 
