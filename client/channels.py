@@ -10,7 +10,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from kvpool.process.channel_options import CHANNEL_OPTIONS
-from kvpool.v1 import cache_pb2_grpc, worker_pb2_grpc
+from kvpool.v1 import cache_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+from .answer_streams import Answers, AnswerStreams
 
 MAX_CHANNELS: Final = 256
 
@@ -30,6 +32,7 @@ class Channels:
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
+        self._answer_streams = AnswerStreams(lambda address: self.worker(address).GenerateMany)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -41,6 +44,10 @@ class Channels:
     def worker(self, address: str) -> worker_pb2_grpc.WorkerServiceStub:
         """The worker at host:port, likewise."""
         return self._peer(address).worker
+
+    def generate(self, address: str, request: worker_pb2.GenerateRequest) -> Answers:
+        """Send a request to the worker at host:port, over one stream with all others that it answers."""
+        return self._answer_streams.begin(address, request)
 
     def health(self, address: str) -> Any:
         """The HealthStub (grpc.health.v1) of the service at host:port, likewise."""
@@ -59,6 +66,7 @@ class Channels:
 
     async def close(self) -> None:
         """Close all channels; calls that still run on them are cancelled. May be repeated."""
+        await self._answer_streams.close()
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -8,9 +8,11 @@ from typing import Final
 
 import grpc
 import grpc.aio
+from google.rpc import status_pb2
 
 from kvpool.process.call_status import details_of
 from kvpool.process.printable import printable
+from kvpool.protocol.status import Details, read_details
 
 _LINE_ENDS: Final = re.compile(r"\s*[\r\n]\s*")
 
@@ -114,11 +116,22 @@ _EXCEPTIONS: Final[Mapping[grpc.StatusCode, type[KvpoolError]]] = {
 }
 
 
+_CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
     """The exception for a failed call to `who`. A code outside the table, INTERNAL among them, is a ServiceError."""
-    exception = _EXCEPTIONS.get(error.code(), ServiceError)
-    found = details_of(error)
-    details = error.details() or error.code().name
+    return _exception(error.code(), error.details() or error.code().name, details_of(error), who)
+
+
+def from_status(status: status_pb2.Status, who: str) -> KvpoolError:
+    """Likewise, for a request that shared a call with others."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _exception(code, status.message or code.name, read_details(status), who)
+
+
+def _exception(code: grpc.StatusCode, details: str, found: Details, who: str) -> KvpoolError:
+    exception = _EXCEPTIONS.get(code, ServiceError)
     if exception is Cancelled and not found.reason:
         # A call that we cancel raises asyncio's CancelledError. This one the transport has dropped before its service saw it, as
         # gRPC does when very many are waiting.

@@ -236,9 +236,8 @@ class GenerateStream:
                 f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}", reason="NEVER_FITS"
             )
         self._gate.open(target.attempt)
-        stub = self._channels.worker(target.address)
         return WatchedCall(
-            stub.Generate(request, timeout=deadline.remaining()),
+            self._channels.generate(target.address, request),
             target,
             manager=self._manager,
             liveness_interval=self._config.liveness_interval,

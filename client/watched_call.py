@@ -1,4 +1,4 @@
-"""One attempt's call: its messages, what became of it, and whether a worker that says nothing still lives."""
+"""One attempt's request: its responses, what became of it, and whether a worker that says nothing still lives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import grpc.aio
 
 from kvpool.v1 import worker_pb2
 
+from .answer_streams import Answers, Ended
 from .deadline import Deadline
-from .errors import Cancelled, DeadlineExceeded, KvpoolError, ProtocolError, Unavailable, from_rpc_error
+from .errors import Cancelled, KvpoolError, ProtocolError, Unavailable, from_rpc_error, from_status
 from .failover import Target
 from .manager import Manager
-
-Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
 class _Sight(Enum):
@@ -31,64 +30,58 @@ class WatchedCall:
     `liveness_interval` seconds the manager is asked, which knows the difference."""
 
     def __init__(
-        self, call: Call, target: Target, *, manager: Manager, liveness_interval: float, deadline: Deadline
+        self, answers: Answers, target: Target, *, manager: Manager, liveness_interval: float, deadline: Deadline
     ) -> None:
-        self._call = call
+        self._answers = answers
         self.target = target
         self._who = f"{target.worker_id} ({target.address})"
         self._manager = manager
         self._liveness_interval = liveness_interval
         self._deadline = deadline
+        self._num_delivered = 0
         self._incarnation: int | None = None
         """The worker's, as the manager first named it."""
         self._watch: asyncio.Task[None] | None = None
         self._waiting_since: float | None = None
         """When the read that waits for a message began, by the loop's clock."""
-        self._lost: Unavailable | None = None
-        """Why the watch has cancelled the call."""
+        self._timer = asyncio.get_running_loop().call_later(deadline.remaining(), self._expire)
 
     def __repr__(self) -> str:
         return f"WatchedCall({self.target})"
 
     def cancel(self) -> None:
-        """End the call; the worker frees its blocks. May be repeated."""
-        self._call.cancel()
+        """End the request; the worker frees its blocks. May be repeated."""
+        self._end(Cancelled(f"{self._who}: the stream was closed before its end", reason="CANCELLED"))
         if self._watch is not None:
             self._watch.cancel()
 
-    async def read(self, num_delivered: int) -> worker_pb2.GenerateResponse:
-        """The next message, or what became of the call as a KvpoolError. `num_delivered`: tokens so far, for the message."""
-        try:
-            message = await self._read()
-        except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error, self._who)
-            if isinstance(error, DeadlineExceeded) and not error.reason:
-                error = self._deadline.exceeded(f"{self._who} was answering, {num_delivered} tokens were there")
-            raise error from rpc_error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            if self._lost is not None:
-                raise self._lost from None
-            # grpc.aio raises this also for a status CANCELLED, sent by the server or made by our own cancel().
-            raise Cancelled(f"{self._who}: the stream was closed before its end", reason="CANCELLED") from None
-        if isinstance(message, worker_pb2.GenerateResponse):
-            return message
-        raise ProtocolError(f"{self._who} ended its stream without a finish reason", reason="INCOMPLETE")
+    def _end(self, why: KvpoolError) -> None:
+        self._timer.cancel()
+        self._answers.cancel(why)
 
-    async def _read(self) -> object:
+    def _expire(self) -> None:
+        self._end(self._deadline.exceeded(f"{self._who} was answering, {self._num_delivered} tokens were there"))
+
+    async def read(self, num_delivered: int) -> worker_pb2.GenerateResponse:
+        """The next response, or what became of the request as a KvpoolError. `num_delivered`: tokens so far, for the message."""
+        self._num_delivered = num_delivered
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_worker())
         self._waiting_since = asyncio.get_running_loop().time()
         try:
-            return await self._call.read()
+            return await self._answers.read()
+        except Ended as ended:
+            if isinstance(ended.ending, grpc.aio.AioRpcError):
+                raise from_rpc_error(ended.ending, self._who) from ended.ending
+            if ended.ending is not None:
+                raise from_status(ended.ending, self._who) from None
+            raise ProtocolError(f"{self._who} ended its stream without a finish reason", reason="INCOMPLETE") from None
         finally:
             self._waiting_since = None
 
     async def _watch_worker(self) -> None:
-        """Ask the manager whenever a read has waited for the interval. If the worker is lost, note why and cancel the call, which
-        ends the read. One task for the call: a task and a timer for each message would cost more than the message."""
+        """Ask the manager whenever a read has waited for the interval. If the worker is lost, end the request, and with it the
+        read. One task for the request: a task and a timer for each message would cost more than the message."""
         clock = asyncio.get_running_loop().time
         num_missing = 0
         while True:
@@ -105,11 +98,10 @@ class WatchedCall:
             # Missing once may be a manager that has just restarted and waits for registrations.
             num_missing = num_missing + 1 if sight is _Sight.MISSING else 0
             if sight is _Sight.REPLACED:
-                self._lost = self._as_lost("another process serves under its name by now")
-            elif num_missing == 2:
-                self._lost = self._as_lost("its lease has ended")
-            if self._lost is not None:
-                self._call.cancel()
+                self._end(self._as_lost("another process serves under its name by now"))
+                return
+            if num_missing == 2:
+                self._end(self._as_lost("its lease has ended"))
                 return
             await asyncio.sleep(self._liveness_interval)
 

@@ -19,13 +19,11 @@ _ROOM: Final = 64 << 10
 
 def request_limits(max_model_len: int, vocab_size: int, text_bound: TextBound) -> Mapping[str, RequestLimit]:
     """Limits by full method name. A method without an entry gets the smallest limit."""
-    by_name = {
-        "GetModel": SMALL,
-        "Generate": RequestLimit(
-            _ROOM + max_prompt_bytes(max_model_len, vocab_size, text_bound),
-            f"shorten the prompt; this worker takes {max_model_len} tokens (--max-model-len)",
-        ),
-    }
+    generate = RequestLimit(
+        _ROOM + max_prompt_bytes(max_model_len, vocab_size, text_bound),
+        f"shorten the prompt; this worker takes {max_model_len} tokens (--max-model-len)",
+    )
+    by_name = {"GetModel": SMALL, "Generate": generate, "GenerateMany": generate}
     return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}
 
 

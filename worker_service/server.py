@@ -127,7 +127,13 @@ class Server:
         self.engine = _build_engine(settings, loaded.facts, runner, model_thread)
         files = _model_files(loaded.facts)
         facts = _encode_facts(settings, loaded.facts, self.worker_id, files)
-        self._servicer = WorkerServicer(self.engine, facts, files, reader_seconds=settings.reader_seconds)
+        self._servicer = WorkerServicer(
+            self.engine,
+            facts,
+            files,
+            reader_seconds=settings.reader_seconds,
+            max_requests_of_stream=settings.max_concurrent_streams,
+        )
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._link = ManagerLink(
             settings.manager,

@@ -17,11 +17,13 @@ from . import codec, status
 from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
 from .engine.request import GenerationParams, Request
+from .generate_many import RequestGroup
 from .reader import ReaderWatch
 
 log = structlog.get_logger("kvpool.worker")
 
-GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+GENERATING = frozenset({f"/{_SERVICE}/Generate", f"/{_SERVICE}/GenerateMany"})
 
 TOKENISE_IN_THREAD_CHARS = 1 << 13
 """Longer texts are tokenised off the event loop; one of this length takes some milliseconds."""
@@ -34,11 +36,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one engine and the files of its model."""
 
     def __init__(
-        self, engine: Engine, facts: worker_pb2.ModelFacts, files: codec.ModelFiles, *, reader_seconds: float
+        self,
+        engine: Engine,
+        facts: worker_pb2.ModelFacts,
+        files: codec.ModelFiles,
+        *,
+        reader_seconds: float,
+        max_requests_of_stream: int = 4096,
     ) -> None:
-        """`reader_seconds`: how long a message of Generate may wait for its reader; 0: no limit."""
+        """`reader_seconds`: how long a message of Generate or GenerateMany may wait for its reader; 0: no limit.
+        `max_requests_of_stream`: of one GenerateMany at the same time."""
         self._engine = engine
         self._reader_seconds = reader_seconds
+        self._max_requests_of_stream = max_requests_of_stream
         self._facts = facts
         self._files = files
         self._slow_readers = RareLine(log, "readers took nothing: their requests were ended")
@@ -59,24 +69,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[worker_pb2.GenerateRequest, AsyncIterator[worker_pb2.GenerateResponse]],
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        engine = self._engine
         try:
-            accepted = engine.submit(await self._decode(request))
+            accepted = await self._begin(request)
         except EngineError as error:
-            engine.stats.refused[error.kind] += 1
             set_status(context, status.of_error(error))
             return
-        except Exception:
-            log.exception("request failed")
-            engine.stats.refused[ErrorKind.INTERNAL] += 1
-            bug = EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback")
-            set_status(context, status.of_error(bug))
-            return
-        reader = ReaderWatch(self._reader_seconds, lambda: self._give_up(accepted, context.peer()))
+        reader = ReaderWatch(self._reader_seconds, lambda: self._give_up([accepted], context.peer()))
 
         def end(_: object = None) -> None:
             reader.end()
-            engine.abort(accepted)
+            self._engine.abort(accepted)
 
         # If the client goes away while a message waits to be sent, only the garbage collector would run the `finally`.
         context.add_done_callback(end)  # type: ignore[arg-type]
@@ -93,15 +95,54 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             end()  # at the end, and when gRPC cancels this coroutine
 
-    def _give_up(self, request: Request, peer: str) -> None:
-        """End a request whose reader takes nothing. Its blocks are freed now; the reader gets the status after the message that
+    async def GenerateMany(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.GenerateManyRequest],
+        context: grpc.aio.ServicerContext[
+            AsyncIterator[worker_pb2.GenerateManyRequest], AsyncIterator[worker_pb2.GenerateManyResponse]
+        ],
+    ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
+        group = RequestGroup(self._begin, self._engine.abort, self._max_requests_of_stream)
+        reader = ReaderWatch(self._reader_seconds, lambda: self._give_up(group.requests, context.peer()))
+
+        def end(_: object = None) -> None:
+            reader.end()
+            group.end()
+
+        context.add_done_callback(end)  # type: ignore[arg-type]
+        group.read(request_iterator)
+        try:
+            while (message := await group.next_message()) is not None:
+                reader.begin(message.ByteSize())
+                yield message
+                reader.end()
+        except EngineError as error:
+            set_status(context, status.of_error(error))
+        finally:
+            end()
+
+    async def _begin(self, request: worker_pb2.GenerateRequest) -> Request:
+        """Hand a request to the engine. Raises EngineError, also for a bug, and counts it."""
+        try:
+            return self._engine.submit(await self._decode(request))
+        except EngineError as error:
+            self._engine.stats.refused[error.kind] += 1
+            raise
+        except Exception:
+            log.exception("request failed")
+            self._engine.stats.refused[ErrorKind.INTERNAL] += 1
+            raise EngineError(ErrorKind.INTERNAL, "the worker failed; its log has the traceback") from None
+
+    def _give_up(self, requests: list[Request], peer: str) -> None:
+        """End requests whose reader takes nothing. Their blocks are freed now; the reader gets the status after the message that
         waits, since an HTTP/2 stream is ordered."""
-        self._engine.give_up_reader(request, self._reader_seconds)
-        self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
+        for request in requests:
+            self._engine.give_up_reader(request, self._reader_seconds)
+            self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
 
     def on_unread(self, method: str, reason: str) -> None:
         """A call was refused before its request was read."""
-        if method == GENERATE:
+        if method in GENERATING:
             self._engine.stats.refused[ErrorKind.INVALID] += 1
 
     async def _decode(self, request: worker_pb2.GenerateRequest) -> GenerationParams:

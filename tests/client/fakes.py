@@ -138,7 +138,7 @@ class FakeModel:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers each Generate with the next list of steps; the last one is repeated."""
+    """Answers each request with the next list of steps; the last one is repeated."""
 
     def __init__(self, worker_id: str, *answers: Sequence[Step], model: FakeModel | None = None) -> None:
         self.worker_id = worker_id
@@ -149,6 +149,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.may_send_model = asyncio.Event()
         self.may_send_model.set()
         self.num_live = 0
+        self.num_streams = 0
+        """GenerateMany calls so far."""
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -162,28 +164,56 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         for message in self.model.messages(self.worker_id):
             yield message
 
-    async def Generate(
-        self, request: worker_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+    async def GenerateMany(
+        self, request_iterator: AsyncIterator[worker_pb2.GenerateManyRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
+        answers: asyncio.Queue[worker_pb2.Answer | None] = asyncio.Queue()
+        tasks: dict[int, asyncio.Task[None]] = {}
+
+        async def read() -> None:
+            async for message in request_iterator:
+                if message.HasField("start"):
+                    tasks[message.number] = asyncio.create_task(self._generate(message.number, message.start, answers))
+                else:
+                    tasks[message.number].cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            answers.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        self.num_streams += 1
+        try:
+            while (answer := await answers.get()) is not None:
+                yield worker_pb2.GenerateManyResponse(answers=[answer])
+        finally:
+            for task in (reading, *tasks.values()):
+                task.cancel()
+
+    async def _generate(
+        self, number: int, request: worker_pb2.GenerateRequest, answers: asyncio.Queue[worker_pb2.Answer | None]
+    ) -> None:
         self.requests.append(request)
         self.asked.set()
         self.num_live += 1
         try:
-            async for message in self._answer(request, context):
-                yield message
-        except (asyncio.CancelledError, GeneratorExit):
+            async for result in self._answer(request):
+                if isinstance(result, status_pb2.Status):
+                    answers.put_nowait(worker_pb2.Answer(number=number, status=result))
+                    return
+                answers.put_nowait(worker_pb2.Answer(number=number, response=result))
+                if result.finish_reason:
+                    return
+            answers.put_nowait(None)  # a stream that ends without an end of the answer
+        except asyncio.CancelledError:
             self.cancelled.set()
             raise
         finally:
             self.num_live -= 1
 
     async def _answer(
-        self, request: worker_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        self, request: worker_pb2.GenerateRequest
+    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
         for step in self.answers.popleft() if len(self.answers) > 1 else self.answers[0]:
-            if isinstance(step, status_pb2.Status):
-                await context.abort_with_status(rpc_status.to_status(step))
-            elif isinstance(step, asyncio.Event):
+            if isinstance(step, asyncio.Event):
                 await step.wait()
             elif isinstance(step, Hang):
                 await asyncio.Event().wait()

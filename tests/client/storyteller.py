@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
-from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models
 
 from kvpool.v1 import common_pb2, worker_pb2
@@ -18,7 +17,7 @@ from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import TokenLogprobs
 from kvpool.worker_service.engine.step import SampledToken
-from tests.client.fakes import UNAVAILABLE, Context, FakeModel, FakeWorker
+from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -64,7 +63,7 @@ class Telling:
 
 
 class Storyteller(FakeWorker):
-    """Answers each Generate by the next of its tellings; behind them tells everything."""
+    """Answers each request by the next of its tellings; behind them tells everything."""
 
     def __init__(self, worker_id: str, story: Story, *tellings: Telling, model: FakeModel | None = None) -> None:
         super().__init__(worker_id, model=model or story_model())
@@ -74,8 +73,8 @@ class Storyteller(FakeWorker):
         self._prompts = PromptEncoder(self._tokenizer, self.model.max_model_len)
 
     async def _answer(
-        self, request: worker_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        self, request: worker_pb2.GenerateRequest
+    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
         telling = self.tellings.popleft() if self.tellings else Telling()
         async for message in self._told(request, telling):
             yield message
@@ -83,7 +82,7 @@ class Storyteller(FakeWorker):
             return
         if telling.waits_for is not None:
             await telling.waits_for.wait()
-        await context.abort_with_status(rpc_status.to_status(telling.ending))
+        yield telling.ending
 
     async def _told(
         self, asked: worker_pb2.GenerateRequest, telling: Telling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -61,6 +62,7 @@ class TokenStream:
         self._pending: deque[Chunk] = deque()
         self._error: EngineError | None = None
         self._changed = asyncio.Event()
+        self._on_change: Callable[[], None] | None = None
         self.is_finished = False
 
     def put(self, chunk: Chunk) -> None:
@@ -71,7 +73,7 @@ class TokenStream:
         else:
             self._pending.append(chunk)
         self.is_finished = chunk.finish_reason is not None
-        self._changed.set()
+        self._note_change()
 
     def fail(self, error: EngineError) -> None:
         """End the stream with an error after the chunks put before. No effect if it has ended."""
@@ -87,15 +89,34 @@ class TokenStream:
     def _end(self, error: EngineError) -> None:
         self._error = error
         self.is_finished = True
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._changed.set()
+        if self._on_change is not None:
+            self._on_change()
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever there may be something to take; the first time now. For a reader of many streams."""
+        self._on_change = on_change
+        on_change()
+
+    def take(self) -> Chunk | None:
+        """The next chunk; None if there is none, now or ever (`is_finished`). Raises EngineError if the stream failed."""
+        if self._pending:
+            return self._pending.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
 
     async def get(self) -> Chunk | None:
-        """The next chunk; None at the end. Raises EngineError if the stream failed."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if self.is_finished:
-                return None
+        """Wait for the next chunk; None at the end. Raises EngineError if the stream failed."""
+        while (chunk := self.take()) is None and not self.is_finished:
             self._changed.clear()
             await self._changed.wait()
-        return self._pending.popleft()
+        return chunk
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether a chunk waits to be taken."""
+        return bool(self._pending)

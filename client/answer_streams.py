@@ -1,0 +1,192 @@
+"""The streams to workers that many requests share: one GenerateMany call to each worker, as long as it has requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+from google.rpc import status_pb2
+
+from kvpool.v1 import worker_pb2
+
+from .errors import Cancelled
+
+MAX_REQUESTS: Final = 256
+"""On one stream; the next ones begin another. A worker takes 4,096 unless told otherwise."""
+MAX_AGE_SECONDS: Final = 60.0
+"""An older stream takes no new requests: a busy client would otherwise keep it, and its connection, for ever."""
+
+GenerateMany: TypeAlias = Callable[[AsyncIterator[worker_pb2.GenerateManyRequest]], Any]
+"""The stub's method: returns a grpc.aio.StreamStreamCall."""
+Ending: TypeAlias = status_pb2.Status | grpc.aio.AioRpcError
+"""How a request ended that did not come to its last response: what the worker says of it, or what became of the whole stream."""
+
+
+class Ended(Exception):
+    """A request ended before its last response."""
+
+    def __init__(self, ending: Ending | None) -> None:
+        """None: the stream ended, OK, without a word about this request."""
+        super().__init__(repr(ending))
+        self.ending: Final = ending
+
+
+class Answers:
+    """The responses to one request. For one reader."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+        self._unread: deque[worker_pb2.GenerateResponse] = deque()
+        self._end: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    async def read(self) -> worker_pb2.GenerateResponse:
+        """The next response. Raises Ended, or what `cancel` was given; Cancelled if the client was closed."""
+        while not self._unread:
+            if self._end is not None:
+                raise self._end
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self._unread.popleft()
+
+    def cancel(self, why: Exception) -> None:
+        """End the request; the worker frees its blocks. A read that waits raises `why`. No effect if it has ended."""
+        if self._end is None:
+            self._unread.clear()
+            self.end(why)
+            self._cancel()
+
+    def put(self, response: worker_pb2.GenerateResponse) -> None:
+        """The stream has brought a response."""
+        if self._end is None:
+            self._unread.append(response)
+            self._wake()
+
+    def end(self, why: Exception) -> None:
+        """Nothing follows what was put."""
+        if self._end is None:
+            self._end = why
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class _Stream:
+    """One GenerateMany call."""
+
+    def __init__(self, generate_many: GenerateMany, on_end: Callable[[_Stream], None]) -> None:
+        self._on_end = on_end
+        self._begun_at = asyncio.get_running_loop().time()
+        self._answers: dict[int, Answers] = {}
+        self._last_number = 0
+        self._outgoing: asyncio.Queue[worker_pb2.GenerateManyRequest | None] = asyncio.Queue()
+        self._is_closed = False
+        """No request begins on it any more."""
+        self._call = generate_many(self._requests())
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may begin on it."""
+        if self._is_closed or len(self._answers) >= MAX_REQUESTS:
+            return False
+        return asyncio.get_running_loop().time() - self._begun_at < MAX_AGE_SECONDS
+
+    def begin(self, request: worker_pb2.GenerateRequest) -> Answers:
+        self._last_number += 1
+        number = self._last_number
+        answers = self._answers[number] = Answers(lambda: self._cancel(number))
+        self._outgoing.put_nowait(worker_pb2.GenerateManyRequest(number=number, start=request))
+        return answers
+
+    def close(self) -> asyncio.Task[None]:
+        """End the call and all its requests; returns the task that ends then."""
+        self._call.cancel()
+        return self._reading
+
+    async def _requests(self) -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    def _cancel(self, number: int) -> None:
+        if self._answers.pop(number, None) is not None:
+            self._outgoing.put_nowait(worker_pb2.GenerateManyRequest(number=number, cancel=worker_pb2.Cancel()))
+            self._close_if_empty()
+
+    def _close_if_empty(self) -> None:
+        """Without requests it is closed at once: a worker that stops waits for the calls that it has."""
+        if not self._answers and not self._is_closed:
+            self._is_closed = True
+            self._outgoing.put_nowait(None)
+            self._on_end(self)
+
+    async def _read(self) -> None:
+        why: Exception = Ended(None)
+        try:
+            while isinstance(message := await self._call.read(), worker_pb2.GenerateManyResponse):
+                for answer in message.answers:
+                    self._take(answer)
+        except grpc.aio.AioRpcError as error:
+            why = Ended(error)
+        except asyncio.CancelledError:
+            # `close`, or a status CANCELLED, which grpc.aio raises as this too.
+            why = Cancelled("the stream was closed before its end", reason="CANCELLED")
+            raise
+        finally:
+            self._end(why)
+
+    def _take(self, answer: worker_pb2.Answer) -> None:
+        answers = self._answers.get(answer.number)
+        if answers is None:
+            return  # it was cancelled
+        if answer.HasField("status"):
+            answers.end(Ended(answer.status))
+        else:
+            answers.put(answer.response)
+            if answer.response.finish_reason == worker_pb2.FINISH_REASON_UNSPECIFIED:
+                return
+            answers.end(Ended(None))
+        del self._answers[answer.number]
+        self._close_if_empty()
+
+    def _end(self, why: Exception) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._outgoing.put_nowait(None)
+            self._on_end(self)
+        while self._answers:
+            self._answers.popitem()[1].end(why)
+
+
+class AnswerStreams:
+    """The streams of one client. Use it, and close it, inside one running event loop."""
+
+    def __init__(self, method: Callable[[str], GenerateMany]) -> None:
+        """`method`: of the worker at host:port."""
+        self._method = method
+        self._newest: dict[str, _Stream] = {}
+        """By address: the one that takes new requests."""
+        self._open: set[_Stream] = set()
+        """Those with requests."""
+
+    def begin(self, address: str, request: worker_pb2.GenerateRequest) -> Answers:
+        """Send a request to the worker at host:port, together with those that it answers already."""
+        stream = self._newest.get(address)
+        if stream is None or not stream.has_room:
+            stream = self._newest[address] = _Stream(self._method(address), lambda ended: self._forget(address, ended))
+            self._open.add(stream)
+        return stream.begin(request)
+
+    def _forget(self, address: str, stream: _Stream) -> None:
+        self._open.discard(stream)
+        if self._newest.get(address) is stream:
+            del self._newest[address]
+
+    async def close(self) -> None:
+        """End all requests."""
+        await asyncio.gather(*(stream.close() for stream in list(self._open)), return_exceptions=True)
