@@ -119,7 +119,7 @@ def test_a_call_whose_opening_was_still_on_its_way_when_the_connection_broke_is_
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_caller_hears_of_the_death_of_its_server(is_frozen: bool) -> None:
-    """Also of a frozen one, which has accepted the call and not begun to serve it. The next process at the address hears nothing."""
+    """Also of a frozen one, which has accepted the call and not begun to serve it. The next process at the address hears none."""
     with pair() as case:
         if is_frozen:
             case.server.freeze()
