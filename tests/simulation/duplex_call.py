@@ -23,9 +23,9 @@ _RETRANSMIT_SECONDS = 0.5
 class DuplexCall(StreamCall):
     """A call with a stream of requests and a stream of answers.
 
-    Each request is a message of its own, after the call's opening. A repeated call is what a proxy makes of one that it takes for
-    lost: it opens the call a second time, sends again the requests that have come so far, closes the caller's side, and drops the
-    answers. No transport repeats a single message of a stream.
+    Each request is a message of its own, after the call's opening. No transport repeats a single message of a stream, but a proxy may
+    take a connection for lost, soon after a request or late: it opens the call once more, sends again the requests that have come so
+    far, closes the caller's side, and drops the answers.
     """
 
     def begin(self, request: AsyncIterator[Any], timeout: float | None) -> DuplexCall:
@@ -100,6 +100,9 @@ class DuplexCall(StreamCall):
                 message = side.server.handlers[self.method].request_deserializer(request)
                 text = text_format.MessageToString(message, as_one_line=True)
                 kernel.trace(side.server.name, f"{self.method} of {self.process.name}: {text[:160]}")
+            later = self.bus.repeats()
+            if later is not None:
+                kernel.after(later, self._arrive_again)
         side.put(request)
 
     def _repeated(self, server: Process) -> ServerSide:
