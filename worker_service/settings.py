@@ -151,8 +151,8 @@ class WorkerSettings(ServerSettings):
         30.0,
         ge=0,
         le=3600,
-        description="Seconds that a message of Generate may wait for its reader; then the request ends and its blocks are freed. "
-        "Time without a message does not count. 0: no limit.",
+        description="Seconds that a message of Generate or GenerateMany may wait for its reader; then its requests end and their "
+        "blocks are freed. Time without a message does not count. 0: no limit.",
     )
     metrics_port: int | None = Field(
         None,

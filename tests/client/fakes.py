@@ -151,6 +151,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_live = 0
         self.num_streams = 0
         """GenerateMany calls so far."""
+        self.num_open_streams = 0
+        self.break_off = asyncio.Event()
+        """Ends all calls without a word, as if the connection were gone."""
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -163,6 +166,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self.may_send_model.wait()
         for message in self.model.messages(self.worker_id):
             yield message
+
+    def Generate(self, request: worker_pb2.GenerateRequest, context: Context) -> Any:
+        """UNIMPLEMENTED: the client library has no use for it."""
+        raise NotImplementedError
 
     async def GenerateMany(
         self, request_iterator: AsyncIterator[worker_pb2.GenerateManyRequest], context: Context
@@ -179,13 +186,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks.values(), return_exceptions=True)
             answers.put_nowait(None)
 
-        reading = asyncio.create_task(read())
+        async def break_off() -> None:
+            await self.break_off.wait()
+            answers.put_nowait(None)
+
+        background = [asyncio.create_task(read()), asyncio.create_task(break_off())]
         self.num_streams += 1
+        self.num_open_streams += 1
         try:
             while (answer := await answers.get()) is not None:
                 yield worker_pb2.GenerateManyResponse(answers=[answer])
+            if self.break_off.is_set():
+                context.set_code(grpc.StatusCode.UNAVAILABLE)
         finally:
-            for task in (reading, *tasks.values()):
+            self.num_open_streams -= 1
+            for task in (*background, *tasks.values()):
                 task.cancel()
 
     async def _generate(

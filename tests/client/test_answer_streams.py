@@ -1,0 +1,116 @@
+"""Requests of one client to one worker share a stream: when, and what it means for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool.client import DeadlineExceeded, answer_streams
+from tests.client.clients import quick
+from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
+from tests.until import until
+
+HANGING = [*answer(THE, CAT)[:1], HANG]
+
+
+async def test_requests_at_the_same_time_share_a_stream_and_without_requests_there_is_none() -> None:
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        completions = await asyncio.gather(*(client.generate("the cat", max_tokens=9).collect() for _ in range(20)))
+        assert {completion.token_ids for completion in completions} == {(THE, CAT, SAT)}
+        assert worker.num_streams == 1
+        assert not client._channels._answer_streams._open
+        await until(lambda: worker.num_open_streams == 0)  # a worker that stops waits for no client
+        await client.generate("the cat", max_tokens=9).collect()
+        assert worker.num_streams == 2
+
+
+async def test_a_request_that_is_cancelled_leaves_the_others() -> None:
+    """The worker hears of it, and the stream stays."""
+    go_on = asyncio.Event()
+    rest = answer(THE, CAT, SAT)
+    worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        doomed = client.generate("the", max_tokens=9)
+        await anext(doomed)
+        other = client.generate("the", max_tokens=9)
+        await anext(other)
+        await doomed.aclose()
+        await until(worker.cancelled.is_set)
+        go_on.set()
+        assert (await other.collect()).token_ids == (THE, CAT, SAT)
+        assert worker.num_streams == 1
+
+
+async def test_a_deadline_ends_its_own_request_only() -> None:
+    go_on = asyncio.Event()
+    rest = answer(THE, CAT, SAT)
+    worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        late = client.generate("the", max_tokens=9, timeout=0.3)
+        await anext(late)
+        other = client.generate("the", max_tokens=9)
+        await anext(other)
+        with pytest.raises(DeadlineExceeded, match="1 tokens were there"):
+            await late.collect()
+        await until(worker.cancelled.is_set)
+        go_on.set()
+        assert (await other.collect()).token_ids == (THE, CAT, SAT)
+
+
+async def test_when_the_stream_breaks_off_each_request_continues_on_another_worker() -> None:
+    """Each after the last token that it has."""
+    first = FakeWorker("first", HANGING)
+    second = FakeWorker("second", answer(CAT, SAT))
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
+        streams = [client.generate("the", max_tokens=9) for _ in range(5)]
+        for stream in streams:
+            assert (await anext(stream)).token_ids == (THE,)
+        assert first.num_streams == 1
+        first.break_off.set()
+        completions = await asyncio.gather(*(stream.collect() for stream in streams))
+    assert {completion.token_ids for completion in completions} == {(THE, CAT, SAT)}
+    assert {completion.worker_id for completion in completions} == {"second"}
+    assert len(second.requests) == 5
+    assert second.num_streams == 1
+
+
+async def test_an_old_stream_takes_no_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a client which always has requests moves to a new connection when a server asks it to."""
+    monkeypatch.setattr(answer_streams, "MAX_AGE_SECONDS", 0.0)
+    worker = FakeWorker("w", HANGING, answer(THE))
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        old = client.generate("the", max_tokens=9)
+        await anext(old)
+        assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE,)
+        assert worker.num_streams == 2
+        await old.aclose()
+        await until(lambda: worker.num_open_streams == 0)
+
+
+async def test_a_stream_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker reads no more than it has room for: with more than that, a cancel would wait for an answer to end."""
+    monkeypatch.setattr(answer_streams, "MAX_REQUESTS", 3)
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        await client.generate("the cat", max_tokens=9).collect()
+        started = worker.num_streams
+        streams = [client.generate("the cat", max_tokens=9) for _ in range(7)]
+        worker.answers.appendleft(HANGING)
+        worker.answers.extendleft([HANGING] * 6)
+        for stream in streams:
+            await anext(stream)
+        assert worker.num_streams - started == 3
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_closing_the_client_ends_the_streams() -> None:
+    worker = FakeWorker("w", HANGING)
+    async with fake_cluster(worker) as manager:
+        async with quick(manager) as client:
+            stream = client.generate("the", max_tokens=9)
+            await anext(stream)
+        await until(lambda: worker.num_open_streams == 0)
+        assert worker.num_live == 0
