@@ -17,9 +17,12 @@ from kvpool.cache_service.epoch import MAX_EPOCH
 from kvpool.cache_service.foreign_epochs import ForeignEpochs
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.client.gate import Gate
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.cache import next_call
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.engine.engine import Engine
+from kvpool.worker_service.engine.scheduler import Scheduler
+from kvpool.worker_service.generate_many import RequestGroup
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -150,6 +153,32 @@ def nobody_wakes_the_engine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "on_cache_changed", lambda engine: None)
 
 
+def second_stream_of_an_attempt(patch: pytest.MonkeyPatch) -> None:
+    """A worker begins an attempt again that it is serving already."""
+    original = Engine._check
+
+    def _check(engine: Engine, params: Any) -> int:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Scheduler, "find", lambda scheduler, sequence_id: None)
+            return original(engine, params)
+
+    patch.setattr(Engine, "_check", _check)
+
+
+def answers_crossed(patch: pytest.MonkeyPatch) -> None:
+    """A worker sends the answers to two requests of a stream under each other's numbers."""
+    original = RequestGroup._gather
+
+    def _gather(group: RequestGroup) -> worker_pb2.GenerateManyResponse:
+        message = original(group)
+        numbers = [answer.number for answer in message.answers]
+        for answer, number in zip(message.answers, reversed(numbers), strict=True):
+            answer.number = number
+        return message
+
+    patch.setattr(RequestGroup, "_gather", _gather)
+
+
 def gate_forgets_its_base(patch: pytest.MonkeyPatch) -> None:
     """The client takes tokens of a continuation for those of the beginning."""
     original = Gate.open
@@ -180,6 +209,8 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (messages_raise_the_epoch, {"epochs are not spent"}),
         (stale_content_kept, {"state", "sealing", "one writer", "manager and worker agree"}),
         (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
+        (second_stream_of_an_attempt, {"all goes quiet", "nothing leaks", "no surprises"}),
+        (answers_crossed, {"one right text", "explained errors"}),
         (gate_forgets_its_base, {"one right text", "explained errors"}),
     )
 }

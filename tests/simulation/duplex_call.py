@@ -23,15 +23,13 @@ _RETRANSMIT_SECONDS = 0.5
 class DuplexCall(StreamCall):
     """A call with a stream of requests and a stream of answers.
 
-    Each request is a message of its own, after the call's opening. No transport repeats a single message of a stream, but a proxy may
-    take a connection for lost, soon after a request or late: it opens the call once more, sends again the requests that have come so
-    far, closes the caller's side, and drops the answers.
+    Each request is a message of its own, after the call's opening. No transport repeats a single message of a stream, but a proxy
+    may take a connection for lost, soon after a request or late: it opens the call once more, sends again the requests that the
+    server has read so far, closes the caller's side, and drops the answers.
     """
 
     def begin(self, request: AsyncIterator[Any], timeout: float | None) -> DuplexCall:
         """Open the call, and send the requests that the iterator gives, in a task of the caller's process."""
-        self._arrived: list[bytes] = []
-        """Requests that have come to the server."""
         self._sending: asyncio.Task[None] | None = None
         self._open(timeout)
         if not self._is_over:
@@ -95,7 +93,6 @@ class DuplexCall(StreamCall):
             kernel.note(f"{side.server.name} {self.method} has all requests")
         else:
             kernel.note(f"{side.server.name} {self.method}", zlib.crc32(request).to_bytes(4, "little"))
-            self._arrived.append(request)
             if kernel.is_traced:
                 message = side.server.handlers[self.method].request_deserializer(request)
                 text = text_format.MessageToString(message, as_one_line=True)
@@ -107,8 +104,10 @@ class DuplexCall(StreamCall):
 
     def _repeated(self, server: Process) -> ServerSide:
         side = super()._repeated(server)
-        for request in (*self._arrived, None):
+        # Those that it has not read yet would be begun by the repeated call first, which nothing answers.
+        for request in () if self._server_side is None else self._server_side.taken:
             side.put(request)
+        side.put(None)
         return side
 
     def _responses(self, handler: Any, context: Context, side: ServerSide) -> AsyncIterator[Any]:

@@ -19,6 +19,8 @@ class ServerSide:
         self.server = server
         self.is_repeated = is_repeated
         self.task: asyncio.Task[None]
+        self.taken: list[bytes] = []
+        """The requests that the servicer has read."""
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._is_closed = False
         self._is_answered = False
@@ -36,6 +38,7 @@ class ServerSide:
         ended it raises UsageError.
         """
         while (request := await self._requests.get()) is not None:
+            self.taken.append(request)
             yield deserializer(request)
         if self._is_answered:
             raise grpc.aio.UsageError("RPC already finished.")

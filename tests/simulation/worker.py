@@ -47,6 +47,7 @@ class WorkerPlan:
     policy: SchedulingPolicy
     max_mixed_prefill_tokens: int
     max_num_waiting: int
+    max_requests_of_stream: int
 
 
 class WorkerProcess(Process):
@@ -103,7 +104,9 @@ class WorkerProcess(Process):
             eos_token_ids=sorted(tracer.EOS),
         )
         methods = Methods()
-        servicer = WorkerServicer(self.engine, facts, {}, reader_seconds=0)
+        servicer = WorkerServicer(
+            self.engine, facts, {}, reader_seconds=0, max_requests_of_stream=plan.max_requests_of_stream
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.link = ManagerLink(
