@@ -21,6 +21,7 @@ from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import Chunk, FinishReason, TokenStream
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
 from kvpool.worker_service.server import SERVICE
@@ -297,6 +298,19 @@ async def test_much_is_sent_in_several_messages_and_every_request_gets_its_turn(
             break
     assert num_logprobs == 5000
     assert sorted(order) == [1, 2]
+    caller.group.end()
+
+
+async def test_all_chunks_that_wait_are_sent_without_another_event() -> None:
+    """A reader that was away finds several: a chunk has at most 256 tokens."""
+    caller = Caller()
+    caller.start(1)
+    await until(lambda: caller.begun)
+    for first in (0, 200):
+        caller.begun[0].stream.put(Chunk(first, tokens=[SampledToken(5, None)] * 200))
+    message = await caller.group.next_message()
+    assert message is not None
+    assert [len(answer.response.token_ids) for answer in message.answers] == [200, 200]
     caller.group.end()
 
 
