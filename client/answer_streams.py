@@ -37,8 +37,9 @@ class Ended(Exception):
 class Answers:
     """The responses to one request. For one reader."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None]) -> None:
         self._cancel = cancel
+        self._abandon = abandon
         self._unread: deque[worker_pb2.GenerateResponse] = deque()
         self._end: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -58,6 +59,12 @@ class Answers:
             self._unread.clear()
             self.end(why)
             self._cancel()
+
+    def abandon(self, why: Exception) -> None:
+        """Likewise, because the worker is lost: no request begins on this stream any more."""
+        if self._end is None:
+            self._abandon()
+        self.cancel(why)
 
     def put(self, response: worker_pb2.GenerateResponse) -> None:
         """The stream has brought a response."""
@@ -85,26 +92,28 @@ class _Stream:
         self._answers: dict[int, Answers] = {}
         self._last_number = 0
         self._outgoing: asyncio.Queue[worker_pb2.GenerateManyRequest | None] = asyncio.Queue()
-        self._is_closed = False
+        self._is_retired = False
         """No request begins on it any more."""
+        self._is_closed = False
+        """Nothing more is sent."""
         self._call = generate_many(self._requests())
         self._reading = asyncio.create_task(self._read())
 
     @property
     def has_room(self) -> bool:
         """Whether another request may begin on it."""
-        if self._is_closed or len(self._answers) >= MAX_REQUESTS:
+        if self._is_retired or len(self._answers) >= MAX_REQUESTS:
             return False
         return asyncio.get_running_loop().time() - self._begun_at < MAX_AGE_SECONDS
 
     def begin(self, request: worker_pb2.GenerateRequest) -> Answers:
         self._last_number += 1
         number = self._last_number
-        answers = self._answers[number] = Answers(lambda: self._cancel(number))
+        answers = self._answers[number] = Answers(lambda: self._cancel(number), self._retire)
         self._outgoing.put_nowait(worker_pb2.GenerateManyRequest(number=number, start=request))
         return answers
 
-    def close(self) -> asyncio.Task[None]:
+    def end(self) -> asyncio.Task[None]:
         """End the call and all its requests; returns the task that ends then."""
         self._call.cancel()
         return self._reading
@@ -118,10 +127,17 @@ class _Stream:
             self._outgoing.put_nowait(worker_pb2.GenerateManyRequest(number=number, cancel=worker_pb2.Cancel()))
             self._close_if_empty()
 
+    def _retire(self) -> None:
+        self._is_retired = True
+
     def _close_if_empty(self) -> None:
         """Without requests it is closed at once: a worker that stops waits for the calls that it has."""
-        if not self._answers and not self._is_closed:
-            self._is_closed = True
+        if not self._answers:
+            self._close()
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_retired = self._is_closed = True
             self._outgoing.put_nowait(None)
             self._on_end(self)
 
@@ -155,10 +171,7 @@ class _Stream:
         self._close_if_empty()
 
     def _end(self, why: Exception) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._outgoing.put_nowait(None)
-            self._on_end(self)
+        self._close()
         while self._answers:
             self._answers.popitem()[1].end(why)
 
@@ -189,4 +202,4 @@ class AnswerStreams:
 
     async def close(self) -> None:
         """End all requests."""
-        await asyncio.gather(*(stream.close() for stream in list(self._open)), return_exceptions=True)
+        await asyncio.gather(*(stream.end() for stream in list(self._open)), return_exceptions=True)

@@ -59,6 +59,11 @@ class WatchedCall:
         self._timer.cancel()
         self._answers.cancel(why)
 
+    def _give_up(self, why: str) -> None:
+        """The worker is lost."""
+        self._timer.cancel()
+        self._answers.abandon(Unavailable(f"{self._who}: does not answer, and {why}", reason="LEASE_ENDED"))
+
     def _expire(self) -> None:
         self._end(self._deadline.exceeded(f"{self._who} was answering, {self._num_delivered} tokens were there"))
 
@@ -98,15 +103,12 @@ class WatchedCall:
             # Missing once may be a manager that has just restarted and waits for registrations.
             num_missing = num_missing + 1 if sight is _Sight.MISSING else 0
             if sight is _Sight.REPLACED:
-                self._end(self._as_lost("another process serves under its name by now"))
+                self._give_up("another process serves under its name by now")
                 return
             if num_missing == 2:
-                self._end(self._as_lost("its lease has ended"))
+                self._give_up("its lease has ended")
                 return
             await asyncio.sleep(self._liveness_interval)
-
-    def _as_lost(self, why: str) -> Unavailable:
-        return Unavailable(f"{self._who}: does not answer, and {why}", reason="LEASE_ENDED")
 
     async def _look(self) -> _Sight:
         """Ask the manager; also LIVE if the manager itself cannot say."""

@@ -20,8 +20,8 @@ MESSAGE_BYTES: Final = 1 << 16
 class RequestGroup:
     """The requests of one GenerateMany call: begun and ended as the caller's messages say, answered in common messages.
 
-    A request counts until its last answer is taken here, and the caller's messages are read only while there is room for another: a
-    caller that takes no answers cannot pile up more than that.
+    A request counts until its last answer is taken here. One that finds no room waits, and all messages after it: a caller that takes no
+    answers cannot pile up more than that.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RequestGroup:
                         "number", f"needed more than {self._last_number}, got {message.number}: it names a request"
                     )
                 self._last_number = message.number
+                await self._has_room.wait()  # here and not after it: the next message may be a cancel that makes room
                 self._beginning[message.number] = asyncio.create_task(self._start(message.number, message.start))
                 self._note_room()
-                await self._has_room.wait()
             elif action == "cancel":
                 self._remove(message.number)
             else:

@@ -76,6 +76,21 @@ async def test_when_the_stream_breaks_off_each_request_continues_on_another_work
     assert second.num_streams == 1
 
 
+async def test_the_stream_to_a_lost_worker_takes_no_new_requests() -> None:
+    """It has another request, whose watch has not found out yet."""
+    worker = FakeWorker("w", HANGING, HANGING, answer(THE))
+    async with fake_cluster(worker) as manager, quick(manager, liveness_interval=30.0) as client:
+        lost, other = (client.generate("the", max_tokens=9) for _ in range(2))
+        await anext(lost)
+        await anext(other)
+        assert lost._call is not None
+        lost._call._give_up("its lease has ended")
+        assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE,)
+        assert worker.num_streams == 2
+        await lost.aclose()
+        await other.aclose()
+
+
 async def test_an_old_stream_takes_no_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a client which always has requests moves to a new connection when a server asks it to."""
     monkeypatch.setattr(answer_streams, "MAX_AGE_SECONDS", 0.0)

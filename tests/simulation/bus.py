@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
-    from tests.simulation.rpc import Call, StreamCall
+    from tests.simulation.rpc import Call
+    from tests.simulation.stream_call import StreamCall
     from tests.simulation.world import World
 
 from tests.simulation.process import POWER_LOSS_SECONDS
@@ -80,7 +81,7 @@ class Bus:
         held, link.held = link.held, []
         for stream, sender, callback, args in held:
             if stream is not None:
-                self._in_order(stream, sender, self._delay(), callback, args)
+                self._in_order(stream, sender, target, self._delay(), callback, args)
             else:
                 self.num_faults["late"] += 1
                 self.kernel.after(self._delay(), self._arrive, sender, self.kernel.now, callback, args)
@@ -132,7 +133,7 @@ class Bus:
     def send_in_order(
         self, stream: StreamCall, sender: Process, source: str, target: str, callback: Callable[..., None], *args: Any
     ) -> None:
-        """A message of a connection that stands: what is lost is sent again, and nothing overtakes anything."""
+        """A message of an open connection: what is lost is sent again, and nothing overtakes an earlier one of its direction."""
         if stream.is_broken:
             return
         link = self.link(source, target)
@@ -147,13 +148,19 @@ class Bus:
                 self.num_faults["connection broken"] += 1
                 stream.break_off(self.kernel)
                 return
-        self._in_order(stream, sender, delay, callback, args)
+        self._in_order(stream, sender, target, delay, callback, args)
 
     def _in_order(
-        self, stream: StreamCall, sender: Process, delay: float, callback: Callable[..., None], args: tuple[Any, ...]
+        self,
+        stream: StreamCall,
+        sender: Process,
+        target: str,
+        delay: float,
+        callback: Callable[..., None],
+        args: tuple[Any, ...],
     ) -> None:
-        when = max(stream.last_arrival + 1e-6, self.kernel.now + delay)
-        stream.last_arrival = when
+        when = max(stream.last_arrival.get(target, 0.0) + 1e-6, self.kernel.now + delay)
+        stream.last_arrival[target] = when
         self.kernel.at(when, self._arrive, sender, self.kernel.now, callback, args)
 
     def _arrive(self, sender: Process, sent_at: float, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -168,6 +175,6 @@ class Bus:
                 del self.endpoints[address]
         for call in [call for call, server in self.open_calls.items() if server is process or call.process is process]:
             if process.lost_power:
-                self.open_calls.pop(call, None)
+                call.on_power_loss(process)
             else:
                 call.on_peer_death(process)

@@ -25,16 +25,18 @@ from kvpool.client.models import Models
 from kvpool.client.request import build_request
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
-from kvpool.v1 import cache_pb2, cache_pb2_grpc
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
 from tests.simulation import manager
+from tests.simulation.channel import Channel
 from tests.simulation.process import Process
-from tests.simulation.rpc import Channel
 from tests.simulation.worker import FINGERPRINT
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TIMEOUT_SECONDS = 40.0
+_SHARED = "GenerateMany"
+"""Carries many requests: they are what its caller asks for, not the call."""
 _MAY_FAIL_WITH = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """What a client may be told when its own attempts or its time are used up."""
 
@@ -81,7 +83,12 @@ class ClientProcess(Process):
         """Of its requests."""
 
     def on_call(self, method: str) -> None:
-        self.world.operation(f"client's {method}")
+        if method != _SHARED:
+            self.world.operation(f"client's {method}")
+
+    def on_request(self, method: str, request: worker_pb2.GenerateManyRequest) -> None:
+        if request.WhichOneof("action") == "start":
+            self.world.operation(f"client's {method}")
 
     # -- requests
 

@@ -27,7 +27,9 @@ from kvpool.cache_service import status
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import SessionEnd
+from kvpool.client import answer_streams
 from kvpool.process import durable_file
+from kvpool.worker_service import generate_many
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 
@@ -126,6 +128,9 @@ def installed(world: World) -> Iterator[None]:
         )
         stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
         stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
+        stack.enter_context(mock.patch.object(generate_many, "MESSAGE_BYTES", world.message_bytes))
+        stack.enter_context(mock.patch.object(answer_streams, "MAX_REQUESTS", world.stream_requests))
+        stack.enter_context(mock.patch.object(answer_streams, "MAX_AGE_SECONDS", world.stream_seconds))
         stack.enter_context(mock.patch.object(kvpool.client.stream, "uuid4", sequence_ids.__next__))
         stack.enter_context(mock.patch.object(kvpool.client.manager, "random", world.kernel.random("client")))
         stack.enter_context(

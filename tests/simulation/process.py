@@ -62,6 +62,9 @@ class Process:
     def on_call(self, method: str) -> None:
         """It calls somebody."""
 
+    def on_request(self, method: str, request: Any) -> None:
+        """It sends one of the requests of a stream."""
+
     def after_turn(self) -> None:
         """For the laws of what a turn may have touched."""
 

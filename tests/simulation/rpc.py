@@ -1,10 +1,9 @@
-"""Calls over the bus, for the real stubs and the real servicers: bytes go in and bytes come out."""
+"""Calls over the bus, for the real stubs and the real servicers: bytes go in and bytes come out. Streams are in stream_call.py."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from google.rpc import status_pb2
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
-    from tests.simulation.kernel import Kernel
     from tests.simulation.process import Process
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -95,14 +93,14 @@ class Call:
         process: Process,
         address: str,
         method: str,
-        request: bytes,
+        serializer: Callable[[Any], bytes],
         deserializer: Callable[[bytes], Any],
     ) -> None:
         self.bus = bus
         self.process = process
         self.address = address
         self.method = method
-        self.request = request
+        self.serializer = serializer
         self.deserializer = deserializer
         self.target = bus.machines[address]
 
@@ -113,12 +111,17 @@ class Call:
     def on_peer_death(self, process: Process) -> None:
         """One of the two ends has died, and the other hears of it."""
 
+    def on_power_loss(self, process: Process) -> None:
+        """One of the two ends has died together with its machine, which closes no connection."""
+        self.bus.open_calls.pop(self, None)
+
 
 class UnaryCall(Call):
     """A call with one answer. `future` is what the caller awaits."""
 
-    def begin(self, timeout: float | None) -> asyncio.Future[Any]:
+    def begin(self, request: Any, timeout: float | None) -> asyncio.Future[Any]:
         """Send the request."""
+        self.request = self.serializer(request)
         loop = self.process.loop
         self.future: asyncio.Future[Any] = loop.create_future()
         if self.bus.is_over:
@@ -192,195 +195,6 @@ class UnaryCall(Call):
         self.bus.open_calls.pop(self, None)
         if process is not self.process:
             self.bus.send(process, self.target, self.process.machine, self._deliver, GONE)
-
-
-class StreamCall(Call):
-    """A call with a stream of answers, over a connection that keeps their order."""
-
-    last_arrival = 0.0
-    is_broken = False
-    """The connection has broken: nothing more comes through."""
-
-    def begin(self, timeout: float | None) -> StreamCall:
-        """Send the request."""
-        self._messages: deque[bytes] = deque()
-        self._end: Failure | None = None
-        self._is_ended = False
-        self._is_cancelled = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._serving: list[tuple[Process, asyncio.Task[None]]] = []
-        self._timer = None if timeout is None else self.process.loop.call_later(timeout, self._expire)
-        bus = self.bus
-        if bus.is_over:
-            self._finish(GONE)
-            return self
-        bus.open_calls[self] = None
-        sender, source = self.process, self.process.machine
-        bus.send_in_order(self, sender, source, self.target, self._arrive, False)
-        return self
-
-    # -- the caller's side
-
-    async def read(self) -> Any:
-        """The next message; EOF at the end. Raises AioRpcError, CancelledError."""
-        while True:
-            if self._is_cancelled:
-                raise asyncio.CancelledError
-            if self._messages:
-                return self.deserializer(self._messages.popleft())
-            if self._is_ended:
-                if self._end is None:
-                    return grpc.aio.EOF
-                raise self._end.error()
-            self._waiter = self.process.loop.create_future()
-            await self._waiter
-
-    def __aiter__(self) -> StreamCall:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self.read()
-        if message is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return message
-
-    def cancel(self) -> bool:
-        """End the call; its server hears of it."""
-        if self._is_ended or self._is_cancelled:
-            return False
-        self._is_cancelled = True
-        self._close()
-        return True
-
-    def _expire(self) -> None:
-        if not self._is_ended and not self._is_cancelled:
-            self._finish(EXPIRED)
-            self._close()
-
-    def _close(self) -> None:
-        self._wake()
-        if self._timer is not None:
-            self._timer.cancel()
-        self.bus.open_calls.pop(self, None)
-        if not self.bus.is_over:
-            self.bus.send_in_order(self, self.process, self.process.machine, self.target, self._stop_serving)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _finish(self, end: Failure | None) -> None:
-        if self._is_ended or self._is_cancelled:
-            return
-        self._is_ended, self._end = True, end
-        if self._timer is not None:
-            self._timer.cancel()
-        self.bus.open_calls.pop(self, None)
-        self._wake()
-
-    def _take(self, message: bytes) -> None:
-        self.bus.kernel.note(f"{self.process.name} {self.method}", zlib.crc32(message).to_bytes(4, "little"))
-        if not self._is_ended and not self._is_cancelled:
-            self._messages.append(message)
-            self._wake()
-
-    # -- the server's side
-
-    def _arrive(self, is_repeated: bool) -> None:
-        server = self.server()
-        if server is None:
-            if not is_repeated:
-                self._say(self.process, self._finish, GONE)
-            return
-        server.deliver(self._serve, server, is_repeated)
-
-    def _serve(self, server: Process, is_repeated: bool) -> None:
-        if not is_repeated:
-            self.bus.open_calls[self] = server
-            # A second one in front of the first would be the one that is answered: no transport does that to a stream.
-            later = self.bus.repeats()
-            if later is not None:
-                self.bus.kernel.after(10 * later, self._arrive, True)
-        task = server.loop.create_task(self._answer(server, is_repeated))
-        if not is_repeated:
-            self._serving.append((server, task))
-
-    async def _answer(self, server: Process, is_repeated: bool) -> None:
-        handler = server.handlers[self.method]
-        context = Context()
-        server.world.on_stream(server, self, is_repeated)
-        try:
-            async for response in handler.unary_stream(handler.request_deserializer(self.request), context):
-                if not is_repeated:
-                    self._say(server, self._take, handler.response_serializer(response))
-            if not is_repeated:
-                self._say(server, self._finish, context.failure)
-        finally:
-            context.done()
-
-    def _say(self, sender: Process, take: Callable[..., None], what: Any) -> None:
-        if not self.bus.is_over:
-            machine = self.process.machine
-            self.bus.send_in_order(self, sender, self.target, machine, self.process.deliver, take, what)
-
-    def _stop_serving(self) -> None:
-        server = self.server()
-        if server is not None:
-            server.deliver(self._cancel_serving, server)
-
-    def _cancel_serving(self, server: Process) -> None:
-        for at, task in self._serving:
-            if at is server:
-                task.cancel()
-
-    def break_off(self, kernel: Kernel) -> None:
-        """The connection breaks: both sides hear of it."""
-        self.is_broken = True
-        kernel.after(0.1, self.process.deliver, self._finish, GONE)
-        kernel.after(0.1, self._stop_serving)
-
-    def on_peer_death(self, process: Process) -> None:
-        self.bus.open_calls.pop(self, None)
-        if process is self.process:
-            self.bus.send_in_order(self, process, process.machine, self.target, self._stop_serving)
-        else:
-            self._say(process, self._finish, GONE)
-
-
-class _Method:
-    def __init__(self, bus: Bus, process: Process, address: str, kind: type[Any], path: str, options: Any) -> None:
-        self._bus, self._process, self._address, self._kind = bus, process, address, kind
-        self._name = path.rpartition("/")[2]
-        self._serialize = options["request_serializer"]
-        self._deserialize = options["response_deserializer"]
-
-    def __call__(self, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
-        # A connection is there at once or not at all; whoever would wait for one asks again.
-        self._process.on_call(self._name)
-        call = self._kind(
-            self._bus, self._process, self._address, self._name, self._serialize(request), self._deserialize
-        )
-        return call.begin(timeout)
-
-
-class Channel:
-    """What a generated stub takes for a channel."""
-
-    def __init__(self, bus: Bus, process: Process, address: str) -> None:
-        self._bus, self._process, self._address = bus, process, address
-        self._methods: dict[str, _Method] = {}
-
-    def unary_unary(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return self._methods.get(path) or self._method(UnaryCall, path, options)
-
-    def unary_stream(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return self._methods.get(path) or self._method(StreamCall, path, options)
-
-    def _method(self, kind: type[Any], path: str, options: Any) -> _Method:
-        method = self._methods[path] = _Method(self._bus, self._process, self._address, kind, path, options)
-        return method
 
 
 def reason_in(failure: Failure) -> str:

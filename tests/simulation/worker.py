@@ -18,10 +18,11 @@ from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from tests import tracer
 from tests.simulation import manager
+from tests.simulation.channel import Channel
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
 from tests.simulation.process import Process
-from tests.simulation.rpc import Channel, Methods
+from tests.simulation.rpc import Methods
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -46,6 +47,7 @@ class WorkerPlan:
     policy: SchedulingPolicy
     max_mixed_prefill_tokens: int
     max_num_waiting: int
+    max_requests_of_stream: int
 
 
 class WorkerProcess(Process):
@@ -102,7 +104,9 @@ class WorkerProcess(Process):
             eos_token_ids=sorted(tracer.EOS),
         )
         methods = Methods()
-        servicer = WorkerServicer(self.engine, facts, {}, reader_seconds=0)
+        servicer = WorkerServicer(
+            self.engine, facts, {}, reader_seconds=0, max_requests_of_stream=plan.max_requests_of_stream
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.link = ManagerLink(

@@ -21,7 +21,7 @@ from tests.simulation.laws import Laws
 from tests.simulation.machine import Machine
 from tests.simulation.manager import ManagerProcess
 from tests.simulation.process import Process
-from tests.simulation.rpc import StreamCall
+from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
 
@@ -108,6 +108,13 @@ class World:
             max_downlink_entries=draw.choice([2, 8192, 8192]),
             max_reports_at_once=draw.choice([1, 4]),
         )
+        streams = self.kernel.random("streams")
+        self.stream_requests = streams.choice([1, 3, 256])
+        """That a client sends over one stream."""
+        self.stream_seconds = streams.choice([0.5, 60.0])
+        """After which it sends no more over one."""
+        self.message_bytes = streams.choice([1, 1 << 16])
+        """Of answers that a worker sends together."""
         self.max_model_len = 48
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
@@ -129,6 +136,7 @@ class World:
                     policy=order.choice(list(SchedulingPolicy)),
                     max_mixed_prefill_tokens=order.choice([1, 5, 512]),
                     max_num_waiting=order.choice([3, 40, 40]),
+                    max_requests_of_stream=streams.choice([1, 2, 4096]),
                 )
             )
         self.client_names = ["c0", "c1"]

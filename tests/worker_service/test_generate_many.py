@@ -256,7 +256,7 @@ LAST = Chunk(0, finish_reason=FinishReason.STOP)
 async def test_no_more_is_read_than_there_is_room_for() -> None:
     """Neither while requests run, nor while refusals wait for the caller to take them."""
     caller = Caller(max_requests=2)
-    caller.start(1, 2, 3)
+    caller.start(1, 2, 3, 4)
     await until(lambda: len(caller.begun) == 2)
     for _ in range(20):
         await asyncio.sleep(0)
@@ -266,13 +266,25 @@ async def test_no_more_is_read_than_there_is_room_for() -> None:
     assert message is not None
     assert [answer.number for answer in message.answers] == [1]
     await until(lambda: len(caller.begun) == 3)
-    caller.start(*range(4, 10), max_tokens=0)
+    caller.start(*range(5, 10), max_tokens=0)
     caller.begun[1].stream.put(LAST)
     caller.begun[2].stream.put(LAST)
     await caller.group.next_message()
     for _ in range(50):
         await asyncio.sleep(0)
-    assert caller.messages.qsize() == 4
+    assert len(caller.begun) == 4
+    assert caller.messages.qsize() == 3
+    caller.group.end()
+
+
+async def test_a_cancel_makes_room() -> None:
+    caller = Caller(max_requests=1)
+    caller.start(1)
+    await until(lambda: caller.begun)
+    caller.messages.put_nowait(cancel(1))
+    caller.start(2)
+    await until(lambda: len(caller.begun) == 2)
+    assert caller.aborted == caller.begun[:1]
     caller.group.end()
 
 

@@ -586,8 +586,8 @@ class GenerateManyRequest(_message.Message):
     """
     @_builtins.property
     def start(self) -> Global___GenerateRequest:
-        """Begin a request. A worker has at most its --max-concurrent-streams of a stream at the same time, and reads no more before one
-        has ended.
+        """Begin a request. A worker runs at most --max-concurrent-streams of a stream at the same time: the next one waits until one has
+        ended, and all messages after it.
         """
 
     @_builtins.property

@@ -1,0 +1,213 @@
+"""A call with one request and a stream of answers, over a connection of its own that keeps the order of each direction."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvpool.process.channel_options import PING_SECONDS, PING_TIMEOUT_SECONDS
+from tests.simulation.rpc import EXPIRED, GONE, Call, Context, Failure
+from tests.simulation.server_side import ServerSide
+
+if TYPE_CHECKING:
+    from tests.simulation.kernel import Kernel
+    from tests.simulation.process import Process
+
+_RESET_SECONDS = 0.1
+"""After which both ends hear that the connection has broken."""
+
+
+class StreamCall(Call):
+    """A call with one request and a stream of answers."""
+
+    is_broken = False
+    """The connection has broken: nothing more comes through."""
+
+    def begin(self, request: Any, timeout: float | None) -> StreamCall:
+        """Send the request."""
+        self.request = self.serializer(request)
+        self._open(timeout)
+        return self
+
+    def _open(self, timeout: float | None) -> None:
+        self.last_arrival: dict[str, float] = {}
+        """Of a message, by the machine to which it went."""
+        self._messages: deque[bytes] = deque()
+        self._end: Failure | None = None
+        self._is_ended = False
+        self._is_cancelled = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._server_side: ServerSide | None = None
+        self._timer = None if timeout is None else self.process.loop.call_later(timeout, self._expire)
+        if self.bus.is_over:
+            self._finish(GONE)
+            return
+        self.bus.open_calls[self] = None
+        self._send(self._arrive)
+
+    # -- the caller's side
+
+    async def read(self) -> Any:
+        """The next message; EOF at the end. Raises AioRpcError, CancelledError. A read that is cancelled cancels the call."""
+        while True:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            if self._messages:
+                return self.deserializer(self._messages.popleft())
+            if self._is_ended:
+                if self._end is None:
+                    return grpc.aio.EOF
+                raise self._end.error()
+            self._waiter = self.process.loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+
+    def __aiter__(self) -> StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.read()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+    def cancel(self) -> bool:
+        """End the call; its server hears of it. False if it has ended."""
+        if self._is_over:
+            return False
+        self._is_cancelled = True
+        self._close()
+        return True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ended or self._is_cancelled
+
+    def _expire(self) -> None:
+        if not self._is_over:
+            self._finish(EXPIRED)
+            self._close()
+
+    def _close(self) -> None:
+        self._wake()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.bus.open_calls.pop(self, None)
+        self._send(self._stop_serving)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _finish(self, end: Failure | None) -> None:
+        if self._is_over:
+            return
+        self._is_ended, self._end = True, end
+        if self._timer is not None:
+            self._timer.cancel()
+        self.bus.open_calls.pop(self, None)
+        self._wake()
+
+    def _take(self, message: bytes) -> None:
+        self.bus.kernel.note(f"{self.process.name} {self.method}", zlib.crc32(message).to_bytes(4, "little"))
+        if not self._is_over:
+            self._messages.append(message)
+            self._wake()
+
+    def _send(self, arrive: Callable[..., None], *args: Any) -> None:
+        if not self.bus.is_over:
+            self.bus.send_in_order(self, self.process, self.process.machine, self.target, arrive, *args)
+
+    # -- the server's side
+
+    def _arrive(self) -> None:
+        if self.is_broken:
+            return
+        server = self.server()
+        if server is None:
+            self._say(self.process, self._finish, GONE)
+            return
+        # A frozen process accepts as well, and its peers hear of its death.
+        self._server_side = ServerSide(server, is_repeated=False)
+        if self in self.bus.open_calls:
+            self.bus.open_calls[self] = server
+        server.deliver(self._serve, self._server_side)
+
+    def _serve(self, side: ServerSide) -> None:
+        if not side.is_repeated:
+            # A second one in front of the first would be the one that is answered: no transport does that to a stream.
+            later = self.bus.repeats()
+            if later is not None:
+                self.bus.kernel.after(10 * later, self._arrive_again)
+        side.task = side.server.loop.create_task(self._answer(side))
+
+    def _arrive_again(self) -> None:
+        server = self.server()
+        if server is not None:
+            server.deliver(self._serve, self._repeated(server))
+
+    def _repeated(self, server: Process) -> ServerSide:
+        return ServerSide(server, is_repeated=True)
+
+    async def _answer(self, side: ServerSide) -> None:
+        server = side.server
+        handler = server.handlers[self.method]
+        context = Context()
+        server.world.on_stream(server, self, side.is_repeated)
+        try:
+            async for response in self._responses(handler, context, side):
+                if not side.is_repeated:
+                    self._say(server, self._take, handler.response_serializer(response))
+            side.finish()
+            if not side.is_repeated:
+                self._say(server, self._finish, context.failure)
+        finally:
+            context.done()
+
+    def _responses(self, handler: Any, context: Context, side: ServerSide) -> AsyncIterator[Any]:
+        responses: AsyncIterator[Any] = handler.unary_stream(handler.request_deserializer(self.request), context)
+        return responses
+
+    def _say(self, sender: Process, take: Callable[..., None], what: Any) -> None:
+        if not self.bus.is_over:
+            machine = self.process.machine
+            self.bus.send_in_order(self, sender, self.target, machine, self.process.deliver, take, what)
+
+    def _stop_serving(self) -> None:
+        side = self._server_side
+        if side is not None and self.server() is side.server:
+            # Two turns: the reader of the requests may act on their end before the servicer's method is cancelled.
+            side.server.deliver(side.end_requests)
+            side.server.deliver(side.cancel)
+
+    # -- faults
+
+    def break_off(self, kernel: Kernel) -> None:
+        """The connection breaks: both sides hear of it."""
+        self.is_broken = True
+        kernel.after(_RESET_SECONDS, self.process.deliver, self._finish, GONE)
+        kernel.after(_RESET_SECONDS, self._stop_serving)
+
+    def on_peer_death(self, process: Process) -> None:
+        self.bus.open_calls.pop(self, None)
+        if process is self.process:
+            self._send(self._stop_serving)
+        else:
+            self._say(process, self._finish, GONE)
+
+    def on_power_loss(self, process: Process) -> None:
+        """Neither end hears anything until the other one no longer answers its pings."""
+        self.bus.open_calls.pop(self, None)
+        seconds = PING_SECONDS + PING_TIMEOUT_SECONDS
+        if process is self.process:
+            self.bus.kernel.after(seconds, self._stop_serving)
+        else:
+            self.bus.kernel.after(seconds, self.process.deliver, self._finish, GONE)
