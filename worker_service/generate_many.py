@@ -20,8 +20,8 @@ MESSAGE_BYTES: Final = 1 << 16
 class RequestGroup:
     """The requests of one GenerateMany call: begun and ended as the caller's messages say, answered in common messages.
 
-    A request counts until its last answer is taken here. One that finds no room waits, and all messages after it: a caller that takes no
-    answers cannot pile up more than that.
+    A request counts until its last answer is taken here. One that finds no room waits, and all messages after it: a caller
+    that takes no answers cannot pile up more than that.
     """
 
     def __init__(
