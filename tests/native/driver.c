@@ -109,8 +109,8 @@ static void check_bits(const struct shape *shape) {
     float **expected = compute_alone(&batch);
     check_reference(&batch, expected);
     struct schedule schedules[] = {
-        {"packed", INT64_MAX, INT64_MAX, 0, 0},    {"permuted chunks", 4, 90, 1, 0},       {"shared chunks", INT64_MAX, 200, 1, 1},
-        {"one by one", INT64_MAX, 1, 0, 0},        {"shared, one by one", INT64_MAX, 1, 0, 1}, {"few tokens, shared", 3, 5, 1, 1},
+        {"packed", INT64_MAX, INT64_MAX, 0, 0},    {"permuted chunks, few wanted", 4, 90, 1, 0, 1}, {"shared chunks, few wanted", INT64_MAX, 200, 1, 1, 1},
+        {"one by one", INT64_MAX, 1, 0, 0},        {"shared, one by one", INT64_MAX, 1, 0, 1},      {"few tokens, shared", 3, 5, 1, 1},
     };
     int64_t threads[] = {16, 1, 2, 3};
     for (int64_t i = 0; i < (is_small ? 1 : 4); i++) {
@@ -175,12 +175,25 @@ static void check_decodes(const struct shape *shape) {
     free_tiny(tiny);
 }
 
+/* A product of the last layer has a NaN in output n: the tokens of which it is computed are not finite. */
+static void check_nan_in_last_layer(const struct kvpool_linear *linear, int64_t n, int of_all, struct kvpool_model *model, struct batch *batch) {
+    word *weight = (word *)linear->weight + n / W * (linear->k / P) * W + n % W, before = *weight;
+    *weight = 0xffffffff;
+    struct schedule schedule = {"NaN in the last layer", INT64_MAX, 64, 0, 0, 1};
+    run_schedule(model, batch, &schedule);
+    for (int64_t s = 0; s < batch->count; s++)
+        for (int64_t t = 0; t < batch->sequences[s].length; t++)
+            CHECK(batch->sequences[s].is_finite[t] == !(of_all || batch->sequences[s].is_wanted[t]), "output %lld of %lld: token %lld is called %s",
+                  (long long)n, (long long)linear->n, (long long)t, batch->sequences[s].is_finite[t] ? "finite" : "not finite");
+    *weight = before;
+}
+
 /* A NaN ends its own sequence, and changes no bit of others. */
 static void check_nan(const struct shape *shape) {
     struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
     struct batch batch = mixed_batch(tiny);
     struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 2);
-    struct schedule schedule = {"packed with NaN", INT64_MAX, 64, 0, 0};
+    struct schedule schedule = {"packed with NaN, few wanted", INT64_MAX, 64, 0, 0, 1};
     int64_t bad = batch.count - 1, at = 20, hidden = shape->hidden, id = shape->vocab - 1;
     for (int64_t s = 0; s < batch.count; s++)
         for (int64_t t = 0; t < batch.sequences[s].length; t++)
@@ -196,6 +209,10 @@ static void check_nan(const struct shape *shape) {
             CHECK(batch.sequences[s].is_finite[t], "token %lld of another sequence is called not finite", (long long)t);
     batch.count = bad;
     expect_same_bits(&batch, expected, &schedule, 2);
+    const struct kvpool_layer *last = &tiny->layers[shape->layers - 1];
+    check_nan_in_last_layer(&last->qkv, last->heads * last->head_size, 1, model, &batch);                      /* K */
+    check_nan_in_last_layer(&last->qkv, (last->heads + last->kv_heads) * last->head_size, 1, model, &batch);   /* V */
+    check_nan_in_last_layer(&last->down, 0, 0, model, &batch);
     kvpool_close(model);
     free_tiny(tiny);
 }

@@ -58,7 +58,7 @@ class Program:
 
     def run(self, packing: Packing, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of the packed tokens. Returns logits [rows, vocab_size] float32 of the given tokens, and bool [T]: whether
-        the token's last hidden state is finite. Raises OutOfMemory, before any KV is written.
+        the token's KV is finite, and the last hidden state of a given one. Raises OutOfMemory, before any KV is written.
         """
         parts = packing.on_device
         logits = torch.empty(len(rows), self._model.vocab_size)

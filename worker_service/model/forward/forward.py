@@ -18,7 +18,8 @@ class Selected(NamedTuple):
     logits: torch.Tensor
     """[rows selected, vocab_size]."""
     is_finite: torch.Tensor
-    """bool [T], for every token, selected or not: whether its hidden state before the head is finite."""
+    """bool [T], for every token, selected or not: whether all that is computed of it is finite: its KV always, its hidden state
+    before the head at least if it is selected."""
 
 
 class Forward(Protocol):

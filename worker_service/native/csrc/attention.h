@@ -14,7 +14,7 @@ struct sums {
 };
 
 struct rows {
-    const word *query[ROWS];
+    word queries[ROWS][MAX_HEAD / P]; /* copies, so that one address in a register serves all rows */
     int32_t limit[ROWS], lower[ROWS]; /* keys lower … limit − 1 are seen */
     int32_t last;                     /* the largest limit */
 };
@@ -39,6 +39,8 @@ INLINE void fold(float *l, float *o, float left, float right_l, const float *rig
     for (int64_t i = 0; i < d; i += W)
         store_part(o + i, multiply_add(load_part(o + i, d - i), set(left), load_part(right_o + i, d - i) * right), d - i);
 }
+
+#define KEYS COLUMNS /* vectors of keys that are scored at once, at most */
 
 struct heads {
     const word *k, *v;    /* of the KV head, in block 0 */
@@ -73,27 +75,32 @@ INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t end, 
     return copy;
 }
 
-/* Scores of 2W keys; V of the same keys is prefetched, as many lines as K has. */
-INLINE void score_keys(int num_rows, const struct rows *rows, const word *const keys[2], const int64_t strides[2], int64_t words,
-                       const word *const values[2], float scores[ROWS][PARTITION], int64_t at) {
-    vf sum[ROWS][2];
-    UNROLL for (int r = 0; r < num_rows; r++) sum[r][0] = sum[r][1] = set(0);
+/* Scores of `vectors` times W keys from `key` on, those of the partition that ends with `end`. With `is_cold` V of the same keys is
+ * prefetched, as many lines as K has. */
+INLINE void score_keys(int num_rows, int vectors, int is_cold, const struct rows *rows, const struct heads *heads, int64_t key,
+                       int64_t end, float scores[ROWS][PARTITION], int64_t at) {
+    word copies[KEYS][MAX_HEAD / P * W];
+    const word *keys[KEYS], *values[KEYS];
+    int64_t words = heads->d / P, stride;
+    UNROLL for (int v = 0; v < vectors; v++) {
+        int64_t here = key + v * W < end ? key + v * W : key; /* there may be no further block */
+        keys[v] = keys_at(heads, here, end, copies[v], &stride);
+        if (is_cold) values[v] = value_at(heads, here);
+    }
+    vf sum[ROWS][KEYS];
+    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = set(0);
     for (int64_t i = 0; i < words; i++) {
-        vu a = load_words(keys[0] + i * strides[0]), b = load_words(keys[1] + i * strides[1]);
-        if (values[0]) {
-            prefetch(values[0] + i * W);
-            prefetch(values[1] + i * W);
+        vu k[KEYS];
+        UNROLL for (int v = 0; v < vectors; v++) {
+            k[v] = load_words(keys[v] + i * stride);
+            if (is_cold) prefetch(values[v] + i * W);
         }
         UNROLL for (int r = 0; r < num_rows; r++) {
-            vu q = set_word(rows->query[r][i]);
-            sum[r][0] = dot(sum[r][0], a, q);
-            sum[r][1] = dot(sum[r][1], b, q);
+            vu q = set_word(rows->queries[r][i]);
+            UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = dot(sum[r][v], k[v], q);
         }
     }
-    UNROLL for (int r = 0; r < num_rows; r++) {
-        store(&scores[r][at], sum[r][0]);
-        store(&scores[r][at + W], sum[r][1]);
-    }
+    UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int v = 0; v < vectors; v++) store(&scores[r][at + v * W], sum[r][v]);
 }
 
 /* Products q·k of a row become weights 2^(score − m), those of keys that it does not see 0; their m and l. */
@@ -179,20 +186,11 @@ INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, con
                              int64_t first, int64_t end, struct sums *found) {
     float scores[ROWS][PARTITION];
     number weights[ROWS][PARTITION];
-    word copies[2][MAX_HEAD / P * W];
-    int64_t d = heads->d, count = end - first;
-    for (int64_t key = 0; key < count; key += 2 * W) {
-        int64_t strides[2], both = key + W < count;
-        const word *keys[2], *values[2] = {NULL, NULL};
-        keys[0] = keys[1] = keys_at(heads, first + key, end, copies[0], &strides[0]);
-        strides[1] = strides[0];
-        if (both) keys[1] = keys_at(heads, first + key + W, end, copies[1], &strides[1]);
-        if (heads->is_cold) {
-            values[0] = value_at(heads, first + key);
-            values[1] = both ? value_at(heads, first + key + W) : values[0];
-        }
-        score_keys(num_rows, rows, keys, strides, d / P, values, scores, key);
-    }
+    int64_t d = heads->d, count = end - first, key = 0;
+    if (heads->is_cold)
+        for (; key < count; key += 2 * W) score_keys(num_rows, 2, 1, rows, heads, first + key, end, scores, key);
+    for (; key + (KEYS - 2) * W < count; key += KEYS * W) score_keys(num_rows, KEYS, 0, rows, heads, first + key, end, scores, key);
+    for (; key < count; key += 2 * W) score_keys(num_rows, 2, 0, rows, heads, first + key, end, scores, key);
     for (int r = 0; r < num_rows; r++)
         soften(layer, rows->lower[r], rows->limit[r], first, end, scores[r], weights[r], &found->m[r], &found->l[r]);
     int64_t at = 0;
@@ -246,7 +244,9 @@ static float *slot_of(const struct kvpool_model *model, int64_t t, int64_t head,
     return model->slots + (model->first_slot[t] + head * model->num_slots[t] + slot) * (model->widest_head + 2);
 }
 
-static void attention_item(struct kvpool_model *model, const struct kvpool_layer *layer, const struct kind *kind, int64_t piece) {
+/* `place`: of each token among the rows of the results, NULL if tokens are these rows. */
+static void attention_item(struct kvpool_model *model, const struct kvpool_layer *layer, const struct kind *kind, int64_t piece,
+                           const int32_t *place) {
     const struct item *item = &kind->items[piece / layer->kv_heads];
     int64_t h = piece % layer->kv_heads, group = layer->heads / layer->kv_heads, d = layer->head_size;
     int64_t block_size = model->sizes.block_size;
@@ -260,13 +260,14 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
         .block_size = block_size,
         .is_cold = step->lengths[item->part] * group <= SHORT_ROWS,
     };
-    struct rows rows = {.last = 0};
+    struct rows rows;
+    rows.last = 0;
     int64_t token[ROWS], head[ROWS];
     for (int r = 0; r < item->num_rows; r++) {
         int64_t row = item->first_row + r, t = model->order[item->order + row / group];
         token[r] = t;
         head[r] = h * group + row % group;
-        rows.query[r] = (const word *)(model->queries + (t * layer->heads + head[r]) * d);
+        memcpy(rows.queries[r], model->queries + (t * layer->heads + head[r]) * d, d * sizeof(number));
         rows.limit[r] = model->context[t];
         rows.lower[r] = layer->window && layer->window < rows.limit[r] ? rows.limit[r] - layer->window : 0;
         if (rows.limit[r] > rows.last) rows.last = rows.limit[r];
@@ -275,7 +276,8 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
     attend_rows(item->num_rows, layer, &rows, &heads, item, &total);
     for (int r = 0; r < item->num_rows; r++) {
         if (item->slot < 0) {
-            divide(model->attended + (token[r] * layer->heads + head[r]) * d, total.o[r], total.l[r], d);
+            int64_t to = place ? place[token[r]] : token[r];
+            divide(model->attended + (to * layer->heads + head[r]) * d, total.o[r], total.l[r], d);
         } else {
             float *slot = slot_of(model, token[r], head[r], item->slot);
             slot[0] = total.m[r];
@@ -285,7 +287,8 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
     }
 }
 
-static void merge_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t) {
+/* The slots of token t become row `row` of the results. */
+static void merge_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t, int64_t row) {
     if (model->num_slots[t] == 0) return;
     int64_t d = layer->head_size;
     for (int64_t h = 0; h < layer->heads; h++) {
@@ -297,7 +300,7 @@ static void merge_row(struct kvpool_model *model, const struct kvpool_layer *lay
             fold_factors(&m, set(slot[0]), &left, &right);
             fold(&l, o, left[0], slot[1], slot + 2, right[0], d);
         }
-        divide(model->attended + (t * layer->heads + h) * d, o, l, d);
+        divide(model->attended + (row * layer->heads + h) * d, o, l, d);
     }
 }
 

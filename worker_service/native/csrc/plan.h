@@ -1,4 +1,4 @@
-/* The items of a step's attention. */
+/* Which tokens of a step are wanted, and the items of its attention. */
 #ifndef KVPOOL_PLAN_H
 #define KVPOOL_PLAN_H
 
@@ -7,6 +7,30 @@
 #include "state.h"
 
 #define MANY_ITEMS 8   /* attention items per thread that need no splitting */
+
+/* The tokens whose logits are wanted, each once, and room for their residuals if they are not all. */
+static int find_wanted(struct kvpool_model *model) {
+    const struct kvpool_step *step = &model->step;
+    for (int64_t t = 0; t < step->num_tokens; t++) model->place[t] = -1;
+    for (int64_t i = 0; i < step->num_rows; i++) model->place[step->rows[i]] = 0;
+    model->num_wanted = 0;
+    for (int64_t t = 0; t < step->num_tokens; t++) {
+        if (model->place[t] < 0) continue;
+        model->place[t] = model->num_wanted;
+        model->wanted[model->num_wanted++] = t;
+    }
+    if (model->num_wanted == step->num_tokens) {
+        model->last_residual = model->residual;
+        return 0;
+    }
+    if (model->num_wanted > model->wanted_room) {
+        model->wanted_room = 0;
+        if (grow(&model->wanted_residual, model->num_wanted * model->sizes.hidden * sizeof(float))) return -1;
+        model->wanted_room = model->num_wanted;
+    }
+    model->last_residual = model->wanted_residual;
+    return 0;
+}
 
 static int add_item(struct kind *kind, struct item item) {
     if (kind->num_items == kind->room) {
@@ -50,16 +74,55 @@ static int64_t first_partition(const struct kind *kind, int64_t start) {
 
 static int is_short(const struct kind *kind, int64_t length) { return length * (kind->heads / kind->kv_heads) <= SHORT_ROWS; }
 
+/* Tokens of a part go to `order` at `at`, all of them or the wanted ones. Returns the place after the last one. */
+static int64_t add_tokens(struct kvpool_model *model, int64_t part, int only_wanted, int64_t at) {
+    for (int64_t t = model->offsets[part]; t < model->offsets[part + 1]; t++)
+        if (!only_wanted || model->place[t] >= 0) model->order[at++] = t;
+    return at;
+}
+
+static int has_slots(const struct kvpool_model *model, int64_t part, int split) {
+    return model->prefix[part] || (split && partitions(model->step.starts[part] + model->step.lengths[part]) > 1);
+}
+
+/* The items of some kinds, for all tokens or for the wanted ones. */
+static int plan_kinds(struct kvpool_model *model, int64_t first_kind, int64_t end_kind, int only_wanted, int split) {
+    const struct kvpool_step *step = &model->step;
+    int64_t member = 0, tokens = only_wanted ? 2 * step->num_tokens : 0, by_part = tokens + step->num_tokens;
+    for (int64_t k = first_kind; k < end_kind; k++) model->kinds[k].num_items = 0;
+    /* Prefixes: their whole partitions are attended once for the tokens of all members. */
+    for (int64_t g = 0; g < step->num_prefixes; g++) {
+        int64_t end = step->prefix_ends[g], leader = step->prefix_parts[member], shared = model->prefix[leader], first = tokens;
+        for (; member < end; member++)
+            if (shared) tokens = add_tokens(model, step->prefix_parts[member], only_wanted, tokens);
+        for (int64_t k = first_kind; k < end_kind && shared; k++) {
+            struct kind *kind = &model->kinds[k];
+            struct item item = {.order = first, .part = leader, .first = 0, .end = shared, .slot = 0};
+            if (add_items(kind, item, (tokens - first) * (kind->heads / kind->kv_heads), 1)) return -1;
+        }
+    }
+    for (int64_t i = 0; i < step->num_parts; i++) {
+        int64_t first = by_part, end = partitions(step->starts[i] + step->lengths[i]);
+        int into_slots = has_slots(model, i, split);
+        by_part = add_tokens(model, i, only_wanted, by_part);
+        for (int64_t k = first_kind; k < end_kind && by_part > first; k++) {
+            struct kind *kind = &model->kinds[k];
+            int64_t seen = into_slots ? model->prefix[i] : first_partition(kind, model->context[model->order[first]] - 1);
+            struct item item = {.order = first, .part = i, .first = seen, .end = end, .slot = into_slots ? model->prefix[i] : -1};
+            if (add_items(kind, item, (by_part - first) * (kind->heads / kind->kv_heads), into_slots)) return -1;
+        }
+    }
+    return 0;
+}
+
 /* Which parts of the step attend with which others, and into how many slots. The kinds' heads differ, so the slots are those of the
  * kind that needs most: alike for all, because the number of slots of a token depends on its length and the prefix only. */
 static int plan_attention(struct kvpool_model *model) {
     const struct kvpool_step *step = &model->step;
-    int64_t num_items = 0, most_heads = 0, num_slots = 0;
+    int64_t num_items = 0, most_heads = 0, num_slots = 0, member = 0, last = model->num_kinds;
     int all_short = 1;
-    for (int64_t k = 0; k < model->num_kinds; k++) {
-        model->kinds[k].num_items = 0;
+    for (int64_t k = 0; k < model->num_kinds; k++)
         if (model->kinds[k].heads > most_heads) most_heads = model->kinds[k].heads;
-    }
     for (int64_t i = 0; i < step->num_parts; i++) {
         const struct kind *kind = &model->kinds[0];
         model->prefix[i] = 0;
@@ -67,39 +130,24 @@ static int plan_attention(struct kvpool_model *model) {
         for (int64_t k = 0; k < model->num_kinds; k++) all_short &= is_short(&model->kinds[k], step->lengths[i]);
     }
     int split = all_short && num_items < MANY_ITEMS * model->num_threads && model->num_threads > 1;
-    /* Prefixes: their whole partitions are attended once for the tokens of all members. */
-    int64_t member = 0, tokens = 0;
-    for (int64_t g = 0; g < step->num_prefixes; g++) {
-        int64_t end = step->prefix_ends[g], shared = step->prefix_blocks[g] * model->sizes.block_size / PARTITION;
-        int64_t first_token = tokens;
-        for (int64_t i = member; i < end && shared; i++) {
-            int64_t part = step->prefix_parts[i];
-            model->prefix[part] = shared;
-            for (int64_t t = model->offsets[part]; t < model->offsets[part + 1]; t++) model->order[tokens++] = t;
-        }
-        for (int64_t k = 0; k < model->num_kinds && shared; k++) {
-            struct kind *kind = &model->kinds[k];
-            struct item item = {.order = first_token, .part = step->prefix_parts[member], .first = 0, .end = shared, .slot = 0};
-            if (add_items(kind, item, (tokens - first_token) * (kind->heads / kind->kv_heads), 1)) return -1;
-        }
-        member = end;
-    }
+    for (int64_t g = 0; g < step->num_prefixes; g++)
+        for (; member < step->prefix_ends[g]; member++)
+            model->prefix[step->prefix_parts[member]] = step->prefix_blocks[g] * model->sizes.block_size / PARTITION;
     for (int64_t i = 0; i < step->num_parts; i++) {
-        int64_t start = step->starts[i], length = step->lengths[i], shared = model->prefix[i];
-        int64_t end = partitions(start + length);
-        int into_slots = shared || (split && end > 1);
+        int64_t end = has_slots(model, i, split) ? partitions(step->starts[i] + step->lengths[i]) : 0;
         for (int64_t t = model->offsets[i]; t < model->offsets[i + 1]; t++) {
-            model->num_slots[t] = into_slots ? end : 0;
+            model->num_slots[t] = end;
             model->first_slot[t] = num_slots;
-            num_slots += model->num_slots[t] * most_heads;
+            num_slots += end * most_heads;
         }
-        for (int64_t k = 0; k < model->num_kinds; k++) {
-            struct kind *kind = &model->kinds[k];
-            int64_t first = into_slots ? shared : first_partition(kind, start);
-            struct item item = {
-                .order = step->num_tokens + model->offsets[i], .part = i, .first = first, .end = end, .slot = into_slots ? shared : -1};
-            if (add_items(kind, item, length * (kind->heads / kind->kv_heads), into_slots)) return -1;
-        }
+    }
+    if (plan_kinds(model, 0, model->num_kinds, 0, split)) return -1;
+    if (model->num_wanted < step->num_tokens) {
+        const struct kind *kind = &model->kinds[model->kind_of_layer[model->sizes.num_layers - 1]];
+        model->kinds[last].heads = kind->heads;
+        model->kinds[last].kv_heads = kind->kv_heads;
+        model->kinds[last].window = kind->window;
+        if (plan_kinds(model, last, last + 1, 1, split)) return -1;
     }
     if (num_slots > model->slot_room) {
         model->slot_room = 0;

@@ -5,6 +5,10 @@
 #include "quantized.h"
 #include "state.h"
 
+INLINE void narrow_all(const float *from, number *to, int64_t count) {
+    for (int64_t i = 0; i < count; i += W) store_numbers_part(to + i, load_part(from + i, count - i), count - i);
+}
+
 /* y = x normed, with the weights from `first` on; y may be x. */
 static void norm_floats(const struct kvpool_norm *norm, int64_t first, const float *x, float *y, int64_t n) {
     float mean = 0, sum;
@@ -58,11 +62,11 @@ static void embed(struct kvpool_model *model, int64_t t) {
     if (sizes->embedding_norm.is_used) norm_floats(&sizes->embedding_norm, 0, row, row, hidden);
 }
 
-/* Add what a product has stored for a token to its residual, normed if the norm is used. `room` [hidden] is overwritten. */
-static void add_stored(struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, float *room) {
+/* Add what a product has stored for a row to its residual, normed if the norm is used. `room` [hidden] is overwritten. */
+static void add_stored(const struct kvpool_model *model, float *residual, int64_t row, const struct kvpool_norm *norm, float *room) {
     int64_t hidden = model->sizes.hidden;
-    float *residual = model->residual + t * hidden, scale = model->sizes.residual_scale;
-    const float *added = model->stored + t * hidden;
+    float scale = model->sizes.residual_scale;
+    const float *added = model->stored + row * hidden;
     if (norm->is_used) {
         norm_floats(norm, 0, added, room, hidden);
         added = room;
@@ -70,25 +74,23 @@ static void add_stored(struct kvpool_model *model, int64_t t, const struct kvpoo
     for (int64_t i = 0; i < hidden; i++) residual[i] += added[i] * scale;
 }
 
-/* The residual of token t as row `row` of a product's inputs, normed if the norm is used. `room` [hidden] is overwritten. */
-static void norm_residual(const struct kvpool_model *model, int64_t t, const struct kvpool_norm *norm, const struct kvpool_linear *linear,
-                          number *all_inputs, int64_t row, float *room) {
+/* A residual as row `row` of a product's inputs, normed if the norm is used. `room` [hidden] is overwritten. */
+static void norm_residual(const struct kvpool_model *model, const float *from, const struct kvpool_norm *norm,
+                          const struct kvpool_linear *linear, number *all_inputs, int64_t row, float *room) {
     int64_t hidden = model->sizes.hidden;
-    const float *from = model->residual + t * hidden;
     number *inputs = all_inputs + row * hidden;
     if (norm->is_used) {
         norm_floats(norm, 0, from, room, hidden);
         from = room;
     }
-    for (int64_t i = 0; i < hidden; i += W) store_numbers_part(inputs + i, load_part(from + i, hidden - i), hidden - i);
+    narrow_all(from, inputs, hidden);
     if (linear->scales) quantize_row(model, row, inputs, hidden, linear);
 }
 
-static void note_finite(const struct kvpool_model *model, int64_t t) {
-    const float *row = model->residual + t * model->sizes.hidden;
-    float zero = 0;
-    for (int64_t i = 0; i < model->sizes.hidden; i++) zero += row[i] * 0;
-    model->step.is_finite[t] = zero == 0;
+static int are_finite(const float *x, int64_t count) {
+    vf zero = set(0);
+    for (int64_t i = 0; i < count; i += W) zero += load_part(x + i, count - i) * 0;
+    return sum_of(zero) == 0;
 }
 
 /* Pairs (i, i + half), or (2i, 2i + 1) if interleaved. */
@@ -122,21 +124,24 @@ static void norm_queries_and_keys(const struct kvpool_layer *layer, float *queri
     norm_heads(layer, &layer->k_norm, queries + layer->heads * layer->head_size, layer->kv_heads);
 }
 
+/* Norms and rotation of a token's heads; its K and V go into the cache. */
 static void rotary_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t) {
     int64_t d = layer->head_size, block_size = model->sizes.block_size, position = model->step.positions[t];
     float *queries = model->qkv + t * layer->qkv.n, *keys = queries + layer->heads * d, *values = keys + layer->kv_heads * d;
     if (!layer->head_norms_follow_rotation) norm_queries_and_keys(layer, queries);
     for (float *head = queries; head < values; head += d) rotate(layer, head, position);
     if (layer->head_norms_follow_rotation) norm_queries_and_keys(layer, queries);
-    int64_t width = layer->heads * d;
-    for (int64_t i = 0; i < width; i += W) store_numbers_part(model->queries + t * width + i, load_part(queries + i, width - i), width - i);
+    int64_t width = layer->heads * d, all = layer->kv_heads * d;
+    narrow_all(queries, model->queries + t * width, width);
     int64_t slot = model->step.slots[t], block = slot / block_size, offset = slot % block_size;
-    number *k = (number *)layer->k_cache + (block * layer->kv_heads * d * block_size + offset * P);
-    for (int64_t h = 0; h < layer->kv_heads; h++, keys += d, k += d * block_size)
-        for (int64_t i = 0; i < d; i++) k[i / P * P * block_size + i % P] = narrow(keys[i]);
-    number *v = (number *)layer->v_cache + (block * layer->kv_heads * d * block_size + offset / P * P * d + offset % P);
-    for (int64_t h = 0; h < layer->kv_heads; h++, values += d, v += d * block_size)
-        for (int64_t i = 0; i < d; i++) v[i * P] = narrow(values[i]);
+    word *k = (word *)layer->k_cache + block * all / P * block_size + offset;
+    number *v = (number *)layer->v_cache + (block * all * block_size + offset / P * P * d + offset % P);
+    _Alignas(64) number narrowed[all];
+    narrow_all(keys, narrowed, all);
+    for (int64_t i = 0; i < all / P; i++) memcpy(k + i * block_size, narrowed + i * P, sizeof *k);
+    narrow_all(values, narrowed, all);
+    for (int64_t h = 0; h < layer->kv_heads; h++, v += d * block_size)
+        for (int64_t i = 0; i < d; i++) v[i * P] = narrowed[h * d + i];
 }
 
 #endif

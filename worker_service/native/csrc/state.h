@@ -41,19 +41,24 @@ struct kvpool_model {
     struct kvpool_sizes sizes;
     struct kvpool_layer *layers;
     int64_t num_phases;
-    struct kind *kinds;
+    struct kind *kinds;    /* [num_kinds + 1] the last one is that of the last layer in a step that does not want all tokens */
     int64_t num_kinds, *kind_of_layer;
 
     /* Of the step, written before it is published. */
     struct kvpool_step step;
     int64_t *offsets;      /* [N + 1] of the parts */
     int32_t *context;      /* [T] keys that a token sees without a window: those before it, and itself */
-    int32_t *order;        /* [2T] tokens; the second half are 0 … T − 1 */
+    int32_t *wanted;       /* [num_wanted] tokens whose logits are wanted, in order */
+    int32_t *place;        /* [T] of each token among them, or −1 */
+    int64_t num_wanted;
+    int32_t *order;        /* [4T] tokens: those of members of prefixes, by prefix; all by part; both once more, of wanted ones only */
     int32_t *num_slots;    /* [T] per head */
     int64_t *first_slot;   /* [T] of the token's first head, per kind alike */
     int32_t *prefix;       /* [N] partitions that are attended together with others */
     int64_t *num_pieces;   /* [phases] */
     float *residual;       /* [T][hidden] */
+    float *last_residual;  /* [num_wanted][hidden] after the last layer's K and V are written; `residual` if all are wanted */
+    float *wanted_residual; /* memory of last_residual */
     float *stored;         /* [T][hidden] a product that a norm follows */
     number *inputs;        /* [T][hidden] */
     float *qkv;            /* [T][(Hq + 2 Hkv) · D] */
@@ -65,7 +70,7 @@ struct kvpool_model {
     float *scales;         /* [rows][groups] of them */
     int32_t *offsets_of_groups;
     float *slots;          /* [slots][D + 2]: m, l, o */
-    int64_t token_room, part_room, row_room, slot_room;
+    int64_t token_room, part_room, row_room, slot_room, wanted_room;
     int64_t widest_qkv, widest_attended, widest_mlp, widest_head, most_groups;
     int64_t quantized_room; /* rows */
 

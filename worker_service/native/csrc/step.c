@@ -9,6 +9,8 @@
  * partitions of 256 keys, which are folded from the first to the last. Neither depends on the other rows of the step, on chunks, on
  * shared prefixes or on the number of threads.
  *
+ * Rows: tokens, until the last layer's K and V are written; then only those whose logits are wanted.
+ *
  * Words: P numbers of the type fill a 32-bit word, W words a vector.
  *   weight  [N/W][K/P][W] words   one load is W outputs at one word of k; N is padded with zeros; int8: four in a word
  *   K       [blocks][Hkv][D/P][block_size] words   one load is W keys at one word of D
@@ -31,30 +33,43 @@
 
 /* ---- Phases ---- */
 
-static int64_t rows_of_piece(const struct kvpool_model *model) { return model->step.num_tokens > 64 ? ROW_PIECES : 1; }
-
-static int64_t row_pieces(const struct kvpool_model *model) {
-    int64_t rows = rows_of_piece(model);
-    return (model->step.num_tokens + rows - 1) / rows;
+/* Whether a phase follows the last K and V. */
+static int is_of_wanted(const struct kvpool_model *model, int64_t phase) {
+    return phase >= 1 + (model->sizes.num_layers - 1) * PHASES_PER_LAYER + ATTENTION;
 }
 
+static int64_t rows_in(const struct kvpool_model *model, int64_t phase) {
+    return is_of_wanted(model, phase) ? model->num_wanted : model->step.num_tokens;
+}
+
+/* [rows][hidden] */
+static float *residual_in(const struct kvpool_model *model, int64_t phase) {
+    return is_of_wanted(model, phase) ? model->last_residual : model->residual;
+}
+
+static const struct kind *kind_in(const struct kvpool_model *model, int64_t phase) {
+    if (is_of_wanted(model, phase) && model->num_wanted < model->step.num_tokens) return &model->kinds[model->num_kinds];
+    return &model->kinds[model->kind_of_layer[(phase - 1) / PHASES_PER_LAYER]];
+}
+
+static int64_t rows_of_piece(int64_t rows) { return rows > 64 ? ROW_PIECES : 1; }
+
+static int64_t row_pieces(int64_t rows) { return (rows + rows_of_piece(rows) - 1) / rows_of_piece(rows); }
+
 static int64_t pieces_of(const struct kvpool_model *model, int64_t phase) {
-    int64_t tokens = model->step.num_tokens, from_end = phase - (model->num_phases - PHASES_AROUND);
-    if (phase == 0 || from_end == END) return row_pieces(model);
+    int64_t rows = rows_in(model, phase), from_end = phase - (model->num_phases - PHASES_AROUND);
+    if (phase == 0 || from_end == END) return row_pieces(rows);
     if (from_end == NORM_3) return model->step.num_rows;
     if (from_end == HEAD) return tiles_of(model, &model->sizes.head, model->step.num_rows, 1);
     const struct kvpool_layer *layer = &model->layers[(phase - 1) / PHASES_PER_LAYER];
     switch ((phase - 1) % PHASES_PER_LAYER) {
-    case QKV: return tiles_of(model, &layer->qkv, tokens, 1);
-    case ATTENTION: {
-        const struct kind *kind = &model->kinds[model->kind_of_layer[(phase - 1) / PHASES_PER_LAYER]];
-        return kind->num_items * layer->kv_heads;
-    }
-    case OUT: return tiles_of(model, &layer->out, tokens, 1);
-    case UP: return tiles_of(model, &layer->up, tokens, layer->is_gated ? 2 : 1);
-    case QUANTIZE: return layer->down.scales ? row_pieces(model) : 0;
-    case DOWN: return tiles_of(model, &layer->down, tokens, 1);
-    default: return row_pieces(model);
+    case QKV: return tiles_of(model, &layer->qkv, rows, 1);
+    case ATTENTION: return kind_in(model, phase)->num_items * layer->kv_heads;
+    case OUT: return tiles_of(model, &layer->out, rows, 1);
+    case UP: return tiles_of(model, &layer->up, rows, layer->is_gated ? 2 : 1);
+    case QUANTIZE: return layer->down.scales ? row_pieces(rows) : 0;
+    case DOWN: return tiles_of(model, &layer->down, rows, 1);
+    default: return row_pieces(rows);
     }
 }
 
@@ -63,72 +78,89 @@ static int stores_attention(const struct kvpool_layer *layer) { return layer->af
 static int stores_mlp(const struct kvpool_layer *layer) { return layer->after_mlp.is_used; }
 
 /* The products that follow attention and the MLP: added to the residual, or stored until they are normed or may be added. */
-static struct result onto_residual(struct kvpool_model *model, int is_stored) {
+static struct result onto_residual(struct kvpool_model *model, int64_t phase, int is_stored) {
     if (is_stored) return (struct result){.action = STORE, .floats = model->stored};
-    return (struct result){.action = ADD, .floats = model->residual, .scale = model->sizes.residual_scale};
+    return (struct result){.action = ADD, .floats = residual_in(model, phase), .scale = model->sizes.residual_scale};
 }
 
 /* What the MLP before layer `index` has stored, if it stores its product. */
-static void add_mlp_before(struct kvpool_model *model, int64_t index, int64_t t, float *room) {
+static void add_mlp_before(const struct kvpool_model *model, int64_t index, float *residual, int64_t row, float *room) {
     if (index == 0 || !stores_mlp(&model->layers[index - 1])) return;
-    add_stored(model, t, &model->layers[index - 1].after_mlp, room);
+    add_stored(model, residual, row, &model->layers[index - 1].after_mlp, room);
 }
 
-/* One token in a phase of rows. `room` [hidden] is overwritten. */
-static void run_row(struct kvpool_model *model, int64_t phase, int64_t t, float *room) {
+/* The last layer's K and V, and the residual of a wanted token, for the phases of these. A token is finite if its K and V are; then
+ * the residual is too, because infinity times any weight is not. Of a wanted one the last residual must be finite as well. */
+static void last_rotary_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t) {
+    int64_t hidden = model->sizes.hidden, place = model->place[t], not_kv = layer->heads * layer->head_size;
+    rotary_row(model, layer, t);
+    model->step.is_finite[t] = are_finite(model->qkv + t * layer->qkv.n + not_kv, layer->qkv.n - not_kv);
+    if (place >= 0 && model->last_residual != model->residual)
+        memcpy(model->last_residual + place * hidden, model->residual + t * hidden, hidden * sizeof(float));
+}
+
+/* One row in a phase of rows. `room` [hidden] is overwritten. */
+static void run_row(struct kvpool_model *model, int64_t phase, int64_t row, float *room) {
     if (phase == 0) {
-        embed(model, t);
+        embed(model, row);
         return;
     }
-    int64_t index = (phase - 1) / PHASES_PER_LAYER;
+    int64_t index = (phase - 1) / PHASES_PER_LAYER, hidden = model->sizes.hidden;
+    float *residual = residual_in(model, phase) + row * hidden;
     if (index == model->sizes.num_layers) {
-        add_mlp_before(model, index, t, room);
-        note_finite(model, t);
+        add_mlp_before(model, index, residual, row, room);
+        if (!are_finite(residual, hidden)) model->step.is_finite[model->wanted[row]] = 0;
         return;
     }
     const struct kvpool_layer *layer = &model->layers[index];
     switch ((phase - 1) % PHASES_PER_LAYER) {
     case NORM_1:
-        add_mlp_before(model, index, t, room);
-        norm_residual(model, t, &layer->before_attention, &layer->qkv, model->inputs, t, room);
+        add_mlp_before(model, index, residual, row, room);
+        norm_residual(model, residual, &layer->before_attention, &layer->qkv, model->inputs, row, room);
         break;
-    case ROTARY: rotary_row(model, layer, t); break;
+    case ROTARY:
+        if (index + 1 == model->sizes.num_layers)
+            last_rotary_row(model, layer, row);
+        else
+            rotary_row(model, layer, row);
+        break;
     case MERGE:
-        merge_row(model, layer, t);
+        merge_row(model, layer, is_of_wanted(model, phase) ? model->wanted[row] : row, row);
         if (layer->out.scales) {
             int64_t count = layer->heads * layer->head_size;
-            quantize_row(model, t, model->attended + t * count, count, &layer->out);
+            quantize_row(model, row, model->attended + row * count, count, &layer->out);
         }
         break;
     case QUANTIZE: {
         int64_t count = layer->is_gated ? layer->up.n / 2 : layer->up.n;
-        quantize_row(model, t, model->activated + t * count, count, &layer->down);
+        quantize_row(model, row, model->activated + row * count, count, &layer->down);
         break;
     }
     case NORM_2:
-        if (stores_attention(layer) && !layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
-        norm_residual(model, t, &layer->before_mlp, &layer->up, model->inputs, t, room);
-        if (layer->is_parallel) add_stored(model, t, &layer->after_attention, room);
+        if (stores_attention(layer) && !layer->is_parallel) add_stored(model, residual, row, &layer->after_attention, room);
+        norm_residual(model, residual, &layer->before_mlp, &layer->up, model->inputs, row, room);
+        if (layer->is_parallel) add_stored(model, residual, row, &layer->after_attention, room);
         break;
     default: break;
     }
 }
 
 static void run_rows(struct kvpool_model *model, int64_t phase, int64_t piece) {
-    int64_t each = rows_of_piece(model), first = piece * each;
-    int64_t end = first + each < model->step.num_tokens ? first + each : model->step.num_tokens;
+    int64_t rows = rows_in(model, phase), each = rows_of_piece(rows), first = piece * each;
+    int64_t end = first + each < rows ? first + each : rows;
     float room[model->sizes.hidden];
-    for (int64_t t = first; t < end; t++) run_row(model, phase, t, room);
+    for (int64_t row = first; row < end; row++) run_row(model, phase, row, room);
 }
 
 static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) {
     const struct kvpool_step *step = &model->step;
-    int64_t tokens = step->num_tokens, hidden = model->sizes.hidden, from_end = phase - (model->num_phases - PHASES_AROUND);
+    int64_t rows = rows_in(model, phase), hidden = model->sizes.hidden, from_end = phase - (model->num_phases - PHASES_AROUND);
     if (phase == 0 || from_end == END) {
         run_rows(model, phase, piece);
     } else if (from_end == NORM_3) {
         float room[hidden];
-        norm_residual(model, step->rows[piece], &model->sizes.last_norm, &model->sizes.head, model->selected, piece, room);
+        const float *residual = model->last_residual + model->place[step->rows[piece]] * hidden;
+        norm_residual(model, residual, &model->sizes.last_norm, &model->sizes.head, model->selected, piece, room);
     } else if (from_end == HEAD) {
         struct result result = {.action = STORE, .floats = step->logits};
         tile(model, &model->sizes.head, 1, model->selected, step->num_rows, piece, &result);
@@ -139,21 +171,23 @@ static void run_piece(struct kvpool_model *model, int64_t phase, int64_t piece) 
         switch (what) {
         case QKV:
             result = (struct result){.action = STORE, .floats = model->qkv};
-            tile(model, &layer->qkv, 1, model->inputs, tokens, piece, &result);
+            tile(model, &layer->qkv, 1, model->inputs, rows, piece, &result);
             break;
-        case ATTENTION: attention_item(model, layer, &model->kinds[model->kind_of_layer[index]], piece); break;
+        case ATTENTION:
+            attention_item(model, layer, kind_in(model, phase), piece, is_of_wanted(model, phase) ? model->place : NULL);
+            break;
         case OUT:
-            result = onto_residual(model, stores_attention(layer));
-            tile(model, &layer->out, 1, model->attended, tokens, piece, &result);
+            result = onto_residual(model, phase, stores_attention(layer));
+            tile(model, &layer->out, 1, model->attended, rows, piece, &result);
             break;
         case UP:
             result = (struct result){
                 .action = ACTIVATE, .numbers = model->activated, .activation = layer->activation, .is_gated = layer->is_gated};
-            tile(model, &layer->up, layer->is_gated ? 2 : 1, model->inputs, tokens, piece, &result);
+            tile(model, &layer->up, layer->is_gated ? 2 : 1, model->inputs, rows, piece, &result);
             break;
         case DOWN:
-            result = onto_residual(model, stores_mlp(layer));
-            tile(model, &layer->down, 1, model->activated, tokens, piece, &result);
+            result = onto_residual(model, phase, stores_mlp(layer));
+            tile(model, &layer->down, 1, model->activated, rows, piece, &result);
             break;
         default: run_rows(model, phase, piece); break;
         }
@@ -168,7 +202,8 @@ static int make_room(struct kvpool_model *model) {
     if (tokens > model->token_room) {
         model->token_room = 0;
         if (grow(&model->context, tokens * sizeof(int32_t)) ||
-            grow(&model->order, 2 * tokens * sizeof(int32_t)) || grow(&model->num_slots, tokens * sizeof(int32_t)) ||
+            grow(&model->wanted, tokens * sizeof(int32_t)) || grow(&model->place, tokens * sizeof(int32_t)) ||
+            grow(&model->order, 4 * tokens * sizeof(int32_t)) || grow(&model->num_slots, tokens * sizeof(int32_t)) ||
             grow(&model->first_slot, tokens * sizeof(int64_t)) || grow(&model->residual, tokens * hidden * sizeof(float)) ||
             (model->sizes.stores_products && grow(&model->stored, tokens * hidden * sizeof(float))) ||
             grow(&model->inputs, tokens * hidden * sizeof(number)) || grow(&model->qkv, tokens * model->widest_qkv * sizeof(float)) ||
@@ -204,14 +239,11 @@ static int make_room(struct kvpool_model *model) {
 int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step) {
     wait_for(model, &model->inside, 0, 1);
     model->step = *step;
-    if (make_room(model)) return KVPOOL_NO_MEMORY;
+    if (make_room(model) || find_wanted(model)) return KVPOOL_NO_MEMORY;
     int64_t tokens = 0;
     for (int64_t i = 0; i < step->num_parts; i++) {
         model->offsets[i] = tokens;
-        for (int64_t j = 0; j < step->lengths[i]; j++, tokens++) {
-            model->context[tokens] = step->starts[i] + j + 1;
-            model->order[step->num_tokens + tokens] = tokens;
-        }
+        for (int64_t j = 0; j < step->lengths[i]; j++, tokens++) model->context[tokens] = step->starts[i] + j + 1;
     }
     model->offsets[step->num_parts] = tokens;
     if (plan_attention(model)) return KVPOOL_NO_MEMORY;
@@ -233,7 +265,7 @@ int kvpool_run(struct kvpool_model *model, const struct kvpool_step *step) {
 
 static int find_kinds(struct kvpool_model *model) {
     int64_t count = model->sizes.num_layers;
-    model->kinds = calloc(count, sizeof *model->kinds);
+    model->kinds = calloc(count + 1, sizeof *model->kinds);
     model->kind_of_layer = calloc(count, sizeof *model->kind_of_layer);
     if (!model->kinds || !model->kind_of_layer) return -1;
     for (int64_t i = 0; i < count; i++) {
@@ -303,9 +335,10 @@ void kvpool_close(struct kvpool_model *model) {
     atomic_fetch_add(&model->go, 1);
     announce(model);
     for (int64_t i = 0; i < model->num_members; i++) pthread_join(model->threads[i], NULL);
-    for (int64_t k = 0; k < model->num_kinds; k++) free(model->kinds[k].items);
+    for (int64_t k = 0; model->kinds && k <= model->num_kinds; k++) free(model->kinds[k].items);
     void *owned[] = {model->layers,   model->kinds,   model->kind_of_layer, model->offsets,   model->context,
-                     model->order,    model->num_slots, model->first_slot,  model->prefix,    model->num_pieces, model->residual,
+                     model->order,    model->wanted,  model->place,         model->wanted_residual,
+                     model->num_slots, model->first_slot,  model->prefix,    model->num_pieces, model->residual,
                      model->stored,   model->inputs,  model->qkv,           model->queries,   model->attended, model->activated,
                      model->selected, model->quantized, model->scales, model->offsets_of_groups, model->slots,   model->phases,        model->threads,   model->times};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);

@@ -69,7 +69,7 @@ struct kvpool_step {
     const int64_t *prefix_blocks; /* [prefixes] leading blocks that are shared, full, and not written in this step */
     const int64_t *rows;          /* [rows] tokens that need logits */
     float *logits;                /* [rows][vocab] */
-    uint8_t *is_finite;           /* [tokens] */
+    uint8_t *is_finite;           /* [tokens] the last layer's K and V, and the last residual of those that need logits */
 };
 
 struct kvpool_build {

@@ -96,10 +96,13 @@ INLINE float largest_of(vf x) {
 #endif
 }
 
-/* 2^x for x ≤ 0; exactly 0 below −126; NaN stays NaN. Relative error below 2e-7: of 2^n, n the nearest integer, times a minimax
- * polynomial of the rest. */
+INLINE vf absolute(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+/* 2^x for x ≤ 0; 0 below −126.5; NaN stays NaN. Relative error below 2e-7 down to −126: of 2^n, n the nearest integer, times a
+ * minimax polynomial of the rest. */
 INLINE vf exp2_of(vf x) {
     vf magic = set(12583039.0f); /* 1.5 · 2^23 + 127: adding it rounds to an integer, whose low bits are a float's exponent */
+    x = larger(set(-127.0f), x); /* whose exponent is 0, and so is the float */
     vf shifted = x + magic;
     vf f = x - (shifted - magic);
     vf y = set(1.326472731307149e-3f);
@@ -108,7 +111,7 @@ INLINE vf exp2_of(vf x) {
     y = multiply_add(y, f, set(2.4022242426872253e-1f));
     y = multiply_add(y, f, set(6.931470036506653e-1f));
     y = multiply_add(y, f, set(1.0f));
-    return choose(x < -126.0f, set(0), y * (vf)((vi)shifted << 23));
+    return y * (vf)((vi)shifted << 23);
 }
 
 /* e^x; exactly 0 below −87, infinite above 88.7; NaN stays NaN. Relative error below 2e-7. */
