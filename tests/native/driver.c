@@ -175,9 +175,10 @@ static void check_decodes(const struct shape *shape) {
     free_tiny(tiny);
 }
 
-/* A product of the last layer has a NaN in output n: the tokens of which it is computed are not finite. */
+/* A product of the last layer has a NaN in output n, an int8 one in its scale: the tokens of which it is computed are not finite. */
 static void check_nan_in_last_layer(const struct kvpool_linear *linear, int64_t n, int of_all, struct kvpool_model *model, struct batch *batch) {
-    word *weight = (word *)linear->weight + n / W * (linear->k / P) * W + n % W, before = *weight;
+    word *weight = linear->scales ? (word *)linear->scales + n : (word *)linear->weight + n / W * (linear->k / P) * W + n % W;
+    word before = *weight;
     *weight = 0xffffffff;
     struct schedule schedule = {"NaN in the last layer", INT64_MAX, 64, 0, 0, 1};
     run_schedule(model, batch, &schedule);
