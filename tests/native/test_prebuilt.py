@@ -18,7 +18,7 @@ from kvpool.worker_service.native.prebuilt import MANIFEST, Build, read_manifest
 from kvpool.worker_service.native.selection import select_library
 from scripts.native_builds import AARCH64, TARGETS, X86_64_V3, X86_64_V4_AMX, Target, build
 from tests.native.fake_compiler import FakeCompiler
-from tests.native.test_tiles import TILE_PRODUCT
+from tests.native.test_tile_registers import TILE_PRODUCT
 
 MACHINE = platform.machine()
 FAST = Target("fast", MACHINE, frozenset({"simd", "wide"}), (), ("float32",))

@@ -104,7 +104,7 @@ class DuplexCall(StreamCall):
 
     def _repeated(self, server: Process) -> ServerSide:
         side = super()._repeated(server)
-        # Those that it has not read yet would be begun by the repeated call first, which nothing answers.
+        # Those that it has not begun yet would be begun by the repeated call first, which nothing answers.
         for request in () if self._server_side is None else self._server_side.taken:
             side.put(request)
         side.put(None)

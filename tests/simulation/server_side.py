@@ -20,7 +20,7 @@ class ServerSide:
         self.is_repeated = is_repeated
         self.task: asyncio.Task[None]
         self.taken: list[bytes] = []
-        """The requests that the servicer has read."""
+        """The requests that the servicer has read, each as soon as it asks for the next: then it has begun this one."""
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._is_closed = False
         self._is_answered = False
@@ -38,8 +38,8 @@ class ServerSide:
         ended it raises UsageError.
         """
         while (request := await self._requests.get()) is not None:
-            self.taken.append(request)
             yield deserializer(request)
+            self.taken.append(request)
         if self._is_answered:
             raise grpc.aio.UsageError("RPC already finished.")
 
