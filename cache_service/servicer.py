@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -308,6 +308,20 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             budget=client_codec.encode_budget(manager.budget),
             former_lease_remaining_ms=client_codec.remaining_ms(self._former_lease_end, now),
         )
+
+    async def DescribeBlock(
+        self, request: cache_pb2.DescribeBlockRequest, context: Context[Any, Any]
+    ) -> cache_pb2.DescribeBlockResponse:
+        raise NotImplementedError
+
+    async def Explain(self, request: cache_pb2.ExplainRequest, context: Context[Any, Any]) -> cache_pb2.ExplainResponse:
+        raise NotImplementedError
+
+    async def Watch(
+        self, request: cache_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[cache_pb2.WatchResponse]:
+        raise NotImplementedError
+        yield cache_pb2.WatchResponse()
 
     @answering
     async def Check(self, request: cache_pb2.CheckRequest, context: Context[Any, Any]) -> cache_pb2.CheckResponse:

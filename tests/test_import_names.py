@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMPONENTS = ("cache_service", "worker_service", "client")
+COMPONENTS = ("cache_service", "worker_service", "client", "gateway")
 # Also in strings, which name modules for monkeypatch and programs for other processes.
 SECOND_NAME = re.compile(
     rf"""(?<![\w.])(?:from|import)\ (?:{"|".join(COMPONENTS)})[. ]   # from client.errors import …

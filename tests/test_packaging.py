@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("cache_service", "client", "common", "protos", "worker_service")
+SOURCES = ("cache_service", "client", "common", "gateway", "protos", "worker_service")
 PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
     "kvpool/process": "common/kvpool/process",
@@ -25,6 +25,7 @@ PACKAGES = {
     "kvpool/cache_service": "cache_service",
     "kvpool/worker_service": "worker_service",
     "kvpool/client": "client",
+    "kvpool/gateway": "gateway",
 }
 PREBUILT = ("manifest.json", "x86-64-v3-float32.so")
 # Nothing of these may be needed before a model is loaded.

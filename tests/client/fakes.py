@@ -331,6 +331,10 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         raise NotImplementedError
 
     Report = KeepAlive = Allocate = Append = Free = Fork = Deregister = Register
+    DescribeBlock = Explain = Register
+
+    def Watch(self, request: object, context: Context) -> NoReturn:
+        raise NotImplementedError
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from pydantic_settings import (
 from .variables import unknown_variables
 
 CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
-TABLES: Final = ("manager", "worker", "up", "client")
+TABLES: Final = ("manager", "worker", "up", "gateway", "client")
 """Of a settings file."""
 
 S = TypeVar("S", bound="ProcessSettings")

@@ -82,6 +82,51 @@ BLOCK_STATE_RESERVED: BlockState.ValueType  # 4
 BLOCK_STATE_COPYING: BlockState.ValueType  # 5
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
+class _MissCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_CAUSE_UNSPECIFIED: _MissCause.ValueType  # 0
+    MISS_CAUSE_NEVER_SEEN: _MissCause.ValueType  # 1
+    """Nothing that the manager remembers held these tokens after this prefix."""
+    MISS_CAUSE_EVICTED: _MissCause.ValueType  # 2
+    """It was evicted. Probably: names are kept, and names can be equal by chance."""
+    MISS_CAUSE_OTHER_ROOT: _MissCause.ValueType  # 3
+    """The same tokens are cached under another root: another adapter, another model, another block size, or, only with
+    --explain-across-salts, another salt.
+    """
+    MISS_CAUSE_BEING_COMPUTED: _MissCause.ValueType  # 4
+    """A sequence is computing it now."""
+    MISS_CAUSE_PARTIAL_TAIL: _MissCause.ValueType  # 5
+    """The rest of the prompt does not fill a block."""
+    MISS_CAUSE_LAST_TOKEN: _MissCause.ValueType  # 6
+    """All of the prompt is cached; its last token is always computed, and with it its block."""
+    MISS_CAUSE_ON_ANOTHER_WORKER: _MissCause.ValueType  # 7
+    """Another worker has it, this one does not."""
+
+class MissCause(_MissCause, metaclass=_MissCauseEnumTypeWrapper): ...
+
+MISS_CAUSE_UNSPECIFIED: MissCause.ValueType  # 0
+MISS_CAUSE_NEVER_SEEN: MissCause.ValueType  # 1
+"""Nothing that the manager remembers held these tokens after this prefix."""
+MISS_CAUSE_EVICTED: MissCause.ValueType  # 2
+"""It was evicted. Probably: names are kept, and names can be equal by chance."""
+MISS_CAUSE_OTHER_ROOT: MissCause.ValueType  # 3
+"""The same tokens are cached under another root: another adapter, another model, another block size, or, only with
+--explain-across-salts, another salt.
+"""
+MISS_CAUSE_BEING_COMPUTED: MissCause.ValueType  # 4
+"""A sequence is computing it now."""
+MISS_CAUSE_PARTIAL_TAIL: MissCause.ValueType  # 5
+"""The rest of the prompt does not fill a block."""
+MISS_CAUSE_LAST_TOKEN: MissCause.ValueType  # 6
+"""All of the prompt is cached; its last token is always computed, and with it its block."""
+MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ValueType  # 7
+"""Another worker has it, this one does not."""
+Global___MissCause: _TypeAlias = MissCause  # noqa: Y015
+
 @_typing.final
 class Uplink(_message.Message):
     """---- the link -------------------------------------------------------------------------------------------------------
@@ -1644,3 +1689,774 @@ class Violation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Violation: _TypeAlias = Violation  # noqa: Y015
+
+@_typing.final
+class DescribeBlockRequest(_message.Message):
+    """---- one block ------------------------------------------------------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    block_id: _builtins.int
+    """1 … num_blocks − 1."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        block_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeBlockRequest: _TypeAlias = DescribeBlockRequest  # noqa: Y015
+
+@_typing.final
+class DescribeBlockResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    SALT_NUMBER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    salt_number: _builtins.int
+    """As in BlockPicture."""
+    tokens: _builtins.bytes
+    """Tokens from position 0 to the end of the block, as far as they are known."""
+    @_builtins.property
+    def block(self) -> Global___BlockDescription:
+        """Without its place on the free list."""
+
+    @_builtins.property
+    def root(self) -> _common_pb2.Root:
+        """Of what the block holds or is to hold; unset if it holds nothing. Without the salt: see salt_number."""
+
+    @_builtins.property
+    def prefix_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The blocks of this worker that hold this prefix, from table index 0 on, this block's last; 0 where none does any more."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        block: Global___BlockDescription | None = ...,
+        root: _common_pb2.Root | None = ...,
+        salt_number: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        prefix_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "root", b"root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "epoch", b"epoch", "prefix_block_ids", b"prefix_block_ids", "root", b"root", "salt_number", b"salt_number", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeBlockResponse: _TypeAlias = DescribeBlockResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """---- Watch ----------------------------------------------------------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PICTURE_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def picture(self) -> Global___PictureOptions:
+        """Unset: no pictures."""
+
+    @_builtins.property
+    def contents(self) -> Global___ContentsOptions:
+        """Unset: no contents."""
+
+    def __init__(
+        self,
+        *,
+        picture: Global___PictureOptions | None = ...,
+        contents: Global___ContentsOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "picture", b"picture"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "picture", b"picture"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class PictureOptions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCLUDE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """100 to 10,000; 0: 1,000. Viewers with the same interval share the work."""
+    worker_id: _builtins.str
+    """Only this worker; empty: all."""
+    include_blocks: _builtins.bool
+    """Also the state of each block."""
+    max_sequences: _builtins.int
+    """Most live sequences of each worker (0: none); 1,000 in all."""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        include_blocks: _builtins.bool = ...,
+        max_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_blocks", b"include_blocks", "interval_ms", b"interval_ms", "max_sequences", b"max_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PictureOptions: _TypeAlias = PictureOptions  # noqa: Y015
+
+@_typing.final
+class ContentsOptions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """To resume: the epoch and the number of the last event that came. If the events after it are not kept any more, or the epoch is
+    another one, the whole state comes anew.
+    """
+    after: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentsOptions: _TypeAlias = ContentsOptions  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PICTURE_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def picture(self) -> Global___Picture: ...
+    @_builtins.property
+    def contents(self) -> Global___Contents: ...
+    def __init__(
+        self,
+        *,
+        picture: Global___Picture | None = ...,
+        contents: Global___Contents | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "message", b"message", "picture", b"picture"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "message", b"message", "picture", b"picture"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["picture", "contents"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class Picture(_message.Message):
+    """The cluster at one moment, or what has changed since the picture before. A viewer that reads slowly gets later pictures, never more
+    of them. A large picture comes in parts: several messages with the same number, the last one with `complete`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    ENDED_SESSIONS_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    number: _builtins.int
+    """Counts the manager's pictures, from 1; `last_used` of blocks is in this number."""
+    whole: _builtins.bool
+    """Forget the picture before: this one has everything. Set in the first part."""
+    complete: _builtins.bool
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPicture]:
+        """Those that have changed; with `whole`, all."""
+
+    @_builtins.property
+    def ended_sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sessions that have ended since."""
+
+    @_builtins.property
+    def cluster(self) -> Global___ClusterPicture:
+        """As in DescribeResponse; unset if nothing in it has changed."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+        whole: _builtins.bool = ...,
+        complete: _builtins.bool = ...,
+        workers: _abc.Iterable[Global___WorkerPicture] | None = ...,
+        ended_sessions: _abc.Iterable[_builtins.int] | None = ...,
+        cluster: Global___ClusterPicture | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "complete", b"complete", "ended_sessions", b"ended_sessions", "epoch", b"epoch", "number", b"number", "whole", b"whole", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Picture: _TypeAlias = Picture  # noqa: Y015
+
+@_typing.final
+class ClusterPicture(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PREFIX_NODES_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    NUM_AUDITS_FIELD_NUMBER: _builtins.int
+    NUM_VIOLATIONS_FIELD_NUMBER: _builtins.int
+    num_prefix_nodes: _builtins.int
+    num_audits: _builtins.int
+    """Audits of this life of the manager, of the checks that somebody asked for, and what the last one has found."""
+    num_violations: _builtins.int
+    @_builtins.property
+    def budget(self) -> Global___Budget: ...
+    def __init__(
+        self,
+        *,
+        num_prefix_nodes: _builtins.int = ...,
+        budget: Global___Budget | None = ...,
+        num_audits: _builtins.int = ...,
+        num_violations: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "num_audits", b"num_audits", "num_prefix_nodes", b"num_prefix_nodes", "num_violations", b"num_violations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterPicture: _TypeAlias = ClusterPicture  # noqa: Y015
+
+@_typing.final
+class WorkerPicture(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    ENDED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___WorkerDescription:
+        """Without blocks and sequences; unset if nothing in it but the lease has changed."""
+
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockPicture]: ...
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDescription]:
+        """New ones, and those that have changed."""
+
+    @_builtins.property
+    def ended_sequences(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceKey]:
+        """Sequences that have ended, or are no longer among the first max_sequences."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        worker: Global___WorkerDescription | None = ...,
+        blocks: _abc.Iterable[Global___BlockPicture] | None = ...,
+        sequences: _abc.Iterable[Global___SequenceDescription] | None = ...,
+        ended_sequences: _abc.Iterable[_common_pb2.SequenceKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ended_sequences", b"ended_sequences", "sequences", b"sequences", "session", b"session", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPicture: _TypeAlias = WorkerPicture  # noqa: Y015
+
+@_typing.final
+class BlockPicture(_message.Message):
+    """Some blocks of one pool, as lists of equal length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    REF_COUNTS_FIELD_NUMBER: _builtins.int
+    LAST_USED_FIELD_NUMBER: _builtins.int
+    SALT_NUMBERS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    first_block: _builtins.int
+    states: _builtins.bytes
+    """A byte each: BlockState."""
+    ref_counts: _builtins.bytes
+    """Little-endian uint16 each: tables that name the block, at most 65,535."""
+    last_used: _builtins.bytes
+    """Little-endian uint32 each: number of the picture in which it was last granted or hit, modulo 2^32; 0: in none since somebody
+    watches.
+    """
+    salt_numbers: _builtins.bytes
+    """Little-endian uint16 each: number of the tenant's salt, in the order in which the manager met them; 0: none, or nothing is held;
+    65,535: one of those after 65,534.
+    """
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The blocks are these, ascending; if there are none, first_block and those after it."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_block: _builtins.int = ...,
+        states: _builtins.bytes = ...,
+        ref_counts: _builtins.bytes = ...,
+        last_used: _builtins.bytes = ...,
+        salt_numbers: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "group", b"group", "last_used", b"last_used", "ref_counts", b"ref_counts", "salt_numbers", b"salt_numbers", "states", b"states", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockPicture: _TypeAlias = BlockPicture  # noqa: Y015
+
+@_typing.final
+class Contents(_message.Message):
+    """What became a hit and what was evicted: complete and in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WHOLE_BEGINS_FIELD_NUMBER: _builtins.int
+    WHOLE_ENDS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    whole_begins: _builtins.bool
+    """Forget everything: from here on the whole state follows, as events `stored`, mixed with what happens meanwhile. Set in its first
+    message. What is stored again is as before; what is removed and was not yet stored never comes.
+    """
+    whole_ends: _builtins.bool
+    """Set in the last message of the whole state."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentEvent]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        whole_begins: _builtins.bool = ...,
+        whole_ends: _builtins.bool = ...,
+        events: _abc.Iterable[Global___ContentEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "whole_begins", b"whole_begins", "whole_ends", b"whole_ends"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Contents: _TypeAlias = Contents  # noqa: Y015
+
+@_typing.final
+class ContentEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, 3, … within the epoch, without a gap. Events of a whole state have the number of the last event before them."""
+    @_builtins.property
+    def stored(self) -> Global___ContentStored: ...
+    @_builtins.property
+    def removed(self) -> Global___ContentRemoved: ...
+    @_builtins.property
+    def cleared(self) -> Global___PoolCleared: ...
+    @_builtins.property
+    def served(self) -> Global___ContentServed: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        stored: Global___ContentStored | None = ...,
+        removed: Global___ContentRemoved | None = ...,
+        cleared: Global___PoolCleared | None = ...,
+        served: Global___ContentServed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "served", b"served", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "number", b"number", "removed", b"removed", "served", b"served", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "served"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ContentEvent: _TypeAlias = ContentEvent  # noqa: Y015
+
+@_typing.final
+class ContentStored(_message.Message):
+    """A worker's first block with this content is sealed: a hit from now on. Parents come before children."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    SALT_NUMBER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    node: _builtins.int
+    """Names the content for as long as it is listed: a number within the epoch, the same for all workers. Never a hash."""
+    parent: _builtins.int
+    """0: none, the content begins a chain."""
+    salt_number: _builtins.int
+    """As in BlockPicture."""
+    tokens: _builtins.bytes
+    """block_size token ids."""
+    block_hash: _builtins.int
+    """xxh64 of the chain. A name, never a proof."""
+    session: _builtins.int
+    """0: no worker has it any more, but one has content after it."""
+    worker_id: _builtins.str
+    block_size: _builtins.int
+    @_builtins.property
+    def root(self) -> _common_pb2.Root:
+        """Of the chain. Set where parent is 0; without the salt."""
+
+    @_builtins.property
+    def sequence(self) -> _common_pb2.SequenceKey:
+        """The sequence that computed it; unset in a whole state, and in a report."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.int = ...,
+        parent: _builtins.int = ...,
+        root: _common_pb2.Root | None = ...,
+        salt_number: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        block_hash: _builtins.int = ...,
+        session: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        sequence: _common_pb2.SequenceKey | None = ...,
+        block_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root", "sequence", b"sequence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_size", b"block_size", "node", b"node", "parent", b"parent", "root", b"root", "salt_number", b"salt_number", "sequence", b"sequence", "session", b"session", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentStored: _TypeAlias = ContentStored  # noqa: Y015
+
+@_typing.final
+class ContentRemoved(_message.Message):
+    """The last block of this session's worker with this content was given to something else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    node: _builtins.int
+    session: _builtins.int
+    def __init__(
+        self,
+        *,
+        node: _builtins.int = ...,
+        session: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentRemoved: _TypeAlias = ContentRemoved  # noqa: Y015
+
+@_typing.final
+class PoolCleared(_message.Message):
+    """The session has ended: nothing of it is a hit any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolCleared: _TypeAlias = PoolCleared  # noqa: Y015
+
+@_typing.final
+class ContentServed(_message.Message):
+    """A sequence was granted blocks, and the cache served the first of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    node: _builtins.int
+    """The deepest content served; 0: nothing was."""
+    num_cached_tokens: _builtins.int
+    num_prompt_tokens: _builtins.int
+    @_builtins.property
+    def sequence(self) -> _common_pb2.SequenceKey: ...
+    def __init__(
+        self,
+        *,
+        sequence: _common_pb2.SequenceKey | None = ...,
+        session: _builtins.int = ...,
+        node: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentServed: _TypeAlias = ContentServed  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """---- Explain --------------------------------------------------------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    worker_id: _builtins.str
+    """Only this worker; empty: all that serve the root's model."""
+    @_builtins.property
+    def root(self) -> _common_pb2.Root: ...
+    def __init__(
+        self,
+        *,
+        root: _common_pb2.Root | None = ...,
+        tokens: _builtins.bytes = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["root", b"root", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CLOSEST_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerExplanation]:
+        """Most served tokens first."""
+
+    @_builtins.property
+    def closest(self) -> Global___ClosestPrompt:
+        """Of all workers asked for; unset if there is none."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerExplanation] | None = ...,
+        closest: Global___ClosestPrompt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closest", b"closest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closest", b"closest", "epoch", b"epoch", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class WorkerExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    num_cached_tokens: _builtins.int
+    """What Allocate would serve now."""
+    @_builtins.property
+    def miss(self) -> Global___Miss:
+        """Why the block after these tokens is not served."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        num_cached_tokens: _builtins.int = ...,
+        miss: Global___Miss | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerExplanation: _TypeAlias = WorkerExplanation  # noqa: Y015
+
+@_typing.final
+class Miss(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    EVICTED_MS_AGO_FIELD_NUMBER: _builtins.int
+    EVICTED_FOR_FIELD_NUMBER: _builtins.int
+    OTHER_ROOT_FIELD_NUMBER: _builtins.int
+    OTHER_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    OTHER_SALT_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    LEADER_POSITION_FIELD_NUMBER: _builtins.int
+    OTHER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Position of the first token that is not served."""
+    cause: Global___MissCause.ValueType
+    evicted_ms_ago: _builtins.int
+    """EVICTED: how long ago, and for which sequence, if one is known."""
+    other_block_size: _builtins.int
+    other_salt: _builtins.bool
+    """OTHER_ROOT: the salts differ."""
+    leader_position: _builtins.int
+    other_worker_id: _builtins.str
+    """ON_ANOTHER_WORKER, OTHER_ROOT: a worker that has it."""
+    @_builtins.property
+    def evicted_for(self) -> _common_pb2.SequenceKey: ...
+    @_builtins.property
+    def other_root(self) -> _common_pb2.Root:
+        """OTHER_ROOT: which; without the salt."""
+
+    @_builtins.property
+    def leader(self) -> _common_pb2.SequenceKey:
+        """BEING_COMPUTED: by whom, and up to which of the prompt's tokens."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        cause: Global___MissCause.ValueType = ...,
+        evicted_ms_ago: _builtins.int = ...,
+        evicted_for: _common_pb2.SequenceKey | None = ...,
+        other_root: _common_pb2.Root | None = ...,
+        other_block_size: _builtins.int = ...,
+        other_salt: _builtins.bool = ...,
+        leader: _common_pb2.SequenceKey | None = ...,
+        leader_position: _builtins.int = ...,
+        other_worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evicted_for", b"evicted_for", "leader", b"leader", "other_root", b"other_root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "evicted_for", b"evicted_for", "evicted_ms_ago", b"evicted_ms_ago", "leader", b"leader", "leader_position", b"leader_position", "other_block_size", b"other_block_size", "other_root", b"other_root", "other_salt", b"other_salt", "other_worker_id", b"other_worker_id", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Miss: _TypeAlias = Miss  # noqa: Y015
+
+@_typing.final
+class ClosestPrompt(_message.Message):
+    """The cached prompt under the same root that agrees longest with this one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_EQUAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_GAINED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    num_equal_tokens: _builtins.int
+    """Tokens that are equal, from position 0; the next one differs, or there is none."""
+    prompt_token: _builtins.int
+    """Unset at the end of either prompt."""
+    cached_token: _builtins.int
+    num_prompts: _builtins.int
+    """How many of the cached prompts searched have `cached_token` there."""
+    num_tokens_gained: _builtins.int
+    """Tokens that the cache would serve beyond today if the two did not differ there: the rest of the prompt agrees that long with what is
+    cached after `cached_token`.
+    """
+    truncated: _builtins.bool
+    """The search was cut short: a closer one may exist."""
+    def __init__(
+        self,
+        *,
+        num_equal_tokens: _builtins.int = ...,
+        prompt_token: _builtins.int | None = ...,
+        cached_token: _builtins.int | None = ...,
+        num_prompts: _builtins.int = ...,
+        num_tokens_gained: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token", "_prompt_token", b"_prompt_token", "cached_token", b"cached_token", "prompt_token", b"prompt_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token", "_prompt_token", b"_prompt_token", "cached_token", b"cached_token", "num_equal_tokens", b"num_equal_tokens", "num_prompts", b"num_prompts", "num_tokens_gained", b"num_tokens_gained", "prompt_token", b"prompt_token", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_token: _TypeAlias = _typing.Literal["cached_token"]  # noqa: Y015
+    _WhichOneofArgType__cached_token: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_token: _TypeAlias = _typing.Literal["prompt_token"]  # noqa: Y015
+    _WhichOneofArgType__prompt_token: _TypeAlias = _typing.Literal["_prompt_token", b"_prompt_token"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_token) -> _WhichOneofReturnType__cached_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_token) -> _WhichOneofReturnType__prompt_token | None: ...
+
+Global___ClosestPrompt: _TypeAlias = ClosestPrompt  # noqa: Y015

@@ -89,6 +89,21 @@ class CacheServiceStub:
                 request_serializer=kvpool_dot_v1_dot_cache__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_cache__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.DescribeBlock = channel.unary_unary(
+                '/kvpool.v1.CacheService/DescribeBlock',
+                request_serializer=kvpool_dot_v1_dot_cache__pb2.DescribeBlockRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_cache__pb2.DescribeBlockResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvpool.v1.CacheService/Explain',
+                request_serializer=kvpool_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvpool.v1.CacheService/Watch',
+                request_serializer=kvpool_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_cache__pb2.WatchResponse.FromString,
+                _registered_method=True)
         self.Check = channel.unary_unary(
                 '/kvpool.v1.CacheService/Check',
                 request_serializer=kvpool_dot_v1_dot_cache__pb2.CheckRequest.SerializeToString,
@@ -185,6 +200,31 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeBlock(self, request, context):
+        """One block: what it holds, the prefix before it and the sequences that share it. Takes time in proportion to its depth and to the
+        number of live sequences. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """How much of a prompt each worker would serve from its cache, why it serves no more, and which cached prompt comes closest.
+        Bounded in what it searches. Changes nothing, not even the eviction order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
+        cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
+        ends it too: call again, for contents with the number that came last. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Check(self, request, context):
         """Audits the manager's laws and names the block, sequence and owner of every violation. Changes nothing.
         """
@@ -249,6 +289,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=kvpool_dot_v1_dot_cache__pb2.DescribeRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_cache__pb2.DescribeResponse.SerializeToString,
+            ),
+            'DescribeBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeBlock,
+                    request_deserializer=kvpool_dot_v1_dot_cache__pb2.DescribeBlockRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_cache__pb2.DescribeBlockResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvpool_dot_v1_dot_cache__pb2.ExplainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_cache__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvpool_dot_v1_dot_cache__pb2.WatchRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_cache__pb2.WatchResponse.SerializeToString,
             ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
@@ -553,6 +608,87 @@ class CacheService:
             '/kvpool.v1.CacheService/Describe',
             kvpool_dot_v1_dot_cache__pb2.DescribeRequest.SerializeToString,
             kvpool_dot_v1_dot_cache__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.CacheService/DescribeBlock',
+            kvpool_dot_v1_dot_cache__pb2.DescribeBlockRequest.SerializeToString,
+            kvpool_dot_v1_dot_cache__pb2.DescribeBlockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.CacheService/Explain',
+            kvpool_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+            kvpool_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvpool.v1.CacheService/Watch',
+            kvpool_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+            kvpool_dot_v1_dot_cache__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

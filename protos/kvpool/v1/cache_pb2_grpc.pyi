@@ -90,6 +90,19 @@ class CacheServiceStub:
     """Which workers hold the longest prefix of a prompt. Advisory: changes nothing, not even the eviction order."""
     Describe: _aio.UnaryUnaryMultiCallable[_cache_pb2.DescribeRequest, _cache_pb2.DescribeResponse]
     """Workers, their block counts and, if asked for, a page of a pool's block map. Changes nothing."""
+    DescribeBlock: _aio.UnaryUnaryMultiCallable[_cache_pb2.DescribeBlockRequest, _cache_pb2.DescribeBlockResponse]
+    """One block: what it holds, the prefix before it and the sequences that share it. Takes time in proportion to its depth and to the
+    number of live sequences. Changes nothing.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_cache_pb2.ExplainRequest, _cache_pb2.ExplainResponse]
+    """How much of a prompt each worker would serve from its cache, why it serves no more, and which cached prompt comes closest.
+    Bounded in what it searches. Changes nothing, not even the eviction order.
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]
+    """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
+    cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
+    ends it too: call again, for contents with the number that came last. Changes nothing.
+    """
     Check: _aio.UnaryUnaryMultiCallable[_cache_pb2.CheckRequest, _cache_pb2.CheckResponse]
     """Audits the manager's laws and names the block, sequence and owner of every violation. Changes nothing."""
 
@@ -197,6 +210,37 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.DescribeRequest, _abc.Awaitable[_cache_pb2.DescribeResponse]],
     ) -> _abc.Awaitable[_cache_pb2.DescribeResponse]:
         """Workers, their block counts and, if asked for, a page of a pool's block map. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def DescribeBlock(
+        self,
+        request: _cache_pb2.DescribeBlockRequest,
+        context: _aio.ServicerContext[_cache_pb2.DescribeBlockRequest, _abc.Awaitable[_cache_pb2.DescribeBlockResponse]],
+    ) -> _abc.Awaitable[_cache_pb2.DescribeBlockResponse]:
+        """One block: what it holds, the prefix before it and the sequences that share it. Takes time in proportion to its depth and to the
+        number of live sequences. Changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _cache_pb2.ExplainRequest,
+        context: _aio.ServicerContext[_cache_pb2.ExplainRequest, _abc.Awaitable[_cache_pb2.ExplainResponse]],
+    ) -> _abc.Awaitable[_cache_pb2.ExplainResponse]:
+        """How much of a prompt each worker would serve from its cache, why it serves no more, and which cached prompt comes closest.
+        Bounded in what it searches. Changes nothing, not even the eviction order.
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _cache_pb2.WatchRequest,
+        context: _aio.ServicerContext[_cache_pb2.WatchRequest, _abc.AsyncIterator[_cache_pb2.WatchResponse]],
+    ) -> _abc.AsyncIterator[_cache_pb2.WatchResponse]:
+        """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
+        cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
+        ends it too: call again, for contents with the number that came last. Changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def Check(

@@ -740,12 +740,17 @@ class Usage(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """Served from the cache at the first admission."""
     num_generated_tokens: _builtins.int
     num_preemptions: _builtins.int
     """How often the sequence was preempted and recomputed."""
+    @_builtins.property
+    def times(self) -> Global___Times:
+        """Where the time of this stream went; complete in the last message. Together at most the time that the stream took."""
+
     def __init__(
         self,
         *,
@@ -753,11 +758,44 @@ class Usage(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_generated_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        times: Global___Times | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class Times(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    DECODE_MS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_MS_FIELD_NUMBER: _builtins.int
+    waiting_ms: _builtins.int
+    """Until the first block table was granted."""
+    prefill_ms: _builtins.int
+    """From then, until the first token was computed."""
+    decode_ms: _builtins.int
+    """From the first token to the last, without the time that the sequence was preempted."""
+    preempted_ms: _builtins.int
+    """Without blocks after a preemption, and until the sequence was as far as before."""
+    def __init__(
+        self,
+        *,
+        waiting_ms: _builtins.int = ...,
+        prefill_ms: _builtins.int = ...,
+        decode_ms: _builtins.int = ...,
+        preempted_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ms", b"decode_ms", "preempted_ms", b"preempted_ms", "prefill_ms", b"prefill_ms", "waiting_ms", b"waiting_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Times: _TypeAlias = Times  # noqa: Y015

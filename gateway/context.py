@@ -1,0 +1,28 @@
+"""What every route of one gateway uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from starlette.requests import HTTPConnection
+
+from kvpool.client import Client
+
+from .settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Made in the app's lifespan, because the client's channels belong to the event loop."""
+
+    settings: GatewaySettings
+    client: Client
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+
+
+def gateway_of(connection: HTTPConnection) -> Gateway:
+    """The gateway that serves this request."""
+    return cast(Gateway, connection.app.state.gateway)

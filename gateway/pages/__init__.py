@@ -1,0 +1,1 @@
+"""What the live page asks the gateway for: JSON and event streams below /api."""

@@ -1,0 +1,10 @@
+"""The routes of the page: /api, which it reads, and its files."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+
+def page_routes() -> list[BaseRoute]:
+    """All of them."""
+    return []
