@@ -5,24 +5,105 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvpool.client import Client, ClientConfig
 
+from .access import Access, Keys
+from .connection import ConnectionLimits
 from .context import Gateway
+from .errors import ApiError
+from .login import login_routes
+from .metrics import GatewayMetrics
+from .observation import Observation
 from .openai.routes import openai_routes
 from .pages.routes import page_routes
 from .settings import GatewaySettings
+from .state import state_routes
 
 
-def make_app(settings: GatewaySettings, *, clock: Callable[[], float] = time.monotonic) -> Starlette:
-    """The application. Its lifespan opens a client of the cluster, and closes it."""
+def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
+    """Of one server with these settings."""
+    return ConnectionLimits(
+        max_connections=settings.max_connections,
+        idle_seconds=settings.idle_seconds,
+        head_seconds=settings.head_seconds,
+        body_seconds=settings.body_seconds,
+        reader_seconds=settings.reader_seconds,
+    )
+
+
+def make_app(
+    settings: GatewaySettings,
+    limits: ConnectionLimits | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Starlette:
+    """The application. Its lifespan opens a client of the cluster, and closes it. `limits`: of the server that serves it."""
+    metrics = GatewayMetrics()
+    limits = limits or connection_limits(settings)
+    keys = Keys(settings.keys)
+    routes = [*state_routes(), *login_routes(keys), *openai_routes(), *page_routes()]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with Client(config=ClientConfig(manager=settings.manager)) as client:
-            app.state.gateway = Gateway(settings, client, clock)
+        async with Client(config=ClientConfig(manager=settings.manager, timeout=settings.timeout)) as client:
+            app.state.gateway = Gateway(settings, client, clock, metrics, limits)
             yield
 
-    return Starlette(routes=[*openai_routes(), *page_routes()], lifespan=lifespan)
+    middleware = [
+        Middleware(Observation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes, clock=clock),
+        *_cors(settings),
+        Middleware(
+            Access,
+            keys=keys,
+            allowed_hosts=[settings.host, *settings.allowed_host],
+            cors_origins=settings.cors_origin,
+        ),
+    ]
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=middleware,
+        exception_handlers={HTTPException: _on_http_exception, ApiError: _on_api_error},
+    )
+
+
+def _cors(settings: GatewaySettings) -> list[Middleware]:
+    if not settings.cors_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "X-Kvpool-Ignored", "Retry-After"],
+        )
+    ]
+
+
+_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: an unknown path, a method that a path does not have."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    said = {
+        404: f"there is nothing at {path}; docs/OPENAI.md lists the paths",
+        405: f"{path} does not take {method}",
+    }.get(error.status_code, error.detail)
+    return ApiError(error.status_code, said, code=_CODES.get(error.status_code), headers=error.headers).response()
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()

@@ -10,6 +10,8 @@ from starlette.requests import HTTPConnection
 
 from kvpool.client import Client
 
+from .connection import ConnectionLimits
+from .metrics import GatewayMetrics
 from .settings import GatewaySettings
 
 
@@ -21,8 +23,15 @@ class Gateway:
     client: Client
     clock: Callable[[], float]
     """Monotonic seconds."""
+    metrics: GatewayMetrics
+    limits: ConnectionLimits
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:
     """The gateway that serves this request."""
     return cast(Gateway, connection.app.state.gateway)
+
+
+def request_id_of(connection: HTTPConnection) -> str:
+    """The id of this request, as in X-Request-Id and in the log."""
+    return cast(str, connection.scope["kvpool.request_id"])

@@ -220,6 +220,8 @@ def _say(
         place = f"{field} in [{kind.table}] of {path}"
     else:
         place = flag
+    if "Secret" in str(kind.model_fields[field].annotation):
+        return f"{place}: {message}"  # it goes to a terminal or a log
     return f"{place}: {message}, got {problem['input']!r}"
 
 

@@ -1,0 +1,183 @@
+"""Who may call: the key, the page's session, the Host and the Origin of a request.
+
+A page of any site that a person opens can send requests to addresses which that person's machine reaches, this one among them.
+Three checks stop it. Host: a name that is not ours was made to point here by somebody else (DNS rebinding). Origin: a write that a
+browser sends for a page of another origin is refused, unless it shows the key, which such a page does not know. SameSite: the
+cookie does not come along from other sites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError
+
+COOKIE: Final = "kvpool_session"
+SESSION_SECONDS: Final = 12 * 3600
+OPEN_PATHS: Final = frozenset({"/health", "/version"})
+"""Anybody may ask for these."""
+LOGIN_PATHS: Final = frozenset({"/login", "/static/login.css"})
+"""What the page needs to ask for the key."""
+_READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Keys:
+    """Checks keys, and issues sessions that any gateway with the same keys accepts: nothing is kept."""
+
+    def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since 1970, because a session outlives the process."""
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self._digests)})"
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, key: str) -> bytes | None:
+        """The digest of a key that is right. All are compared, each in constant time."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for own in self._digests:
+            if hmac.compare_digest(own, digest):
+                found = own
+        return found
+
+    def issue(self, digest: bytes) -> str:
+        """A session for who has shown that key: its end, and a proof of it. The key cannot be found from it."""
+        end = str(int(self._clock()) + SESSION_SECONDS)
+        return f"{end}.{_proof(digest, end)}"
+
+    def accepts(self, session: str) -> bool:
+        """Whether one of these keys issued the session, and it has not ended."""
+        end, _, proof = session.partition(".")
+        if not end.isascii() or not end.isdigit() or len(end) > 12 or not proof.isascii():
+            return False
+        issued = False
+        for own in self._digests:
+            issued |= hmac.compare_digest(_proof(own, end), proof)
+        return issued and int(end) > self._clock()
+
+
+def _proof(digest: bytes, end: str) -> str:
+    return hmac.new(digest, b"kvpool page " + end.encode(), hashlib.sha256).hexdigest()
+
+
+class Access:
+    """ASGI middleware."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        allowed_hosts: Sequence[str],
+        cors_origins: Sequence[str] = (),
+    ) -> None:
+        """`allowed_hosts`: names besides localhost and IP addresses."""
+        self._app = app
+        self._keys = keys
+        self._hosts = frozenset(name.lower().strip("[]").rstrip(".") for name in allowed_hosts)
+        self._origins = frozenset(cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may pass."""
+        if scope["type"] == "http":
+            try:
+                self._require_right(scope)
+            except ApiError as error:
+                # Here, and not further out, so that a page of an allowed origin may read it.
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _require_right(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._require_host(headers.get("host", ""))
+        if scope["path"] in OPEN_PATHS:
+            return
+        has_key = self._require_key(scope, headers)
+        if scope["method"] not in _READS and not has_key:
+            self._require_origin(headers)
+
+    def _require_host(self, host: str) -> None:
+        name = _name_of(host)
+        if name in ("localhost", *self._hosts) or _is_address(name):
+            return
+        raise ApiError(
+            HTTPStatus.MISDIRECTED_REQUEST,
+            f"this gateway is not known as {name[:255]!r}: start it with --allowed-host, or use an IP address or localhost",
+            code="unknown_host",
+        )
+
+    def _require_key(self, scope: Scope, headers: Headers) -> bool:
+        """Whether the request shows the key itself. Raises ApiError if it needs one and shows neither key nor session."""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        if not self._keys:
+            return False
+        if kind.lower() == "bearer" and self._keys.find(key.strip()) is not None:
+            return True
+        if scope["path"] in LOGIN_PATHS or self._keys.accepts(session_of(headers)):
+            return False
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "this gateway needs one of its keys: send the header 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": 'Bearer realm="kvpool"'},
+        )
+
+    def _require_origin(self, headers: Headers) -> None:
+        """A write of a browser comes from our own page, or from an origin that was allowed. Programs send no Origin."""
+        origin = headers.get("origin")
+        if origin is None:
+            if headers.get("sec-fetch-site", "none") in ("same-origin", "none"):
+                return
+        elif origin.partition("://")[2].lower() == headers.get("host", "").lower() or self._origins & {origin, "*"}:
+            return
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"pages of {(origin or 'another site')[:255]} may not write here: start the gateway with --cors-origin, or send a key",
+            code="foreign_origin",
+        )
+
+
+def session_of(headers: Headers) -> str:
+    """The page's session that came with the request; empty if none did."""
+    try:
+        cookies = SimpleCookie(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    found = cookies.get(COOKIE)
+    return found.value if found is not None else ""
+
+
+def session_cookie(session: str) -> str:
+    """The header's value that gives a browser its session; an empty one takes it away."""
+    age = SESSION_SECONDS if session else 0
+    return f"{COOKIE}={session}; Path=/; Max-Age={age}; HttpOnly; SameSite=Strict"
+
+
+def _name_of(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

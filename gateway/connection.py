@@ -1,0 +1,170 @@
+"""One connection: uvicorn's, with the limits that uvicorn does not have.
+
+A caller has a time for each stage: to begin a request, to send its head, to send its body, to take its answer. A time begins with
+the stage and is not renewed by single bytes, so a caller cannot hold a connection by sending one now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .errors import ApiError
+
+MAX_HEAD_BYTES: Final = 64 << 10
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """Of all connections of one server, and how often each was reached."""
+
+    max_connections: int
+    idle_seconds: float
+    head_seconds: float
+    body_seconds: float
+    reader_seconds: float
+    num_connections: int = 0
+    """Now."""
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("idle", "head", "body", "reader", "full"), 0))
+    """Connections that were closed, by the limit that they reached."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """`limits` is set by the class that `bounded` makes."""
+
+    limits: ConnectionLimits
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._stage = ""
+        self._num_head_bytes = 0
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self.limits.num_connections += 1
+        if self.limits.num_connections > self.limits.max_connections:
+            self._refuse(
+                "full",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the gateway has {self.limits.max_connections} connections already (--max-connections): try again later",
+            )
+            return
+        self._enter("idle", self.limits.idle_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.limits.num_connections -= 1
+        self._leave_stage()
+        self._stop_reader_timer()
+        super().connection_lost(exc)
+
+    # -- stages of a request
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._stage == "idle":
+            self._num_head_bytes = 0
+            self._enter("head", self.limits.head_seconds)
+        if self._stage == "head":
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        # A body that came with its head is counted too, so the limit holds only while the head is not complete.
+        if self._stage == "head" and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(
+                "head",
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"a request's head may have {MAX_HEAD_BYTES} bytes: shorten its path and headers",
+            )
+
+    def on_headers_complete(self) -> None:
+        self._enter("body", self.limits.body_seconds)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._leave_stage()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._stage == "" and not self.pipeline:
+            # uvicorn's own timer ends with the first byte after it, even with one that begins no request.
+            self._unset_keepalive_if_required()
+            self._enter("idle", self.limits.idle_seconds)
+
+    def _enter(self, stage: str, seconds: float) -> None:
+        self._leave_stage()
+        self._stage = stage
+        self._timer = self.loop.call_later(seconds, self._on_late)
+
+    def _leave_stage(self) -> None:
+        self._stage = ""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_late(self) -> None:
+        stage = self._stage
+        if stage == "idle":
+            self.limits.ended["idle"] += 1
+            self.transport.close()
+            return
+        seconds = self.limits.head_seconds if stage == "head" else self.limits.body_seconds
+        self._refuse(
+            stage, HTTPStatus.REQUEST_TIMEOUT, f"a request's {stage} must come within {seconds:g} s: send it in one go"
+        )
+
+    def _refuse(self, limit: str, status: HTTPStatus, message: str) -> None:
+        """Answer, if no answer has begun, and close."""
+        self.limits.ended[limit] += 1
+        self._leave_stage()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or not self.cycle.response_started:
+            self.transport.write(_raw_answer(status, message))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Not HTTP. uvicorn's answer is plain text."""
+        self._leave_stage()
+        self.transport.write(_raw_answer(HTTPStatus.BAD_REQUEST, "this is not HTTP/1.1 as the gateway understands it"))
+        self.transport.close()
+
+    # -- readers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader_timer = self.loop.call_later(self.limits.reader_seconds, self._on_slow_reader)
+
+    def resume_writing(self) -> None:
+        self._stop_reader_timer()
+        super().resume_writing()
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _on_slow_reader(self) -> None:
+        """Nothing more can be said to this reader: it does not read."""
+        self.limits.ended["reader"] += 1
+        self.transport.abort()
+
+
+def bounded(limits: ConnectionLimits) -> type[BoundedConnection]:
+    """The protocol class for uvicorn, whose connections have these limits."""
+    return type("Connection", (BoundedConnection,), {"limits": limits})
+
+
+def _raw_answer(status: HTTPStatus, message: str) -> bytes:
+    body = json.dumps(ApiError(status, message).body).encode()
+    head: dict[str, Any] = {
+        "content-type": "application/json",
+        "content-length": len(body),
+        "connection": "close",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode() + body

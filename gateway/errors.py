@@ -1,0 +1,88 @@
+"""Errors in OpenAI's form, and the one table from the client's errors to HTTP statuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.responses import JSONResponse
+
+from kvpool.client import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidRequest,
+    KvpoolError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
+
+_STATUSES: Final[Mapping[type[KvpoolError], HTTPStatus]] = {
+    InvalidRequest: HTTPStatus.BAD_REQUEST,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    NotFound: HTTPStatus.NOT_FOUND,
+    AlreadyExists: HTTPStatus.CONFLICT,
+    FailedPrecondition: HTTPStatus.CONFLICT,
+    ResourceExhausted: HTTPStatus.TOO_MANY_REQUESTS,
+    Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    Cancelled: HTTPStatus.SERVICE_UNAVAILABLE,
+    DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error: the status, and what OpenAI's form says of it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param`: the field that is wrong; `code`: a word for programs."""
+        super().__init__(message)
+        self.status = int(status)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def http_status(error: KvpoolError) -> int:
+    """The HTTP status of a client's error. One outside the table is a defect: 500."""
+    return int(_STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR))
+
+
+def api_error(error: KvpoolError, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """The answer to a client's error, with Retry-After where the service named a time. `code`: by default the error's reason."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return ApiError(
+        http_status(error), error.message, param=param, code=code or error.reason.lower() or None, headers=headers
+    )

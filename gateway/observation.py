@@ -1,0 +1,130 @@
+"""The outermost layer of the application: gives each request an id, counts and logs it, bounds its body, and answers what fails."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+from uuid import uuid4
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .metrics import GatewayMetrics
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
+
+_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+"""An id that a caller may choose: visible ASCII."""
+UNKNOWN_ROUTE: Final = "other"
+_QUIET: Final = frozenset({"/health", "/metrics"})
+"""Routes that are asked all the time: their lines are for debugging."""
+
+
+class Observation:
+    """ASGI middleware."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: list[BaseRoute],
+        metrics: GatewayMetrics,
+        max_body_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._routes = routes
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid4().hex
+        scope["kvpool.request_id"] = request_id
+        began = self._clock()
+        status = 0
+        num_received = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if num_received > self._max_body_bytes:
+                raise _too_large(self._max_body_bytes)
+            return message
+
+        async def send_observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif message["type"] == "http.response.body":
+                self._metrics.sent_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            if _declared_bytes(headers) > self._max_body_bytes:
+                raise _too_large(self._max_body_bytes)
+            await self._app(scope, receive_bounded, send_observed)
+        except ApiError as error:
+            if status:
+                raise
+            await error.response()(scope, receive, send_observed)
+        except Exception:
+            log.exception("request failed", method=scope["method"], path=scope["path"], request_id=request_id)
+            if status:
+                raise  # the connection breaks off: the reader must not take the answer for complete
+            failed = ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                f"the gateway failed at this request, which is a defect; its log has the traceback under request {request_id}",
+                code="internal_error",
+            )
+            await failed.response()(scope, receive, send_observed)
+        finally:
+            route = self._route_of(scope)
+            seconds = self._clock() - began
+            self._metrics.requests[route, status] += 1
+            self._metrics.request_seconds.observe(seconds)
+            line = log.debug if route in _QUIET or status == 0 else log.info
+            line(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                ms=round(seconds * 1000, 1),
+                request_id=request_id,
+            )
+
+    def _route_of(self, scope: Scope) -> str:
+        """The route's own path; for all that match none, one word, so that callers cannot invent labels."""
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match is not Match.NONE:
+                return str(getattr(route, "path", UNKNOWN_ROUTE)) or "/"
+        return UNKNOWN_ROUTE
+
+
+def _declared_bytes(headers: Headers) -> int:
+    declared = headers.get("content-length", "0")
+    return int(declared) if declared.isdigit() and len(declared) < 20 else 0
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"a request's body may have {most} bytes (--max-body-bytes): send less",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,123 @@
+"""The gateway's HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Final, Self
+
+import structlog
+import uvicorn
+
+from kvpool.process.address import PortError, is_loopback, join_host_port
+
+from .app import connection_limits, make_app
+from .connection import bounded
+from .settings import GatewaySettings
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
+
+_BACKLOG: Final = 2048
+_POLL_SECONDS: Final = 0.01
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the process's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayServer:
+    """Listens and serves. `async with` starts and stops it; make it inside the loop that runs it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self.port = 0
+        """The port in use, once started."""
+        self._server: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = self._settings.host.strip("[]")
+        return f"http://{join_host_port({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), self.port)}"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen and serve. Raises PortError."""
+        settings = self._settings
+        listener = listen(settings.host, settings.port)
+        self.port = listener.getsockname()[1]
+        limits = connection_limits(settings)
+        for name in ("uvicorn.error", "uvicorn.access"):
+            # What it says of requests and their failures the application says itself.
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        config = uvicorn.Config(
+            make_app(settings, limits),
+            http=bounded(limits),
+            loop="none",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=round(settings.grace_seconds),
+        )
+        self._server = _Uvicorn(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="gateway-http")
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError("the HTTP server has ended before it started")
+            await asyncio.sleep(_POLL_SECONDS)
+        log.info("listening", url=self.url, manager=settings.manager, keys=len(settings.keys))
+        if not is_loopback(settings.host):
+            log.warning("listening beyond loopback without encryption", host=settings.host)
+            if not settings.keys:
+                log.warning("anybody who reaches this port may use the cluster: --no-api-key", host=settings.host)
+
+    async def serve_until(self, stopping: asyncio.Event) -> None:
+        """Wait for `stopping`. Raises what ended the HTTP server."""
+        assert self._serving is not None
+        waiting = asyncio.create_task(stopping.wait())
+        await asyncio.wait({waiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def stop(self) -> None:
+        """Take no more requests, let the running ones end within the grace, and stop. Idempotent."""
+        if self._server is None or self._serving is None:
+            return
+        server, self._server = self._server, None
+        server.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+        log.info("stopped")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises PortError, which says why not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            hint = "it is in use, perhaps by another gateway; choose another --port"
+        else:
+            hint = f"{(error.strerror or str(error)).partition(' (while')[0]}; choose another --host or --port"
+        raise PortError(f"cannot listen on {join_host_port(host, port)}: {hint}") from None

@@ -1,0 +1,108 @@
+"""The gateway's own routes: is it well, which version, what is behind it, what does it count."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final
+
+from prometheus_client import generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from kvpool.client import KvpoolError
+from kvpool.process.metrics import CONTENT_TYPE, MetricsPage
+from kvpool.process.version import installed_version
+from kvpool.v1 import cache_pb2
+
+from .context import gateway_of
+from .errors import api_error
+
+HEALTH_SECONDS: Final = 2.0
+"""For the manager to answer: a probe of Kubernetes waits one second by default, Docker's thirty."""
+
+
+def state_routes() -> list[BaseRoute]:
+    """All of them."""
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
+        Route("/server_info", server_info, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+
+
+def serves(worker: cache_pb2.WorkerDescription) -> bool:
+    """Whether new requests may go to a worker."""
+    return bool(worker.address) and not worker.draining and not worker.recovering
+
+
+async def health(request: Request) -> Response:
+    """200 if text can be generated now; 503 says why not."""
+    try:
+        described = await gateway_of(request).client.describe(timeout=HEALTH_SECONDS)
+    except KvpoolError as error:
+        return _unwell(f"the manager does not answer: {error.message}")
+    num_serving = sum(map(serves, described.workers))
+    if not num_serving:
+        why = "no worker is registered" if not described.workers else "no worker takes requests now"
+        return _unwell(f"{why}: start one, or read its log")
+    return JSONResponse({"status": "ok", "workers": num_serving})
+
+
+def _unwell(why: str) -> Response:
+    return JSONResponse({"status": "unavailable", "why": why}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+async def version(request: Request) -> Response:
+    """Version of the gateway."""
+    return JSONResponse({"version": installed_version()})
+
+
+async def load(request: Request) -> Response:
+    """Answers that are being generated, under vLLM's name."""
+    return JSONResponse({"server_load": gateway_of(request).metrics.open_streams})
+
+
+async def server_info(request: Request) -> Response:
+    """The workers, and the limits of this gateway."""
+    gateway = gateway_of(request)
+    try:
+        described = await gateway.client.describe()
+    except KvpoolError as error:
+        raise api_error(error) from error
+    settings = gateway.settings
+    limits = ("max_streams", "max_body_bytes", "max_n", "max_prompts", "timeout", "ignore_unknown_fields")
+    return JSONResponse(
+        {
+            "version": installed_version(),
+            "manager": {"address": settings.manager, "epoch": described.epoch},
+            "limits": {name: getattr(settings, name) for name in limits},
+            "workers": [_worker(worker) for worker in described.workers],
+        }
+    )
+
+
+def _worker(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
+    return {
+        "worker_id": worker.worker_id,
+        "model": worker.model_name,
+        "model_fingerprint": worker.model_fingerprint,
+        "max_model_len": worker.max_model_len,
+        "block_size": worker.kv_cache_config.block_size,
+        "num_blocks": [pool.num_blocks for pool in worker.kv_cache_config.pools],
+        "num_running": worker.load.num_running,
+        "num_waiting": worker.load.num_waiting,
+        "serving": serves(worker),
+    }
+
+
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    gateway = gateway_of(request)
+    page = MetricsPage()
+    gateway.metrics.fill(page, gateway.limits)
+    # In a thread, because a long page takes milliseconds to write; it is complete by now.
+    return Response(await run_in_threadpool(generate_latest, page), media_type=CONTENT_TYPE)
