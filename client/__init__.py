@@ -36,7 +36,7 @@ from .errors import (
     Unavailable,
     Unimplemented,
 )
-from .messages import Message
+from .messages import Message, as_messages
 from .model import Model
 from .options import GenerateOptions
 from .stream import GenerateStream
@@ -70,4 +70,5 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "as_messages",
 ]

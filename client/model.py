@@ -82,15 +82,22 @@ class Model:
         """Token ids of a raw prompt, with the special tokens that the tokenizer itself adds. Ids are only checked."""
         return self._checked(list(prompt) if not isinstance(prompt, str) else self._encode(prompt, special=True))
 
-    def encode_chat(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a chat up to where the assistant is to speak."""
+    def encode_text(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text of any length, also of an empty one; with `special` those that the tokenizer itself adds."""
+        return self._encode(text, special=special)
+
+    def encode_chat(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, *, check: bool = True
+    ) -> list[int]:
+        """Token ids of a chat up to where the assistant is to speak. Without `check` it may be longer than the model takes."""
         if self.chat_template is None:
             raise InvalidRequest(
                 f"{self.name} has no chat template; use generate() with a prompt in the model's own form",
                 reason="NO_CHAT_TEMPLATE",
             )
         # The template writes the special tokens itself, a BOS among them: the tokenizer must not add a second one.
-        return self._checked(self._encode(self.chat_template.render(messages, arguments=arguments), special=False))
+        ids = self._encode(self.chat_template.render(messages, arguments=arguments), special=False)
+        return self._checked(ids) if check else ids
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is None:

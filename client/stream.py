@@ -94,6 +94,11 @@ class GenerateStream:
         """The model that answers; None before the first chunk."""
         return self._model
 
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model sees it; empty before the first chunk."""
+        return tuple(self._token_ids)
+
     def __aiter__(self) -> GenerateStream:
         return self
 

@@ -24,7 +24,7 @@ from .commands.health import health
 from .commands.status import status
 from .commands.up import up
 from .commands.walkthrough import walkthrough
-from .launch.services import manager, worker
+from .launch.services import gateway, manager, worker
 from .terminal import error_line, replace_what_cannot_be_encoded
 from .top.top import top
 
@@ -71,6 +71,7 @@ app.command("health")(health)
 app.command("drain")(drain)
 app.command("manager", cls=_PassThrough, add_help_option=False)(manager)
 app.command("worker", cls=_PassThrough, add_help_option=False)(worker)
+app.command("gateway", cls=_PassThrough, add_help_option=False)(gateway)
 app.command("walkthrough", cls=_PassThrough, add_help_option=False)(walkthrough)
 
 

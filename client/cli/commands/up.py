@@ -38,10 +38,10 @@ from ...block_map import num_device_blocks
 from ...config import MANAGER_VARIABLE, ClientConfig
 from ...errors import InvalidRequest, KvpoolError
 from ..launch.children import Children
-from ..launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec
+from ..launch.cluster import GATEWAY_NAME, HOST, MANAGER_NAME, Cluster, ClusterSpec
 from ..launch.gpus import visible_gpus
 from ..launch.log import JsonLog, Level, Log, PrefixedLog
-from ..launch.services import MANAGER_MODULE, WORKER_MODULE, become, service_command
+from ..launch.services import MANAGER_MODULE, WORKER_MODULE, become, missing_for_gateway, service_command
 from ..launch.trial import WorkerRefused
 from ..terminal import error_line, printed, stdout_console, typed_command
 
@@ -102,6 +102,13 @@ class UpSettings(ProcessSettings):
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default=HOST, description="Address for /metrics; --host does not change it."
     )
+    http: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="TCP port, on 127.0.0.1, of a gateway: OpenAI's API, and a page that shows the cache live. Its other settings "
+        "are variables (KVPOOL_GATEWAY_API_KEY) and in [gateway] of the file. Default: no gateway.",
+    )
     state_dir: Path | None = Field(
         default=None,
         description="Folder where the manager keeps its epoch and, in workers/NAME, each worker its incarnation. Default: the "
@@ -112,6 +119,13 @@ class UpSettings(ProcessSettings):
         description="Format of the log lines of all processes. json: each line of the output is a JSON object, those of kvpool up "
         "itself too. Default: console, and for the manager and the workers their own setting.",
     )
+
+    @field_validator("http")
+    @classmethod
+    def _the_gateway_is_installed(cls, http: int | None) -> int | None:
+        if http is not None and (missing := missing_for_gateway()):
+            raise ValueError(missing)
+        return http
 
     @field_validator("join")
     @classmethod
@@ -160,6 +174,7 @@ class UpSettings(ProcessSettings):
             log_format=self.log_format,
             metrics_host=self.metrics_host,
             metrics_port=self.metrics_port,
+            http_port=self.http,
             gpu_each=gpu_each,
             share_cores=not (device or "").startswith("cuda"),
         )
@@ -299,6 +314,12 @@ def say_ready(
         )
     for name, url in spec.metrics_urls.items():
         log.say(f"metrics of {name}: {url}")
+    if spec.http_port is not None:
+        pid = pids.get(GATEWAY_NAME)
+        log.say(
+            f"{GATEWAY_NAME} (pid {pid}) serves OpenAI's API on {spec.http_url}/v1, and a page on {spec.http_url}",
+            fields={"pid": pid, "url": spec.http_url},
+        )
     command = typed_command()
     if spec.address != DEFAULT_MANAGER:
         command = f"{MANAGER_VARIABLE}={spec.address} {command}"

@@ -20,11 +20,12 @@ from ...errors import KvpoolError, Unavailable
 from .children import ChildExit, Children, ChildSpec
 from .gpus import VISIBLE_VARIABLE, one_gpu_each
 from .restarts import GaveUp, Restarts
-from .services import MANAGER_MODULE, WORKER_MODULE, service_command
+from .services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from .trial import try_settings
 
 HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"
+GATEWAY_NAME: Final = "gateway"
 _POLL_SECONDS: Final = 0.2
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class ClusterSpec:
     metrics_host: str = HOST
     metrics_port: int | None = None
     """/metrics of the first process; the others take the next ports. None: no /metrics."""
+    http_port: int | None = None
+    """Port of a gateway on HOST; None: there is none."""
     gpu_each: bool = False
     """Each worker sees one GPU, which no other worker sees."""
     share_cores: bool = True
@@ -74,6 +77,11 @@ class ClusterSpec:
             name: f"http://{join_host_port(self.metrics_host, port)}/metrics" for name, port in self._metrics_ports()
         }
 
+    @property
+    def http_url(self) -> str:
+        """Where the gateway is; empty without one."""
+        return "" if self.http_port is None else f"http://{join_host_port(HOST, self.http_port)}"
+
     def _metrics_ports(self) -> list[tuple[str, int]]:
         if self.metrics_port is None:
             return []
@@ -84,6 +92,8 @@ class ClusterSpec:
         """Raises Unavailable if one of the ports is taken: in the logs of the processes that would be harder to find."""
         if self.join is None:
             require_free_port(self.host, self.port)
+        if self.http_port is not None:
+            require_free_port(HOST, self.http_port, "--http")
         for _, port in self._metrics_ports():
             require_free_port(self.metrics_host, port, "--metrics-port", "--metrics-host")
 
@@ -107,6 +117,10 @@ class ClusterSpec:
             if gpus is not None:
                 variables[VISIBLE_VARIABLE] = gpus[index]
             children.append(ChildSpec(name, command, variables))
+        if self.http_port is not None:
+            listen = ["--host", HOST, "--port", str(self.http_port), "--manager", self.address]
+            command = service_command(GATEWAY_MODULE, [*listen, *self._log_arguments()])
+            children.append(ChildSpec(GATEWAY_NAME, command, unbuffered))
         return children
 
     def _arguments_of_worker(self, name: str) -> list[str]:
@@ -124,9 +138,10 @@ class ClusterSpec:
         if self.state_dir is not None:
             folder = self.state_dir if name == MANAGER_NAME else self.state_dir / "workers" / name
             arguments += ["--state-dir", str(folder)]
-        if self.log_format is not None:
-            arguments += ["--log-format", self.log_format]
-        return arguments
+        return [*arguments, *self._log_arguments()]
+
+    def _log_arguments(self) -> list[str]:
+        return [] if self.log_format is None else ["--log-format", self.log_format]
 
 
 class ClusterFailed(KvpoolError):
@@ -159,7 +174,7 @@ class Cluster:
             await self._watch(_both(self._wait_until_ready(on_progress), _try_settings(workers)), on_event)
         else:
             await _try_settings(workers)
-        await self._start(workers)
+        await self._start([*workers, *(specs[name] for name in specs if name == GATEWAY_NAME)])
         return await self._watch(self._wait_until_ready(on_progress), on_event)
 
     async def _start(self, specs: Sequence[ChildSpec]) -> None:
@@ -187,13 +202,13 @@ class Cluster:
     def _on_exit(self, ended: ChildExit, on_event: Callable[[str], None] | None) -> None:
         """Raises ClusterFailed if the process is needed."""
         del self._specs[ended.name]
-        if on_event is None or ended.name == MANAGER_NAME or not self._workers_left():
+        if on_event is None or ended.name in (MANAGER_NAME, GATEWAY_NAME) or not self._workers_left():
             raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
         on_event(f"{ended}; its log above says why. The cluster continues without it")
 
     def _workers_left(self) -> set[str]:
         """Names of the workers that have not ended."""
-        return set(self._specs) - {MANAGER_NAME}
+        return set(self._specs) - {MANAGER_NAME, GATEWAY_NAME}
 
     async def wait_for_failure(self) -> ClusterFailed:
         """Wait until a process ends by itself."""
@@ -207,7 +222,7 @@ class Cluster:
         left.
         """
         try:
-            await Restarts(self._children, self._specs, MANAGER_NAME, on_event).keep()
+            await Restarts(self._children, self._specs, MANAGER_NAME, on_event, kept=[GATEWAY_NAME]).keep()
         except GaveUp as error:
             raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
 
@@ -224,12 +239,26 @@ class Cluster:
                 else:
                     wanted = self._workers_left()
                     live = {worker.worker_id for worker in workers}
-                    if wanted <= live:
+                    if wanted <= live and not await self._gateway_listens():
+                        on_progress("waiting for the gateway")
+                    elif wanted <= live:
                         ours = (worker for worker in workers if worker.worker_id in wanted)
                         return sorted(ours, key=lambda worker: self._spec.worker_names.index(worker.worker_id))
-                    missing = ", ".join(sorted(wanted - live))
-                    on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
+                    else:
+                        missing = ", ".join(sorted(wanted - live))
+                        on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
                 await asyncio.sleep(_POLL_SECONDS)
+
+    async def _gateway_listens(self) -> bool:
+        """Also if there is none, or none yet."""
+        if GATEWAY_NAME not in self._specs or self._spec.http_port is None:
+            return True
+        try:
+            _, writer = await asyncio.open_connection(HOST, self._spec.http_port)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
 
 async def _try_settings(workers: Sequence[ChildSpec]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from .children import ChildExit, Children, ChildSpec
@@ -73,7 +73,12 @@ class Restarts:
         vital: str,
         on_event: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        kept: Collection[str] = (),
     ) -> None:
+        """`kept`: children that the others do not need. They are started again whatever they end with, and do not keep the
+        others running."""
+        self._kept = frozenset(kept)
         self._processes = children
         now = clock()
         self._children = {name: _Child(spec, now) for name, spec in specs.items()}
@@ -86,11 +91,11 @@ class Restarts:
     async def keep(self) -> None:
         """Run until all but the vital child have left. Raises GaveUp. May be cancelled."""
         try:
-            while set(self._children) - {self._vital}:
+            while set(self._children) - {self._vital} - self._kept:
                 ended = await self._next_exit()
                 if ended is None:
                     continue
-                if ended.status == 0 and ended.name != self._vital:
+                if ended.status == 0 and ended.name != self._vital and ended.name not in self._kept:
                     self._on_event(f"{ended.name} has left")
                     del self._children[ended.name]
                     self._require_one_well(f"{ended.name} has left, and the others fail")
@@ -126,7 +131,8 @@ class Restarts:
             why = f"{ended}, the {MAX_DEATHS}th time within {DEATHS_WINDOW_SECONDS:g} s; its log above says why"
             if ended.name == self._vital:
                 raise GaveUp(why)
-            self._require_one_well(why)
+            if ended.name not in self._kept:
+                self._require_one_well(why)
             self._on_event(f"{ended}; its log above says why. It dies repeatedly: next start in {pause:.0f} s")
         else:
             self._on_event(f"{ended}; starting it again")
@@ -135,7 +141,7 @@ class Restarts:
     def _require_one_well(self, why: str) -> None:
         """GaveUp if all children but the vital one fail."""
         now = self._clock()
-        others = [child for name, child in self._children.items() if name != self._vital]
+        others = [child for name, child in self._children.items() if name != self._vital and name not in self._kept]
         if others and all(child.is_failing(now) for child in others):
             raise GaveUp(why)
 

@@ -1,16 +1,20 @@
-"""`kvpool manager …` and `kvpool worker …`: this process becomes the service."""
+"""`kvpool manager …`, `kvpool worker …` and `kvpool gateway …`: this process becomes the service."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Final, NoReturn
 
 import typer
 
 MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
+GATEWAY_MODULE: Final = "kvpool.gateway"
+_GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")
+"""Of the extra [gateway]."""
 
 
 def service_command(module: str, arguments: Sequence[str]) -> list[str]:
@@ -26,6 +30,19 @@ def manager(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Run a worker. All arguments go to it; `kvpool worker --help` lists them."""
     become(service_command(WORKER_MODULE, context.args))
+
+
+def gateway(context: typer.Context) -> None:
+    """Run a gateway: OpenAI's API and a live page. All arguments go to it; `kvpool gateway --help` lists them."""
+    become(service_command(GATEWAY_MODULE, context.args))
+
+
+def missing_for_gateway() -> str:
+    """What to install before a gateway can run; empty if nothing is missing."""
+    missing = [name for name in _GATEWAY_NEEDS if find_spec(name) is None]
+    if not missing:
+        return ""
+    return f"{' and '.join(missing)} are not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
 
 
 def become(command: list[str]) -> NoReturn:

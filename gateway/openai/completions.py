@@ -1,0 +1,206 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
+from typing import Any, Final, cast
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvpool.client import Chunk, GenerateOptions, GenerateStream, KvpoolError, Model, TokenLogprobs
+
+from ..context import Gateway, gateway_of
+from ..errors import ApiError
+from .bodies import CompletionBody, read_body
+from .errors import openai_error
+from .event_stream import EventStream, data
+from .fields import check_other_fields
+from .generation import Generation
+from .logprobs import CompletionLogprobs, prompt_logprobs
+from .options import completion_options, for_choice
+from .serving import check_count, respond
+from .token_bytes import TokenBytesOfModels
+from .usage import encode_usage
+
+PROMPT_FIELD: Final = "prompt"
+
+
+def completion_route(known: TokenBytesOfModels) -> Route:
+    """The route; `known` is shared by all."""
+
+    async def complete(request: Request) -> Response | EventStream:
+        gateway = gateway_of(request)
+        body = await read_body(request, CompletionBody)
+        headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
+        prompts = _prompts(body)
+        check_count(gateway, body.n or 1, len(prompts))
+        options = completion_options(body, gateway.settings.timeout)
+        try:
+            streams = _streams(gateway, prompts, body.n or 1, options)
+        except KvpoolError as error:
+            raise openai_error(error, PROMPT_FIELD) from error
+        generation = Generation(gateway, streams)
+        answer = CompletionAnswer(body, generation, known)
+        return await respond(
+            request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
+        )
+
+    return Route("/v1/completions", complete, methods=["POST"])
+
+
+def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
+    """One or more. Raises ApiError."""
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    prompts = cast(Sequence[str | list[int]], [prompt] if is_one else prompt)
+    if any(len(one) == 0 for one in prompts):
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST,
+            "prompt: needed at least one character or token in each prompt",
+            param=PROMPT_FIELD,
+            code="invalid_value",
+        )
+    return prompts
+
+
+def _streams(
+    gateway: Gateway, prompts: Sequence[str | list[int]], n: int, options: GenerateOptions
+) -> list[GenerateStream]:
+    """Answer k to prompt p has the index p · n + k."""
+    return [gateway.client.generate(prompt, **for_choice(options, k)) for prompt in prompts for k in range(n)]
+
+
+class CompletionAnswer:
+    """The pieces of a generation in the form of a completion."""
+
+    def __init__(self, body: CompletionBody, generation: Generation, known: TokenBytesOfModels) -> None:
+        self._body = body
+        self._generation = generation
+        self._known = known
+        self._id = f"cmpl-{uuid4().hex}"
+        self._created = int(time.time())
+        self._drops_generated = body.max_tokens == 0
+        self._encoders: dict[int, CompletionLogprobs] = {}
+        self._num_prompt_tokens_shown: dict[int, int] = {}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The last event of a choice has its finish reason."""
+        head = self._head()
+        options = self._body.stream_options
+        if with_usage := options is not None and bool(options.include_usage):
+            head["usage"] = None
+        wants_ids = bool(self._body.return_token_ids)
+        begun: set[int] = set()
+        async for choice, chunk in self._generation.pieces():
+            text, token_ids = self._text(choice, chunk), self._token_ids(chunk)
+            logprobs = self._logprobs(choice, chunk)
+            finish_reason = self._finish_reason(chunk)
+            if not text and logprobs is None and finish_reason is None and not (wants_ids and token_ids):
+                continue
+            event = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+            if wants_ids:
+                event["token_ids"] = token_ids
+                if choice not in begun:
+                    event["prompt_token_ids"] = self._generation.streams[choice].prompt_token_ids
+            begun.add(choice)
+            yield data(head | {"choices": [event]})
+        if with_usage:
+            yield data(head | {"choices": [], "usage": self._usage()})
+
+    async def whole(self) -> dict[str, Any]:
+        """All choices."""
+        num_choices = len(self._generation.streams)
+        texts: list[list[str]] = [[] for _ in range(num_choices)]
+        ids: list[list[int]] = [[] for _ in range(num_choices)]
+        logprobs: list[dict[str, list[Any]]] = [{} for _ in range(num_choices)]
+        of_prompts: list[list[TokenLogprobs | None]] = [[] for _ in range(num_choices)]
+        reasons: list[str | None] = [None] * num_choices
+        async for choice, chunk in self._generation.pieces():
+            texts[choice].append(self._text(choice, chunk))
+            ids[choice] += self._token_ids(chunk)
+            of_prompts[choice] += chunk.prompt_logprobs or ()
+            for name, values in (self._logprobs(choice, chunk) or {}).items():
+                logprobs[choice].setdefault(name, []).extend(values)
+            reasons[choice] = self._finish_reason(chunk) or reasons[choice]
+        choices = []
+        for choice, stream in enumerate(self._generation.streams):
+            entry: dict[str, Any] = {
+                "index": choice,
+                "text": "".join(texts[choice]),
+                "logprobs": logprobs[choice] or None,
+                "finish_reason": reasons[choice],
+            }
+            if self._body.return_token_ids:
+                entry |= {"prompt_token_ids": stream.prompt_token_ids, "token_ids": ids[choice]}
+            if self._body.prompt_logprobs is not None and (tokens := self._known.of(self._model())) is not None:
+                entry["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_token_ids, of_prompts[choice])
+            choices.append(entry)
+        return self._head() | {"choices": choices, "usage": self._usage()}
+
+    def _text(self, choice: int, chunk: Chunk) -> str:
+        """With max_tokens 0 the echo is all there is; it comes with the first token, whose text may be joined to it."""
+        if not self._drops_generated:
+            return chunk.text
+        tokenizer = self._model().tokenizer
+        if not chunk.text or tokenizer is None:
+            return ""
+        text: str = tokenizer.decode(list(self._generation.streams[choice].prompt_token_ids))
+        return text
+
+    def _token_ids(self, chunk: Chunk) -> tuple[int, ...]:
+        return () if self._drops_generated else chunk.token_ids
+
+    def _finish_reason(self, chunk: Chunk) -> str | None:
+        if chunk.finish_reason is None:
+            return None
+        return "length" if self._drops_generated else chunk.finish_reason.value
+
+    def _logprobs(self, choice: int, chunk: Chunk) -> dict[str, list[Any]] | None:
+        """Of the tokens of this chunk: with `echo` those of the prompt come first."""
+        if self._body.logprobs is None:
+            return None
+        tokens = self._known.of(self._model())
+        if tokens is None:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                "logprobs: the model has no tokenizer, so its tokens have no text",
+                param="logprobs",
+                code="invalid_value",
+            )
+        ids: list[int] = []
+        found: list[TokenLogprobs | None] = []
+        if self._body.echo and chunk.prompt_logprobs:
+            begin = self._num_prompt_tokens_shown.get(choice, 0)
+            end = begin + len(chunk.prompt_logprobs)
+            self._num_prompt_tokens_shown[choice] = end
+            ids += self._generation.streams[choice].prompt_token_ids[begin:end]
+            found += chunk.prompt_logprobs
+        if not self._drops_generated:
+            ids += chunk.token_ids
+            found += chunk.logprobs or ()
+        if not ids:
+            return None
+        if choice not in self._encoders:
+            self._encoders[choice] = CompletionLogprobs(tokens, self._body.logprobs)
+        return self._encoders[choice].encode(ids, found)
+
+    def _head(self) -> dict[str, Any]:
+        model = self._model()
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._body.model or model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return encode_usage(self._generation.usages, self._body.n or 1, drop_generated=self._drops_generated)
+
+    def _model(self) -> Model:
+        return self._generation.model

@@ -1,0 +1,43 @@
+"""Errors of kvpool's client as OpenAI's codes: which field was wrong, and the words that programs know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final
+
+from kvpool.client import InvalidRequest, KvpoolError, NotFound
+
+from ..errors import ApiError, api_error
+
+_FIELDS: Final[Mapping[str, str]] = {"tenant": "user", "tenant_salt": "cache_salt", "stop_strings": "stop"}
+"""Options of the client that have another name in a body."""
+
+
+def openai_error(error: KvpoolError, prompt_field: str) -> ApiError:
+    """`prompt_field`: the field that has the prompt."""
+    if error.reason == "NEVER_FITS":
+        return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=prompt_field, code="context_length_exceeded")
+    if isinstance(error, NotFound) and error.reason == "UNKNOWN_MODEL":
+        return ApiError(HTTPStatus.NOT_FOUND, error.message, param="model", code="model_not_found")
+    if error.reason == "AMBIGUOUS_MODEL":
+        return api_error(error, param="model")
+    if isinstance(error, InvalidRequest):
+        field = _field(error, prompt_field)
+        if field == "max_tokens" and error.violations:
+            # A worker refuses it only together with the prompt.
+            return api_error(error, param=field, code="context_length_exceeded")
+        return api_error(error, param=field, code="invalid_value")
+    return api_error(error)
+
+
+def _field(error: InvalidRequest, prompt_field: str) -> str:
+    """The field that the error is about: its violations name one, or its message begins with one."""
+    named = error.violations[0] if error.violations else error.message
+    word = named.partition(" ")[0].rstrip(":").rpartition(".")[2]
+    if word.isidentifier() and word.islower() and ("_" in word or word in _WORDS):
+        return _FIELDS.get(word, word)
+    return prompt_field
+
+
+_WORDS: Final = frozenset({"temperature", "seed", "stop", "logprobs", "priority", "tenant", "model", "echo", "n"})

@@ -1,0 +1,105 @@
+"""Fields that kvpool does not have: which of their values change nothing and may pass, and what is said of all others.
+
+A field that is ignored in silence makes an answer wrong in silence: a request for JSON would get prose. So a field passes if it is
+null, or has the value that means "as usual". All others are refused by name, unless the gateway was started with
+--ignore-unknown-fields; then they are listed in a header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from ..errors import ApiError
+from .bodies import Body
+
+IGNORED_HEADER: Final = "X-Kvpool-Ignored"
+MAX_IGNORED_BYTES: Final = 1024
+"""Of the header: a body may have any number of fields."""
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(type(value) is type(one) and value == one for one in values)
+
+
+def _is_text_format(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("type") == "text" and len(value) == 1
+
+
+_AS_USUAL: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "add_generation_prompt": _one_of(True),
+    "add_special_tokens": _one_of(True),
+    "allowed_token_ids": _one_of([]),
+    "bad_words": _one_of([]),
+    "best_of": _one_of(1),
+    "continue_final_message": _one_of(False),
+    "detokenize": _one_of(True),
+    "documents": _one_of([]),
+    "echo": _one_of(False),
+    "function_call": _one_of("none", "auto"),
+    "functions": _one_of([]),
+    "include_reasoning": _one_of(True),
+    "include_stop_str_in_output": _one_of(False),
+    "length_penalty": _one_of(1, 1.0),
+    "logits_processors": _one_of([]),
+    "metadata": _one_of({}),
+    "modalities": _one_of(["text"]),
+    "parallel_tool_calls": _one_of(True, False),
+    "response_format": _is_text_format,
+    "return_tokens_as_token_ids": _one_of(False),
+    "service_tier": _one_of("auto", "default"),
+    "skip_special_tokens": _one_of(True),
+    "spaces_between_special_tokens": _one_of(True),
+    "store": _one_of(False),
+    "suffix": _one_of(""),
+    "tool_choice": _one_of("none", "auto"),
+    "tools": _one_of([]),
+    "use_beam_search": _one_of(False),
+    "verbosity": _one_of("medium"),
+}
+
+_WHY: Final[Mapping[str, str]] = {
+    "allowed_token_ids": "kvpool cannot restrict the vocabulary; logit_bias can favour tokens",
+    "audio": "the models behind this gateway write text only",
+    "bad_words": "kvpool cannot ban words; logit_bias can ban token ids",
+    "best_of": "kvpool returns every answer that it generates; ask for n answers and choose",
+    "functions": "kvpool has no grammars, so it cannot promise that a call is well-formed",
+    "guided_json": "kvpool has no grammars",
+    "response_format": "kvpool has no grammars, so only text can be promised",
+    "structured_outputs": "kvpool has no grammars, so only text can be promised",
+    "suffix": "the models behind this gateway continue a prompt; they do not fill a gap",
+    "tool_choice": "kvpool has no grammars, so no tool can be forced",
+    "tools": "kvpool has no grammars, so it cannot promise that a call is well-formed",
+}
+
+
+def check_other_fields(body: Body, *, ignore: bool) -> dict[str, str]:
+    """Refuse what is asked for and kvpool cannot do. Raises ApiError; with `ignore`, returns the header that lists it instead."""
+    ignored = []
+    for name, value in (body.model_extra or {}).items():
+        as_usual = _AS_USUAL.get(name)
+        if value is None or (as_usual is not None and as_usual(value)):
+            continue
+        if not ignore:
+            raise _refusal(name, known=name in _AS_USUAL or name in _WHY)
+        ignored.append(name.encode("ascii", "replace").decode())
+    header = ", ".join("".join(c for c in name if c.isprintable()) for name in ignored)
+    return {IGNORED_HEADER: header[:MAX_IGNORED_BYTES]} if ignored else {}
+
+
+def _refusal(name: str, *, known: bool) -> ApiError:
+    why = _WHY.get(name)
+    if why is None:
+        why = (
+            "only its default is supported"
+            if known
+            else "kvpool does not know this field; leave it out, or start the gateway with --ignore-unknown-fields"
+        )
+    shown = name[:128]
+    return ApiError(
+        HTTPStatus.BAD_REQUEST,
+        f"{shown} is not supported: {why}",
+        param=shown,
+        code="unsupported_parameter" if known else "unknown_parameter",
+    )

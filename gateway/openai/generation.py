@@ -1,0 +1,116 @@
+"""The answers of one request: several sequences, whose pieces come in the order in which they are computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from http import HTTPStatus
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvpool.client import Chunk, GenerateStream, Model, Usage
+
+from ..context import Gateway
+from ..errors import ApiError
+
+
+class Piece(NamedTuple):
+    """The next chunk of one answer."""
+
+    choice: int
+    chunk: Chunk
+
+
+class Generation:
+    """Streams, of which the reader sees one sequence of pieces. Use it as `async with`: leaving it ends those that still run, and
+    their blocks are free."""
+
+    def __init__(self, gateway: Gateway, streams: Sequence[GenerateStream]) -> None:
+        self._gateway = gateway
+        self.streams = streams
+        self._began = gateway.clock()
+        self._first: Piece | None = None
+        self._has_token = False
+        self.usages: dict[int, Usage] = {}
+        """The last one of each answer, by index."""
+        self._pieces = self._alone() if len(streams) == 1 else self._merged()
+
+    async def __aenter__(self) -> Self:
+        metrics, most = self._gateway.metrics, self._gateway.settings.max_streams
+        if metrics.open_streams + len(self.streams) > most:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{metrics.open_streams} answers are being generated, this gateway takes {most} (--max-streams): try again later",
+                code="too_many_streams",
+                headers={"Retry-After": "1"},
+            )
+        metrics.open_streams += len(self.streams)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._gateway.metrics.open_streams -= len(self.streams)
+        await self._pieces.aclose()
+        for stream in self.streams:
+            await stream.aclose()
+
+    @property
+    def model(self) -> Model:
+        """The model that answers; known after `begin`."""
+        model = next((stream.model for stream in self.streams if stream.model is not None), None)
+        assert model is not None, "begin() comes first"
+        return model
+
+    async def begin(self) -> None:
+        """Wait for the first piece, so that an error before it can still be the answer's status. Raises KvpoolError."""
+        self._first = await anext(self._pieces)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All pieces, the first one included. Raises KvpoolError."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            yield first
+        async for piece in self._pieces:
+            yield piece
+
+    async def _alone(self) -> AsyncGenerator[Piece, None]:
+        async for chunk in self.streams[0]:
+            yield self._noted(Piece(0, chunk))
+
+    async def _merged(self) -> AsyncGenerator[Piece, None]:
+        # One piece waits for the reader at most; the streams wait with it.
+        ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(maxsize=1)
+
+        async def read(index: int, stream: GenerateStream) -> None:
+            try:
+                async for chunk in stream:
+                    await ready.put(Piece(index, chunk))
+            except Exception as error:
+                await ready.put(error)
+            else:
+                await ready.put(None)
+
+        tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self.streams)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                found = await ready.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    num_running -= 1
+                else:
+                    yield self._noted(found)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _noted(self, piece: Piece) -> Piece:
+        if piece.chunk.usage is not None:
+            self.usages[piece.choice] = piece.chunk.usage
+        if not self._has_token and piece.chunk.token_ids:
+            self._has_token = True
+            self._gateway.metrics.first_token_seconds.observe(self._gateway.clock() - self._began)
+        return piece

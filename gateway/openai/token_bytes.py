@@ -1,0 +1,102 @@
+"""The bytes of single tokens, as the tokenizer's vocabulary has them.
+
+Decoding one token loses the bytes of half a character. The vocabulary has them in one of three spellings: byte-level BPE writes
+each byte as a character of its own alphabet (A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
+section 2.2, and its published encoder); SentencePiece writes ▁ for a space and, with byte fallback, <0xE9> for a byte; other
+vocabularies have text, whose pieces are decoded one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from kvpool.client import Model
+
+MAX_KNOWN: Final = 8
+
+_FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = {part.get("type") for part in _parts(json.loads(tokenizer.to_str()).get("decoder"))}
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_fallback = "ByteFallback" in kinds
+        self._marks_spaces = bool(kinds & {"Metaspace", "Replace"})
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self._special = frozenset(index for index, token in added.items() if token.special)
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; those of a special token's name; none for an id that the vocabulary lacks."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            alphabet = byte_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
+        if self._has_fallback and (match := _FALLBACK.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if self._marks_spaces:
+            return piece.replace("▁", " ").encode()
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of texts."""
+        return token_id in self._special
+
+
+class TokenBytesOfModels:
+    """Kept for the models used last: to read a vocabulary takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, TokenBytes] = OrderedDict()
+
+    def of(self, model: Model) -> TokenBytes | None:
+        """None: the model has no tokenizer."""
+        if model.tokenizer is None:
+            return None
+        known = self._known.pop(model.fingerprint, None) or TokenBytes(model.tokenizer)
+        self._known[model.fingerprint] = known
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+
+def shown(raw: bytes) -> str:
+    """A token as text; one that is no whole text as `bytes:\\xe2\\x82`, as OpenAI writes it."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _parts(part: Any) -> Iterator[dict[str, Any]]:
+    """A decoder, and those that it is made of."""
+    if isinstance(part, dict):
+        yield part
+        for inner in part.get("decoders", ()):
+            yield from _parts(inner)
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """The byte that each character of byte-level BPE's alphabet stands for: printable Latin-1 for itself, then the others in order
+    from U+0100 on."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(own)]
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
