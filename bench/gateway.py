@@ -37,6 +37,8 @@ PROMPT_TOKENS: Final = 64
 _CLIENT_SIDE: Final = "--client-side"
 _PATH: Final = "/v1/completions"
 _PATIENCE_SECONDS: Final = 30.0
+_REST_SECONDS: Final = 0.1
+"""Before a request for its first token: no step of the request before is under way."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Reader:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
+                "return_token_ids": True,  # an event for each token, also for one that has no text
             }
         ).encode()
         began = time.perf_counter()
@@ -208,11 +211,16 @@ async def measure(num_streams: int, rate: float, seconds: float, num_prompts: in
             progress(f"run {run}: client {client_alone.cpu_share[-1]:.2f} of a core")
         async with Client(manager) as client:
             for number in range(num_prompts + 10):
-                over_http = await Reader(port).read(2) if number else 0.0
+                reader = Reader(port)
+                await reader.model()
+                await asyncio.sleep(_REST_SECONDS)
+                over_http = await reader.read(2)
+                await asyncio.sleep(_REST_SECONDS)
                 began = time.perf_counter()
                 async with client.generate(prompt(), max_tokens=2, ignore_eos=True) as stream:
                     await stream.next_chunk()
                     by_client = time.perf_counter() - began
+                    await stream.collect()
                 if number >= 10:
                     gateway.first_token_ms.append(over_http * 1000)
                     client_alone.first_token_ms.append(by_client * 1000)
