@@ -194,4 +194,7 @@ def allocate(
     session.account.add_tokens(num_tokens)
     session.num_prompt_tokens += num_tokens
     session.num_cached_tokens += sequence.num_cached_tokens
+    if tree.journal is not None:
+        deepest = path[len(hits) - 1] if hits else None
+        tree.journal.served(item.key, pool, deepest, sequence.num_cached_tokens, num_tokens)
     return granted(sequence)

@@ -378,14 +378,16 @@ class BlockPool:
         if node.copy_in(self) != block:
             assert others is not None
             del others[block]
-        else:
+        elif others:
             node.drop_copy(self)
-            if others:
-                oldest = next(iter(others))
-                del others[oldest]
-                node.add_copy(self, oldest)
-            else:
-                self._tree.prune(node)
+            oldest = next(iter(others))
+            del others[oldest]
+            node.add_copy(self, oldest)
+        else:
+            if self._tree.journal is not None:
+                self._tree.journal.removed(node, self)
+            node.drop_copy(self)
+            self._tree.prune(node)
         if others is not None and not others:
             del self._duplicates[node]
 

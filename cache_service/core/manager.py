@@ -14,6 +14,7 @@ from typing import NoReturn
 from . import allocation, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
+from .contents import Contents
 from .description import BlockDescription, describe_blocks
 from .downlink import Downlink
 from .fencing import Fencing
@@ -44,6 +45,7 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
+from .salt_numbers import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
 
@@ -100,6 +102,11 @@ class CacheManager:
         """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
         self._sweep_position = 0
+        self.salts = SaltNumbers()
+        self.contents: Contents | None = None
+        """The journal of contents, while somebody follows it."""
+        self._last_event = self._last_node = 0
+        """Of journals that have ended."""
         self._last_stamp = epoch << EPOCH_SHIFT
         self._last_session = self._sessions_from = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
@@ -167,6 +174,8 @@ class CacheManager:
         if registration.holds_state:
             session.recovering = True
             self._recoveries[session.number] = Recovery(session, self._last_stamp)
+        elif self.contents is not None:
+            self.contents.open(session)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
 
@@ -341,6 +350,8 @@ class CacheManager:
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
             session.recovering = False
+            if self.contents is not None:
+                self.contents.open(session)
             self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
@@ -352,6 +363,8 @@ class CacheManager:
     def _retire(self, session: Session, why: SessionEnd) -> None:
         """End a session in O(1): look-ups ignore its pool from now on; `sweep` removes its entries from the tree."""
         self.ended[why] += 1
+        if self.contents is not None:
+            self.contents.close(session)
         session.pool.retire()
         self._recoveries.pop(session.number, None)
         del self._sessions[session.number]
@@ -381,6 +394,26 @@ class CacheManager:
             self._retired.popleft()
             self._sweep_position = 0
         return bool(self._retired)
+
+    # -- following what the cache holds
+
+    def follow_contents(self, capacity: int) -> Contents:
+        """The journal of contents, begun if there is none; it keeps `capacity` events. What is there already is listed by
+        `Contents.list_some`."""
+        if self.contents is None:
+            seen = [session for session in self._sessions.values() if not session.recovering]
+            self.contents = Contents(
+                capacity, seen, last_number=self._last_event, last_node=self._last_node, salts=self.salts
+            )
+            self._tree.journal = self.contents
+        return self.contents
+
+    def end_contents(self) -> None:
+        """Nobody follows any more. Idempotent."""
+        if self.contents is not None:
+            # The next journal's numbers begin after one that nobody has seen: who knows an event of this one knows too little.
+            self._last_event, self._last_node = self.contents.last_number + 1, self.contents.last_node
+            self.contents = self._tree.journal = None
 
     # -- the link
 

@@ -9,7 +9,7 @@ that reference counting alone frees a dropped node (the process runs without the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
@@ -34,6 +34,24 @@ class Holder(Protocol):
 
     def node(self, block: int) -> Node | None:
         """What a sealed block holds."""
+
+
+class Journal(Protocol):
+    """What is notified of changes in what look-ups find, while somebody follows them."""
+
+    def sealed(self, key: SequenceKey, pool: Holder, nodes: Iterable[Node]) -> None:
+        """A pool has its first copy of each of these nodes."""
+
+    def removed(self, node: Node, pool: Holder) -> None:
+        """A pool is about to lose its last copy of a node."""
+
+    def served(
+        self, key: SequenceKey, pool: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
+    ) -> None:
+        """A sequence was granted blocks."""
+
+    def dropped(self, node: Node) -> None:
+        """A node was pruned."""
 
 
 class Leader(Protocol):
@@ -343,6 +361,8 @@ class PrefixTree:
         """Nodes, the roots not counted."""
         self.walk: Walk | None = None
         """The walk in portions that is under way; the tree notifies it of insertions and removals."""
+        self.journal: Journal | None = None
+        """Set while somebody follows the contents."""
         self._num_walks = 0
         self._condemned: deque[Node] = deque()
         """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
@@ -421,6 +441,8 @@ class PrefixTree:
                 break
             if self.walk is not None:
                 self.walk.on_dropped(node)
+            if self.journal is not None:
+                self.journal.dropped(node)
             parent._drop_child(node)
             node.parent = None
             num_dropped += 1

@@ -2190,17 +2190,22 @@ class ContentRemoved(_message.Message):
 
     NODE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     node: _builtins.int
     session: _builtins.int
+    """0: of no session; the content was listed for what came after it."""
+    forgotten: _builtins.bool
+    """Nothing needs the content any more, neither a worker nor a content after it: its number never comes again."""
     def __init__(
         self,
         *,
         node: _builtins.int = ...,
         session: _builtins.int = ...,
+        forgotten: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "node", b"node", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

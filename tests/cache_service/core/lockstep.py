@@ -229,6 +229,8 @@ class Lockstep:
         self.epoch = 0
         self.now = 0.0
         self.last_generation = 0
+        self.viewers: list[Callable[[CacheManager], None]] = []
+        """Called after every comparison."""
         self._granted: dict[tuple[str, int], int] = {}
         """Largest generation seen of each worker's block, over all sessions and epochs."""
         self.restart()
@@ -380,6 +382,8 @@ class Lockstep:
         assert budget.max_tokens - budget.num_sequence_tokens == self.model.tokens_left()
         if not self.manager._retired:
             assert self.manager.num_prefix_nodes == self._num_nodes_expected()
+        for view in self.viewers:
+            view(self.manager)
 
     def _compare_session(self, session: Session, modelled: ModelSession) -> None:
         pool, size = session.pool, modelled.block_size

@@ -34,6 +34,7 @@ from kvpool.cache_service.core.messages import (
     Wait,
 )
 from kvpool.cache_service.core.refusal import Reason
+from tests.cache_service.core.contents_follower import ContentsFollower
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,
     Lockstep,
@@ -194,8 +195,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.old_messages: list[Message] = []
         self.num_served = 0
 
-    @initialize(configs=st.lists(st.tuples(st.integers(4, 13), st.sampled_from([1, 2, 2, 4])), min_size=2, max_size=3))
-    def start_workers(self, configs: list[tuple[int, int]]) -> None:
+    @initialize(
+        configs=st.lists(st.tuples(st.integers(4, 13), st.sampled_from([1, 2, 2, 4])), min_size=2, max_size=3),
+        seed=st.integers(0, 2**32),
+    )
+    def start_workers(self, configs: list[tuple[int, int]], seed: int) -> None:
+        self.contents = ContentsFollower(seed)
+        self.lockstep.viewers.append(self.contents.follow)
         for index, (num_blocks, block_size) in enumerate(configs):
             worker = SimWorker(registration(f"w{index}", num_blocks=num_blocks, block_size=block_size))
             self.workers.append(worker)
@@ -641,6 +647,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When every worker has gone and the sweep has run, nothing is left."""
+        for view in self.lockstep.viewers:
+            view(self.lockstep.manager)
         for session in self.lockstep.manager.sessions:
             self.lockstep.deregister(session.number)
         while self.lockstep.sweep():
@@ -686,7 +694,8 @@ class LongHistory:
         """Start two or three workers, take the steps, and let everybody go."""
         machine, rng = self._machine, self._random
         block_sizes = rng.choice([[1], [2], [2], [4], [1, 2, 4]])
-        machine.start_workers([(rng.randint(4, 13), rng.choice(block_sizes)) for _ in range(rng.randint(2, 3))])
+        configs = [(rng.randint(4, 13), rng.choice(block_sizes)) for _ in range(rng.randint(2, 3))]
+        machine.start_workers(configs, seed=rng.getrandbits(32))
         actions = {
             self._allocate: 30,
             self._append: 40,
