@@ -17,7 +17,7 @@ from typing import NamedTuple
 from .block_pool import BlockPool
 from .messages import Root, SequenceKey
 from .prefix_tree import Holder, Node, RootNode
-from .salt_numbers import SaltNumbers
+from .salts import SaltNumbers
 from .session import Session
 
 

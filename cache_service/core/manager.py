@@ -45,7 +45,7 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
-from .salt_numbers import SaltNumbers
+from .salts import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
 

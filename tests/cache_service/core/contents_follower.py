@@ -78,6 +78,8 @@ class ContentsFollower:
             assert event.number == self._number + 1, "events are numbered without a gap"
             self._number = event.number
             if isinstance(event, Stored):
+                known = self._nodes.get(event.node)
+                assert known is None or (event.session and event.session not in known.sessions), "nothing comes twice"
                 self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
