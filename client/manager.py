@@ -83,7 +83,9 @@ class Manager:
         )
         return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
 
-    async def describe_block(self, deadline: Deadline, worker_id: str, block_id: int) -> cache_pb2.DescribeBlockResponse:
+    async def describe_block(
+        self, deadline: Deadline, worker_id: str, block_id: int
+    ) -> cache_pb2.DescribeBlockResponse:
         """One block of a worker."""
         if not 0 <= block_id < 2**32:
             raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")

@@ -50,7 +50,9 @@ class WatchOptions:
         if not 0.1 <= self.interval <= 10:
             raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {self.interval:g}", reason="BAD_FIELD")
         if not 0 <= self.max_sequences < 2**32:
-            raise InvalidRequest(f"max_sequences must be in 0 … 2**32 − 1, got {self.max_sequences}", reason="BAD_FIELD")
+            raise InvalidRequest(
+                f"max_sequences must be in 0 … 2**32 − 1, got {self.max_sequences}", reason="BAD_FIELD"
+            )
 
     def request(self, epoch: int, after: int) -> cache_pb2.WatchRequest:
         """For contents after the event `after` of the epoch."""
@@ -104,9 +106,9 @@ class _Stream:
             await asyncio.sleep(max(backoff, away.retry_after or 0.0))
             backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX)
 
-    async def _read(self, call: grpc.aio.UnaryStreamCall[cache_pb2.WatchRequest, cache_pb2.WatchResponse]) -> (
-        cache_pb2.WatchResponse | None
-    ):
+    async def _read(
+        self, call: grpc.aio.UnaryStreamCall[cache_pb2.WatchRequest, cache_pb2.WatchResponse]
+    ) -> cache_pb2.WatchResponse | None:
         """The next message; None at the end. Raises KvpoolError."""
         who = f"the manager at {self._config.manager}"
         try:

@@ -99,9 +99,7 @@ class BlockMirror:
     def columns(self, ids: Collection[int] | None = None) -> Columns:
         """A copy of the mirror; of all known blocks, or of these."""
         if ids is None:
-            return Columns(
-                None, bytes(self._states), self._ref_counts[:], self._last_used[:], self._salt_numbers[:]
-            )
+            return Columns(None, bytes(self._states), self._ref_counts[:], self._last_used[:], self._salt_numbers[:])
         return Columns(
             tuple(ids),
             bytes(map(self._states.__getitem__, ids)),

@@ -118,7 +118,7 @@ class Pictures:
             self._cluster = None
 
     def step(self) -> bool:
-        """Prepare the next picture for some 0.5 ms; returns whether more is to be done before `take`, which does the rest at once."""
+        """Prepare the next picture for some 0.5 ms; returns whether more is left before `take`, which does the rest at once."""
         if not self._todo:
             self._todo = list(self._manager.sessions)
         while self._todo:

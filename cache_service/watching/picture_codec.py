@@ -34,12 +34,11 @@ def decode_options(options: cache_pb2.PictureOptions, max_id_bytes: int) -> tupl
     interval_ms = options.interval_ms or _DEFAULT_INTERVAL_MS
     if not _MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
         raise bad_field(
-            "picture.interval_ms", f"needed {_MIN_INTERVAL_MS} to {_MAX_INTERVAL_MS} ms, or 0 for the default, got {interval_ms}"
+            "picture.interval_ms",
+            f"needed {_MIN_INTERVAL_MS} to {_MAX_INTERVAL_MS} ms, or 0 for the default, got {interval_ms}",
         )
     if len(options.worker_id.encode()) > max_id_bytes:
-        raise bad_field(
-            "picture.worker_id", f"at most {max_id_bytes} bytes, got {len(options.worker_id.encode())}"
-        )
+        raise bad_field("picture.worker_id", f"at most {max_id_bytes} bytes, got {len(options.worker_id.encode())}")
     return Wish(options.worker_id, options.include_blocks, options.max_sequences), interval_ms / 1000
 
 

@@ -84,8 +84,10 @@ class PictureFeed:
         try:
             while True:
                 await self._wait_until_due()
-                while self._pictures.step():
+                more = self._pictures.step()
+                while more:
                     await asyncio.sleep(0)  # calls that have arrived meanwhile
+                    more = self._pictures.step()
                 self._take()
         except Exception:
             log.exception("picture failed")
