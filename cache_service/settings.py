@@ -54,6 +54,16 @@ class ManagerSettings(ServerSettings):
         description="Token slots of the granted blocks of all workers and, counted apart, tokens of all live sequences. At the "
         "limit pools stop growing, and new sequences wait. A token takes 4 bytes of the manager's memory in each of the two.",
     )
+    max_watchers: int = Field(
+        default=64, ge=0, le=4096, description="Streams of Watch at the same time; 0: none is served."
+    )
+    watch_events: int = Field(
+        default=1 << 16,
+        ge=1,
+        le=1 << 24,
+        description="Events of the cache's contents that are kept, while somebody follows them, for followers that are late or "
+        "come back. Each takes some 0.3 KiB of memory.",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=0,

@@ -106,6 +106,13 @@ def decode_root(message: common_pb2.Root) -> Root:
     return Root(message.model_fingerprint, message.adapter, message.tenant_salt, message.input_digest)
 
 
+def encode_unsalted_root(root: Root) -> common_pb2.Root:
+    """A root for those who may not learn the salt: without it."""
+    return common_pb2.Root(
+        model_fingerprint=root.model_fingerprint, adapter=root.adapter, input_digest=root.input_digest
+    )
+
+
 def decode_load(message: common_pb2.WorkerLoad) -> WorkerLoad:
     """What a worker is busy with."""
     return WorkerLoad(message.num_running, message.num_waiting, message.num_uncomputed_tokens)

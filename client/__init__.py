@@ -20,6 +20,7 @@ from .chunk import Chunk, FinishReason, TokenLogprobs, Usage
 from .client import Client
 from .completion import Completion
 from .config import ClientConfig
+from .contents_view import ContentNode, ContentsView
 from .errors import (
     Aborted,
     AlreadyExists,
@@ -39,8 +40,10 @@ from .errors import (
 from .messages import Message, as_messages
 from .model import Model
 from .options import GenerateOptions
+from .picture_view import PictureView, WorkerView
 from .stream import GenerateStream
 from .sync_client import SyncClient, SyncStream
+from .watch import ManagerAway, WatchUpdate
 
 __all__ = [
     "Aborted",
@@ -50,6 +53,8 @@ __all__ = [
     "Client",
     "ClientConfig",
     "Completion",
+    "ContentNode",
+    "ContentsView",
     "DeadlineExceeded",
     "FailedPrecondition",
     "FinishReason",
@@ -57,10 +62,12 @@ __all__ = [
     "GenerateStream",
     "InvalidRequest",
     "KvpoolError",
+    "ManagerAway",
     "Message",
     "Model",
     "NotFound",
     "PermissionDenied",
+    "PictureView",
     "ProtocolError",
     "ResourceExhausted",
     "ServiceError",
@@ -70,5 +77,7 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "WatchUpdate",
+    "WorkerView",
     "as_messages",
 ]

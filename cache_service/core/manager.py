@@ -86,6 +86,7 @@ class CacheManager:
         self._attempts = Fencing()
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
         """Of all live sessions together."""
+        """For displays."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
@@ -373,7 +374,10 @@ class CacheManager:
         self._retired.append(session)
 
     def sweep(self) -> bool:
-        """Remove one slice of the tree entries of retired sessions, or of complete reports; returns whether more is left."""
+        """Remove one slice of the tree entries of retired sessions, or of complete reports, and list one of what such a report has
+        made a hit; returns whether more is left."""
+        if self.contents is not None and not self.contents.is_complete:
+            return self.contents.list_some(SWEEP_SLICE_NODES) or bool(self._completed or self._retired)
         if self._completed:
             if not self._completed[0].discard(SWEEP_SLICE_NODES):
                 self._completed.popleft()

@@ -1,1 +1,1 @@
-"""Watch: what changes, sent as it changes."""
+"""Watch: what changes, sent as it changes, to those who ask for it."""

@@ -49,7 +49,7 @@ class ContentsFeed:
                 contents = manager.follow_contents(self._max_events)
                 if epoch != manager.epoch or contents.since(number, 1) is None:
                     epoch = manager.epoch
-                    async for message, number in _whole(contents, epoch):
+                    async for message, number in _whole(contents, epoch):  # noqa: B007 (the last one is where to go on)
                         yield message
                     continue
                 events = contents.since(number, _MESSAGE_EVENTS)
@@ -71,7 +71,9 @@ class ContentsFeed:
 async def _whole(contents: Contents, epoch: int) -> AsyncGenerator[tuple[cache_pb2.WatchResponse, int], None]:
     """The messages of the whole state, and the number of the last event before each message's end. It ends early, for a new
     beginning, if the follower is too slow for the ring."""
-    while contents.list_some(SWEEP_SLICE_NODES):
+    more = True
+    while more:
+        more = contents.list_some(SWEEP_SLICE_NODES)
         await asyncio.sleep(0)  # calls that have arrived meanwhile
     whole = contents.whole()
     number = whole.number

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvpool.v1 import cache_pb2
 
 from ..core.contents import Cleared, Event, Removed, Stored
-from ..worker_codec import encode_key, encode_root
+from ..worker_codec import encode_key, encode_unsalted_root
 
 
 def encode(
@@ -44,7 +44,7 @@ def _encode_stored(stored: Stored) -> cache_pb2.ContentStored:
     return cache_pb2.ContentStored(
         node=stored.node,
         parent=stored.parent,
-        root=None if stored.root is None else encode_root(stored.root),
+        root=None if stored.root is None else encode_unsalted_root(stored.root),
         salt_number=stored.salt_number,
         tokens=stored.tokens,
         block_hash=stored.block_hash,
