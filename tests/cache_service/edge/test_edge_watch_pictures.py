@@ -22,6 +22,13 @@ Stub = cache_pb2_grpc.CacheServiceStub
 ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=True, max_sequences=10))
 
 
+async def read(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]) -> pb.Picture:
+    """The next message of a stream of pictures."""
+    message = await call.read()
+    assert isinstance(message, pb.WatchResponse)
+    return message.picture
+
+
 async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
     """Apply messages up to the end of the next picture."""
     async with asyncio.timeout(20):
@@ -75,9 +82,9 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
 async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
     await worker.allocate(item("a", prompt(10)))
     call = stub.Watch(ALL)
-    first = (await call.read()).picture
+    first = await read(call)
     assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
-    second = (await call.read()).picture
+    second = await read(call)
     assert (second.whole, second.complete) == (False, True)
     assert not second.workers
     assert not second.HasField("cluster")
@@ -89,7 +96,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
     secret.root.tenant_salt = "the tenant's secret"
     await worker.allocate(item("b", prompt(5)), secret)
     call = stub.Watch(ALL)
-    picture = (await call.read()).picture
+    picture = await read(call)
     view = PictureView()
     assert view.apply(picture)
     assert sorted(view.workers[worker.session].salt_numbers)[-4:] == [0, 1, 1, 1]
