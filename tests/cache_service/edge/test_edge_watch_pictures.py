@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -23,10 +22,11 @@ Stub = cache_pb2_grpc.CacheServiceStub
 ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=True, max_sequences=10))
 
 
-async def read_picture(call: Any) -> pb.Picture:
-    """The picture of the next message."""
-    picture: pb.Picture = (await call.read()).picture
-    return picture
+async def read(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]) -> pb.Picture:
+    """The next message of a stream of pictures."""
+    message = await call.read()
+    assert isinstance(message, pb.WatchResponse)
+    return message.picture
 
 
 async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
@@ -82,9 +82,9 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
 async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
     await worker.allocate(item("a", prompt(10)))
     call = stub.Watch(ALL)
-    first = await read_picture(call)
+    first = await read(call)
     assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
-    second = await read_picture(call)
+    second = await read(call)
     assert (second.whole, second.complete) == (False, True)
     assert not second.workers
     assert not second.HasField("cluster")
@@ -96,7 +96,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
     secret.root.tenant_salt = "the tenant's secret"
     await worker.allocate(item("b", prompt(5)), secret)
     call = stub.Watch(ALL)
-    picture = await read_picture(call)
+    picture = await read(call)
     view = PictureView()
     assert view.apply(picture)
     assert sorted(view.workers[worker.session].salt_numbers)[-4:] == [0, 1, 1, 1]
