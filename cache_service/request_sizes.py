@@ -34,6 +34,7 @@ def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
         "Drain": SMALL,
         "Route": route,
         "Describe": SMALL,
+        "Explain": route,
         "Check": SMALL,
     }
     return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}

@@ -18,7 +18,7 @@ from google.rpc import code_pb2
 from kvpool.process.call_status import set_status
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from . import client_codec, status, worker_codec
+from . import client_codec, explain_codec, status, worker_codec
 from .audits import Audits
 from .core.manager import CacheManager
 from .core.messages import Registration
@@ -314,8 +314,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.DescribeBlockResponse:
         raise NotImplementedError
 
+    @answering
     async def Explain(self, request: cache_pb2.ExplainRequest, context: Context[Any, Any]) -> cache_pb2.ExplainResponse:
-        raise NotImplementedError
+        root = worker_codec.decode_root(request.root)
+        explanation = self._manager.explain(root, request.tokens, request.worker_id)
+        return explain_codec.encode_explanation(explanation, self._manager.epoch, self.clock())
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -54,6 +54,18 @@ class ManagerSettings(ServerSettings):
         description="Token slots of the granted blocks of all workers and, counted apart, tokens of all live sequences. At the "
         "limit pools stop growing, and new sequences wait. A token takes 4 bytes of the manager's memory in each of the two.",
     )
+    explain_evictions: int = Field(
+        default=1 << 16,
+        ge=0,
+        le=1 << 24,
+        description="Evicted blocks whose names are remembered, so that `kvpool explain` can say that a prefix was cached once, until "
+        "when, and who needed the room. 0: none. A name takes 0.2 KiB of the manager's memory.",
+    )
+    explain_across_salts: bool = Field(
+        default=False,
+        description="Let `kvpool explain` say that the tokens of a prompt are cached under another tenant's salt. Without it nobody "
+        "learns anything of other salts.",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=0,
