@@ -58,13 +58,13 @@ class ManagerSettings(ServerSettings):
         default=1 << 16,
         ge=0,
         le=1 << 24,
-        description="Evicted blocks whose names are remembered, so that `kvpool explain` can say that a prefix was cached once, until "
-        "when, and who needed the room. 0: none. A name takes 0.2 KiB of the manager's memory.",
+        description="Evicted blocks whose names are remembered, so that `kvpool explain` can say when a prefix was evicted, and "
+        "for which request. 0: none. A name takes 0.2 KiB of the manager's memory.",
     )
     explain_across_salts: bool = Field(
         default=False,
-        description="Let `kvpool explain` say that the tokens of a prompt are cached under another tenant's salt. Without it nobody "
-        "learns anything of other salts.",
+        description="Let `kvpool explain` say that the tokens of a prompt are cached under another salt. Without it nobody learns "
+        "anything of other salts.",
     )
     metrics_port: int | None = Field(
         default=None,

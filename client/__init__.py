@@ -36,6 +36,7 @@ from .errors import (
     Unavailable,
     Unimplemented,
 )
+from .explanation import ClosestPrompt, Explanation, Miss, MissCause, WorkerExplanation
 from .messages import Message
 from .model import Model
 from .options import GenerateOptions
@@ -49,8 +50,10 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientConfig",
+    "ClosestPrompt",
     "Completion",
     "DeadlineExceeded",
+    "Explanation",
     "FailedPrecondition",
     "FinishReason",
     "GenerateOptions",
@@ -58,6 +61,8 @@ __all__ = [
     "InvalidRequest",
     "KvpoolError",
     "Message",
+    "Miss",
+    "MissCause",
     "Model",
     "NotFound",
     "PermissionDenied",
@@ -70,4 +75,5 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "WorkerExplanation",
 ]

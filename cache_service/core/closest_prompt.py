@@ -61,14 +61,14 @@ def find_closest(
     block_size: int,
 ) -> ClosestPrompt | None:
     """The closest prompt that one of `pools` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
-    pool has. None if nothing is cached under the root that shares a token with the prompt, or follows its cached prefix."""
+    pool has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
     num_cached = max((count for pool, count in cached.items() if pool in pools), default=0)
     num_tokens = len(tokens) // TOKEN_BYTES
     step = block_size * TOKEN_BYTES
     wanted = tokens[num_cached * step : (num_cached + 1) * step]
     num_equal_before, max_hits = num_cached * block_size, (num_tokens - 1) // block_size
     if not wanted:
-        return ClosestPrompt(num_tokens, None, None, 0, 1, 0, False)
+        return None
     parent = path[num_cached - 1] if num_cached else root
     children = list(islice(parent.iter_children(), MAX_CHILDREN + 1))
     is_truncated = len(children) > MAX_CHILDREN
