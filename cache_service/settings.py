@@ -57,9 +57,9 @@ class ManagerSettings(ServerSettings):
     explain_evictions: int = Field(
         default=1 << 16,
         ge=0,
-        le=1 << 24,
+        le=1 << 20,
         description="Evicted blocks whose names are remembered, so that `kvpool explain` can say when a prefix was evicted, and "
-        "for which request. 0: none. A name takes 0.2 KiB of the manager's memory.",
+        "for which request. 0: none. A name takes 8 bytes, a request that evicts 0.3 KiB.",
     )
     explain_across_salts: bool = Field(
         default=False,

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 from .budget import Account
-from .evictions import Evicted, EvictionMemory
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
@@ -45,7 +44,7 @@ FREE, CACHED, HELD, RESERVED = (int(state) for state in State)
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` token slots; block 0 is never granted. `account`: the session's, which bounds growth.
-    `evictions`: where it notes what it evicts, if anywhere."""
+    `evicted`: where it appends the block hashes of what it evicts, if anywhere."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class BlockPool:
         block_size: int,
         tree: PrefixTree,
         account: Account,
-        evictions: EvictionMemory | None = None,
+        evicted: array[int] | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -70,7 +69,7 @@ class BlockPool:
         self._tree = tree
         self._account = account
         self._budget = account.budget
-        self._evictions = evictions
+        self._evicted = evicted
         account.declare(num_blocks - 1)
         self._state = bytearray(self.num_known)
         self._ref_count = array("I", bytes(4 * self.num_known))
@@ -370,10 +369,6 @@ class BlockPool:
 
     # -- content
 
-    def eviction_of(self, block_hash: int) -> Evicted | None:
-        """The latest eviction of a content with that block hash from this pool, if it is remembered."""
-        return None if self._evictions is None else self._evictions.find(block_hash ^ self.signature)
-
     def seal(self, block: int, node: Node) -> None:
         """The held block now holds `node`, for good. The first one of a node in this pool serves its hits."""
         assert self._node[block] is None
@@ -400,8 +395,8 @@ class BlockPool:
                 node.add_copy(self, oldest)
             else:
                 # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
-                if self._evictions is not None and node.block_hash is not None:
-                    self._evictions.names[node.block_hash ^ self.signature] = self._evictions.cause
+                if self._evicted is not None and node.block_hash is not None:
+                    self._evicted.append(node.block_hash)
                 self._tree.prune(node)
         if others is not None and not others:
             del self._duplicates[node]

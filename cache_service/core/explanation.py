@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .allocation import longest_run
 from .closest_prompt import ClosestPrompt, find_closest
-from .evictions import Evicted
+from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
 from .messages import TOKEN_BYTES, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
@@ -35,6 +35,10 @@ MAX_WORKERS = 64
 
 MAX_LEADERS = 1024
 """Sequences looked at among those that compute one block."""
+
+
+MAX_NAMES = 8
+"""Looked for among the evictions, for each block size: the workers that serve most of the prompt come first."""
 
 
 class MissCause(Enum):
@@ -90,6 +94,7 @@ class Search(NamedTuple):
     hash_function: HashFunction
     holders: Mapping[Holder, Session]
     """Sessions that can serve hits now, by pool."""
+    evictions: EvictionMemory | None
     across_salts: bool
     """Whether it may say what is cached under other salts."""
 
@@ -114,12 +119,24 @@ class _Prompt:
         """Leading nodes that a pool has, by pool; it may be one more than is served."""
         self.fullest = max(self.cached, key=self.cached.__getitem__, default=None)
         self._leaders: dict[int, dict[Holder, list[Leader]]] = {}
+        self._evictions: dict[int, dict[int, Evicted]] = {}
 
     def num_hits(self, session: Session) -> int:
         """Blocks that Allocate would serve on this worker."""
         return min(self.max_hits, self.cached.get(session.pool, 0))
 
-    def name_of(self, index: int) -> int:
+    def evictions(self, index: int) -> Mapping[int, Evicted]:
+        """The latest evictions of a block after `index` blocks that are cached, by the pool's signature. Nothing is found any more
+        after MAX_NAMES blocks: looking for one may take a tenth of a millisecond."""
+        found = self._evictions.get(index)
+        if found is None:
+            memory, found = self._search.evictions, {}
+            if memory is not None and len(self._evictions) < MAX_NAMES:
+                found = memory.find(self._name_of(index))
+            self._evictions[index] = found
+        return found
+
+    def _name_of(self, index: int) -> int:
         """The block hash of a block, after `index` blocks that are cached."""
         parent = self.path[index - 1] if index else self.root_node
         hash_function, step = self._search.hash_function, self.block_size * TOKEN_BYTES
@@ -185,11 +202,10 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
     fullest = prompt.fullest
     other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
-    evicted = session.pool.eviction_of(prompt.name_of(index))
+    evicted = prompt.evictions(index).get(session.pool.signature)
     if evicted is not None:
-        is_own = evicted.root is not None and evicted.root.tenant_salt == prompt.root.tenant_salt
-        if not (is_own or search.across_salts):
-            evicted = Evicted(evicted.at, None, None)
+        if evicted.salt != prompt.root.tenant_salt and not search.across_salts:
+            evicted = evicted._replace(key=None)
         return Miss(position, MissCause.EVICTED, evicted=evicted, other_worker=other)
     if other is not None:
         return Miss(position, MissCause.ON_ANOTHER_WORKER, other_worker=other)

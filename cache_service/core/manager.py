@@ -161,7 +161,8 @@ class CacheManager:
         self._last_session += 1
         config = registration.pool
         account = Account(self.budget, config.block_size)
-        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account, self._evictions)
+        evicted = None if self._evictions is None else self._evictions.names
+        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account, evicted)
         downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
         most_blocks = min(pool.capacity, self.limits.max_blocks_per_sequence, account.most_blocks)
         session = Session(
@@ -302,7 +303,7 @@ class CacheManager:
     def _note_time(self, now: float) -> None:
         """For evictions: calls that evict do not say what the time is."""
         if self._evictions is not None:
-            self._evictions.now = now
+            self._evictions.set_time(now)
 
     def _own_session(self, number: int, key: SessionKey) -> Session:
         """The live session of a call. The key is checked before anything else of the session is read or changed."""
@@ -460,7 +461,7 @@ class CacheManager:
         count = self._num_to_grant(session)
         if count > 0:
             if self._evictions is not None:
-                self._evictions.begin(None, None)
+                self._evictions.begin(session.pool.signature, None, None)
             session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
 
     def _reply(self, session: Session) -> Reply:
@@ -493,7 +494,7 @@ class CacheManager:
                 if is_large:
                     self._end_unanswerable(session)
             if self._evictions is not None:
-                self._evictions.begin(item.key, item.root)
+                self._evictions.begin(session.pool.signature, item.key, item.root)
             try:
                 outcome = allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits)
                 outcomes.append(outcome)
@@ -518,7 +519,7 @@ class CacheManager:
                 )
                 continue
             if self._evictions is not None and item.want_blocks:
-                self._evictions.begin(item.update.key, session.root_of(item.update.key))
+                self._evictions.begin(session.pool.signature, item.update.key, session.root_of(item.update.key))
             try:
                 appended = updates.append(self._tree, session, item, generation, self.limits)
                 outcomes.append(appended)
@@ -572,7 +573,7 @@ class CacheManager:
         holders: dict[Holder, Session] = {
             session.pool: session for session in self._sessions.values() if not session.recovering
         }
-        search = Search(self._tree, self._hash_function, holders, self._explain_across_salts)
+        search = Search(self._tree, self._hash_function, holders, self._evictions, self._explain_across_salts)
         return explain(search, candidates, root, tokens)
 
     def _root_at(self, session: Session, root: Root) -> Root:
