@@ -36,6 +36,7 @@ def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
         "Describe": SMALL,
         "DescribeBlock": SMALL,
         "Watch": SMALL,
+        "Explain": route,
         "Check": SMALL,
     }
     return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}

@@ -56,6 +56,8 @@ class Server:
             lease_seconds=settings.lease_seconds,
             tick_seconds=settings.tick_seconds,
             limits=Limits(max_total_blocks=settings.max_total_blocks, max_total_tokens=settings.max_total_tokens),
+            explain_evictions=settings.explain_evictions,
+            explain_across_salts=settings.explain_across_salts,
         )
         self.port = 0
         """The port in use, once started."""

@@ -19,7 +19,7 @@ from google.rpc import code_pb2
 from kvpool.process.call_status import set_status
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from . import client_codec, status, worker_codec
+from . import client_codec, explain_codec, status, worker_codec
 from .audits import Audits
 from .core.description import describe_block
 from .core.manager import CacheManager
@@ -370,8 +370,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         content = describe_block(manager.worker(request.worker_id), request.block_id)
         return client_codec.encode_block_content(content, manager.salts, manager.epoch)
 
+    @answering
     async def Explain(self, request: cache_pb2.ExplainRequest, context: Context[Any, Any]) -> cache_pb2.ExplainResponse:
-        raise NotImplementedError
+        root = worker_codec.decode_root(request.root)
+        explanation = self._manager.explain(root, request.tokens, request.worker_id)
+        return explain_codec.encode_explanation(explanation, self._manager.epoch, self.clock())
 
     @answering_stream
     async def Watch(

@@ -64,6 +64,18 @@ class ManagerSettings(ServerSettings):
         description="Events of the cache's contents that are kept, while somebody follows them, for followers that are late or "
         "come back. Each takes some 0.3 KiB of memory.",
     )
+    explain_evictions: int = Field(
+        default=1 << 16,
+        ge=0,
+        le=1 << 20,
+        description="Evicted blocks whose names are remembered, so that `kvpool explain` can say when a prefix was evicted, and "
+        "for which request. 0: none. A name takes 8 bytes, a request that evicts 0.3 KiB.",
+    )
+    explain_across_salts: bool = Field(
+        default=False,
+        description="Let `kvpool explain` say that the tokens of a prompt are cached under another salt. Without it nobody learns "
+        "anything of other salts.",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=0,

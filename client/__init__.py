@@ -37,6 +37,7 @@ from .errors import (
     Unavailable,
     Unimplemented,
 )
+from .explanation import ClosestPrompt, Explanation, Miss, MissCause, WorkerExplanation
 from .messages import Message, as_messages
 from .model import Model
 from .options import GenerateOptions
@@ -52,10 +53,12 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientConfig",
+    "ClosestPrompt",
     "Completion",
     "ContentNode",
     "ContentsView",
     "DeadlineExceeded",
+    "Explanation",
     "FailedPrecondition",
     "FinishReason",
     "GenerateOptions",
@@ -64,6 +67,8 @@ __all__ = [
     "KvpoolError",
     "ManagerAway",
     "Message",
+    "Miss",
+    "MissCause",
     "Model",
     "NotFound",
     "PermissionDenied",
@@ -78,6 +83,7 @@ __all__ = [
     "Unimplemented",
     "Usage",
     "WatchUpdate",
+    "WorkerExplanation",
     "WorkerView",
     "as_messages",
 ]

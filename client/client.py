@@ -13,6 +13,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
+from .errors import InvalidRequest
+from .explanation import Explanation
 from .manager import Manager
 from .messages import Message, as_messages
 from .model import Model
@@ -151,6 +153,34 @@ class Client:
         root = common_pb2.Root(model_fingerprint=model_fingerprint, adapter=adapter, tenant_salt=tenant_salt)
         return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), root, token_ids)
 
+    async def explain(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        adapter: str = "",
+        tenant_salt: str = "",
+        worker_id: str = "",
+        timeout: float | None = None,
+    ) -> Explanation:
+        """How much of a prompt (text or token ids), or of a chat's `messages`, each worker would serve from its cache now, why no
+        more, and which cached prompt comes closest. With `worker_id` of that worker alone. Changes nothing."""
+        if (prompt is None) == (messages is None):
+            raise InvalidRequest("explain() needs either a prompt or messages", reason="BAD_FIELD")
+        deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
+        chat = None if messages is None else as_messages(messages)
+        served = await self._models.get(model, deadline)
+        # Off the event loop, as in a stream: a long text takes a while.
+        if chat is not None:
+            token_ids = await asyncio.to_thread(served.encode_chat, chat, template_arguments)
+        else:
+            token_ids = await asyncio.to_thread(served.encode_prompt, prompt or "")
+        root = common_pb2.Root(model_fingerprint=served.fingerprint, adapter=adapter, tenant_salt=tenant_salt)
+        response = await self._manager.explain(deadline, root, token_ids, worker_id=worker_id)
+        return Explanation.from_proto(response, token_ids, root)
+
     async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
         """Ask a worker to take no new requests, end the running ones within `grace` seconds (None: its own setting)
         and leave. Returns its session at once; it has left when `describe` no longer lists its incarnation. May be repeated."""
@@ -162,6 +192,7 @@ class Client:
             encode=encode,
             request=build_request(options),
             model_name=options.get("model"),
+            explain=bool(options.get("explain")),
             timeout=options.get("timeout"),
             models=self._models,
             manager=self._manager,

@@ -29,6 +29,9 @@ _ATTEMPTS_MIN: Final = 3
 _ATTEMPT_SECONDS_MIN: Final = 0.5
 """What an attempt is given where the time for the first contact is over."""
 
+_SIDE_QUESTION_SECONDS: Final = 0.1
+"""What a request that is under way waits for an answer that it can do without."""
+
 _WORKER_SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _Request = TypeVar("_Request", bound=Message)
@@ -36,7 +39,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class Manager:
-    """Describe, DescribeBlock, Check, Route and Drain. None of them does more the second time, so all of them may be repeated."""
+    """DescribeBlock, Describe, Explain, Check, Route and Drain. None does more the second time, so all of them may be repeated."""
 
     def __init__(self, channels: Channels, config: ClientConfig) -> None:
         self._channels = channels
@@ -101,12 +104,27 @@ class Manager:
     ) -> cache_pb2.RouteResponse:
         """Workers for a prompt, best first. Advisory."""
         request = cache_pb2.RouteRequest(root=root, tokens=pack_tokens(token_ids), max_workers=max_workers)
-        if request.ByteSize() > MAX_MESSAGE_BYTES:
-            raise InvalidRequest(
-                f"a prompt of {len(token_ids)} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes",
-                reason="NEVER_FITS",
-            )
+        _require_fit(request, len(token_ids))
         return await self._call(self._channels.manager(self._config.manager).Route, request, deadline)
+
+    async def explain(
+        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, worker_id: str = ""
+    ) -> cache_pb2.ExplainResponse:
+        """What each worker, or one, would serve of a prompt, and why no more."""
+        request = cache_pb2.ExplainRequest(root=root, tokens=pack_tokens(token_ids), worker_id=worker_id)
+        _require_fit(request, len(token_ids))
+        return await self._call(self._channels.manager(self._config.manager).Explain, request, deadline)
+
+    async def try_explain(
+        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int]
+    ) -> cache_pb2.ExplainResponse | None:
+        """The same, asked once and within a tenth of a second; None if there is no answer."""
+        request = cache_pb2.ExplainRequest(root=root, tokens=pack_tokens(token_ids))
+        timeout = min(_SIDE_QUESTION_SECONDS, deadline.remaining())
+        try:
+            return await self._channels.manager(self._config.manager).Explain(request, timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return None
 
     async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:
         """Ask a worker to end its requests within `grace` seconds, and leave."""
@@ -186,4 +204,11 @@ class Manager:
             f"no manager answers at {self._config.manager}; start a cluster with `kvpool up`, "
             "or name another manager with --manager or KVPOOL_MANAGER",
             reason="NO_MANAGER",
+        )
+
+
+def _require_fit(request: Message, num_tokens: int) -> None:
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(
+            f"a prompt of {num_tokens} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes", reason="NEVER_FITS"
         )

@@ -58,3 +58,6 @@ class GenerateOptions(TypedDict, total=False):
     tenant: str
     """On whose behalf; a worker shares its steps fairly between tenants of one priority. To share no blocks either, set
     tenant_salt."""
+    explain: bool
+    """Ask the manager, before the request is sent to a worker, why the cache cannot serve more of the prompt; the answer is the
+    stream's `explanation`. It costs one call, and the request does not fail if there is no answer. False, the default: not."""

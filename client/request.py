@@ -17,7 +17,7 @@ from kvpool.v1 import worker_pb2
 from .errors import InvalidRequest
 from .options import GenerateOptions
 
-_CLIENTS_OWN: Final = ("timeout", "model")
+_CLIENTS_OWN: Final = ("timeout", "model", "explain")
 """Options that are no field of the request."""
 _OPTION_OF: Final = {"stop_strings": "stop"}
 """Fields that have another name than their option."""

@@ -19,6 +19,7 @@ from .config import ClientConfig
 from .continuation import Account, another_may_begin, another_may_go_on
 from .deadline import Deadline
 from .errors import Cancelled, InvalidRequest, KvpoolError, Unavailable
+from .explanation import Explanation
 from .failover import Failover, Target
 from .gate import Gate
 from .manager import Manager
@@ -49,6 +50,7 @@ class GenerateStream:
         encode: Callable[[Model], list[int]],
         request: worker_pb2.GenerateRequest,
         model_name: str | None,
+        explain: bool,
         timeout: float | None,
         models: Models,
         manager: Manager,
@@ -58,6 +60,8 @@ class GenerateStream:
         self._encode = encode
         self._request = request
         self._model_name = model_name
+        self._wants_explanation = explain
+        self._explanation: Explanation | None = None
         self._timeout = timeout
         self._models = models
         self._manager = manager
@@ -98,6 +102,12 @@ class GenerateStream:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt as the model sees it; empty before the first chunk."""
         return tuple(self._token_ids)
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """What each worker could serve of the prompt just before it was sent to one, and why no more; asked for with the option
+        `explain`. None before the first chunk, and if the manager did not answer."""
+        return self._explanation
 
     def __aiter__(self) -> GenerateStream:
         return self
@@ -265,6 +275,7 @@ class GenerateStream:
                 token_ids = [*self._token_ids, *self._builder.token_ids]
                 response = await self._manager.route(deadline, root, token_ids, max_workers=self._config.max_attempts)
                 if response.workers:
+                    await self._explain(deadline, root)
                     self._attempts.rank(response.workers)
                     return
                 # Its workers are gone, or back with other weights: find out what is served now.
@@ -279,6 +290,15 @@ class GenerateStream:
                     raise
                 deadline.check(f"waiting for a worker: {error}")
                 await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
+
+    async def _explain(self, deadline: Deadline, root: common_pb2.Root) -> None:
+        """Once, and before any worker has the prompt: afterwards its own blocks would be hits."""
+        if not self._wants_explanation:
+            return
+        self._wants_explanation = False
+        response = await self._manager.try_explain(deadline, root, self._token_ids)
+        if response is not None:
+            self._explanation = Explanation.from_proto(response, self._token_ids, root)
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
         """The model that is served by now, its prompt tokenised; after the first token only the one that began."""

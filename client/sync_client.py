@@ -16,6 +16,7 @@ from .client import Client
 from .completion import Completion
 from .config import ClientConfig
 from .errors import Cancelled, FailedPrecondition
+from .explanation import Explanation
 from .messages import Message
 from .options import GenerateOptions
 from .stream import GenerateStream
@@ -90,6 +91,11 @@ class SyncStream:
     def sequence_id(self) -> str:
         """The name of the sequence at the manager and the workers."""
         return self._stream.sequence_id
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """What the cache could serve; see GenerateStream.explanation."""
+        return self._stream.explanation
 
     def __iter__(self) -> SyncStream:
         return self
@@ -172,4 +178,5 @@ class SyncClient:
     describe = _blocking(Client.describe)
     check = _blocking(Client.check)
     route = _blocking(Client.route)
+    explain = _blocking(Client.explain)
     drain = _blocking(Client.drain)

@@ -14,6 +14,8 @@ h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from itertools import takewhile
 
 from .block_pool import BlockPool
@@ -106,22 +108,14 @@ def _hits(path: list[Node], pool: BlockPool, max_blocks: int) -> list[int]:
     return list(takewhile(bool, (node.copy_in(pool) for node in path[:max_blocks])))
 
 
-def _prefix_in_flight(
-    session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int
-) -> Wait | None:
-    """The oldest leader of the longest run of the path's nodes that follow the hits, if there is one.
+def longest_run(leaders: Iterable[Leader], path: List[Node], begin: int, end: int, block_size: int) -> Wait | None:
+    """The oldest of these leaders of path[begin] that computes the longest run of the path's nodes begin … end − 1.
 
-    A leader of one node of its prompt leads all that follow, so a run is as long as the two paths are the same. Another attempt
-    of the sequence itself is no leader: granting this one fences it.
+    A leader of one node of its prompt leads all that follow, so a run is as long as the two paths are the same.
     """
-    end = min(max_blocks, len(path))
-    if num_hits >= end:
-        return None
     best: Leader | None = None
-    reached = num_hits
-    for leader in path[num_hits].iter_leaders():
-        if leader.pool is not session.pool or leader.fenced or leader.key.sequence_id == item.key.sequence_id:
-            continue
+    reached = begin
+    for leader in leaders:
         nodes = leader.nodes
         shorter = min(end, len(nodes))
         while reached < shorter and nodes[reached] is path[reached]:
@@ -129,7 +123,24 @@ def _prefix_in_flight(
             reached += 1
         if reached == end:
             break
-    return None if best is None else Wait(best.key, reached * session.pool.block_size)
+    return None if best is None else Wait(best.key, reached * block_size)
+
+
+def _prefix_in_flight(
+    session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int
+) -> Wait | None:
+    """The leader of the longest run of the path's nodes that follow the hits, if there is one. Another attempt of the sequence
+    itself is no leader: granting this one fences it."""
+    end = min(max_blocks, len(path))
+    if num_hits >= end or path[num_hits].leaders is None:
+        return None
+    pool, sequence_id = session.pool, item.key.sequence_id
+    leaders = (
+        leader
+        for leader in path[num_hits].iter_leaders()
+        if leader.pool is pool and not leader.fenced and leader.key.sequence_id != sequence_id
+    )
+    return longest_run(leaders, path, num_hits, end, pool.block_size)
 
 
 def allocate(

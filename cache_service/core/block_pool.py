@@ -44,9 +44,17 @@ FREE, CACHED, HELD, RESERVED = (int(state) for state in State)
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` token slots; block 0 is never granted. `account`: the session's, which bounds growth."""
+    """`num_blocks` blocks of `block_size` token slots; block 0 is never granted. `account`: the session's, which bounds growth.
+    `evicted`: where it appends the block hashes of what it evicts, if anywhere."""
 
-    def __init__(self, num_blocks: int, block_size: int, tree: PrefixTree, account: Account) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        tree: PrefixTree,
+        account: Account,
+        evicted: array[int] | None = None,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.retired = False
@@ -64,6 +72,7 @@ class BlockPool:
         self._tree = tree
         self._account = account
         self._budget = account.budget
+        self._evicted = evicted
         account.declare(num_blocks - 1)
         self._state = bytearray(self.num_known)
         self._ref_count = array("I", bytes(4 * self.num_known))
@@ -412,6 +421,9 @@ class BlockPool:
             if self._tree.journal is not None:
                 self._tree.journal.removed(node, self)
             node.drop_copy(self)
+            # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
+            if self._evicted is not None and node.block_hash is not None:
+                self._evicted.append(node.block_hash)
             self._tree.prune(node)
         if others is not None and not others:
             del self._duplicates[node]

@@ -17,6 +17,8 @@ from .budget import Account, Budget
 from .contents import Contents
 from .description import BlockDescription, describe_blocks
 from .downlink import Downlink
+from .evictions import EvictionMemory
+from .explanation import Explanation, Search, explain
 from .fencing import Fencing
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
@@ -41,7 +43,7 @@ from .messages import (
     Uplink,
     WorkerLoad,
 )
-from .prefix_tree import PrefixTree
+from .prefix_tree import Holder, PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
@@ -65,6 +67,8 @@ class CacheManager:
     `epoch` is this life of the manager, larger than any before; times are seconds of one monotonic clock. `session_start`, below
     2**39, is where the numbers of sessions begin within the epoch. A random one separates two lives that had the same epoch because
     the disk lost it: otherwise a worker's session of the one life could be another worker's session of the other.
+
+    `explain_evictions`: how many evictions `explain` remembers. `explain_across_salts`: whether it looks at what other salts hold.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class CacheManager:
         tick_seconds: float = 0.5,
         limits: Limits | None = None,
         hash_function: HashFunction = xxh64,
+        explain_evictions: int = 0,
+        explain_across_salts: bool = False,
     ) -> None:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
@@ -84,6 +90,8 @@ class CacheManager:
         self._hash_function = hash_function
         self._tree = PrefixTree(hash_function)
         self._attempts = Fencing()
+        self._evictions = EvictionMemory(explain_evictions) if explain_evictions else None
+        self._explain_across_salts = explain_across_salts
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
         """Of all live sessions together."""
         """For displays."""
@@ -152,6 +160,7 @@ class CacheManager:
         adds FOREIGN_EPOCH.
         """
         self.require_acceptable(registration, now)
+        self._note_time(now)
         worker_id = registration.worker_id
         earlier = self._workers.get(worker_id)
         if earlier is not None:
@@ -160,7 +169,8 @@ class CacheManager:
         self._last_session += 1
         config = registration.pool
         account = Account(self.budget, config.block_size)
-        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account)
+        evicted = None if self._evictions is None else self._evictions.names
+        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account, evicted)
         downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
         most_blocks = min(pool.capacity, self.limits.max_blocks_per_sequence, account.most_blocks)
         session = Session(
@@ -242,6 +252,7 @@ class CacheManager:
         """
         session = self._own_session(session_number, key)
         _check_acknowledgement(session, downlink_ack)
+        self._note_time(now)
         session.lease_end = now + self.lease_seconds
         session.load = load
         session.draining = session.draining or draining
@@ -288,6 +299,7 @@ class CacheManager:
         """
         gap = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - 2 * self._tick_seconds)
         self._last_tick = now
+        self._note_time(now)
         if gap:
             # Never beyond a whole lease: a KeepAlive may have been read between the gap and this tick.
             longest = now + self.lease_seconds
@@ -297,6 +309,11 @@ class CacheManager:
         for session in expired:
             self._retire(session, SessionEnd.EXPIRED)
         return expired
+
+    def _note_time(self, now: float) -> None:
+        """For evictions: calls that evict do not say what the time is."""
+        if self._evictions is not None:
+            self._evictions.set_time(now)
 
     def _own_session(self, number: int, key: SessionKey) -> Session:
         """The live session of a call. The key is checked before anything else of the session is read or changed."""
@@ -480,6 +497,8 @@ class CacheManager:
         """Grant the reserve what it lacks, as much as one reply may have: the rest follows with later ones."""
         count = self._num_to_grant(session)
         if count > 0:
+            if self._evictions is not None:
+                self._evictions.begin(session.pool.signature, None, None)
             session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
 
     def _reply(self, session: Session) -> Reply:
@@ -511,6 +530,8 @@ class CacheManager:
                     continue
                 if is_large:
                     self._end_unanswerable(session)
+            if self._evictions is not None:
+                self._evictions.begin(session.pool.signature, item.key, item.root)
             try:
                 outcome = allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits)
                 outcomes.append(outcome)
@@ -534,6 +555,8 @@ class CacheManager:
                     Refusal(Reason.NOT_TRIED, "earlier items of the batch have filled the answer; ask again")
                 )
                 continue
+            if self._evictions is not None and item.want_blocks:
+                self._evictions.begin(session.pool.signature, item.update.key, session.root_of(item.update.key))
             try:
                 appended = updates.append(self._tree, session, item, generation, self.limits)
                 outcomes.append(appended)
@@ -568,12 +591,53 @@ class CacheManager:
 
         Raises Refusal: BAD_FIELD.
         """
+        self._require_prompt(tokens)
+        root, candidates = self._candidates(root)
+        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
+
+    def explain(self, root: Root, tokens: bytes, worker_id: str = "") -> Explanation:
+        """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of
+        one: that one may be draining, and may serve no text. Bounded in what it searches; changes nothing.
+
+        Raises Refusal: BAD_FIELD, UNKNOWN_WORKER, RECOVERING.
+        """
+        self._require_prompt(tokens)
+        if worker_id:
+            session = self.worker(worker_id)
+            root, candidates = self._root_at(session, root), [session]
+        else:
+            root, candidates = self._candidates(root)
+        holders: dict[Holder, Session] = {
+            session.pool: session for session in self._sessions.values() if not session.recovering
+        }
+        search = Search(self._tree, self._hash_function, holders, self._evictions, self._explain_across_salts)
+        return explain(search, candidates, root, tokens)
+
+    def _root_at(self, session: Session, root: Root) -> Root:
+        """The root as a prompt for this worker has it."""
+        served = session.registration.model_fingerprint
+        if root.model_fingerprint not in ("", served):
+            raise bad_field(
+                "root.model_fingerprint",
+                f"worker {session.worker_id!r} is registered with {served!r}, got {root.model_fingerprint!r}",
+            )
+        if session.recovering:
+            raise Refusal(
+                Reason.RECOVERING,
+                f"worker {session.worker_id!r} is still reporting its blocks: ask again in a moment",
+            )
+        return root._replace(model_fingerprint=served)
+
+    def _require_prompt(self, tokens: bytes) -> None:
         num_tokens, rest = divmod(len(tokens), TOKEN_BYTES)
         if rest or not 0 < num_tokens <= self.limits.max_tokens_per_sequence:
             raise bad_field(
                 "tokens",
                 f"needed 1 to {self.limits.max_tokens_per_sequence} little-endian uint32 token ids, got {len(tokens)} bytes",
             )
+
+    def _candidates(self, root: Root) -> tuple[Root, list[Session]]:
+        """The root with its fingerprint, and the workers that take new prompts under it."""
         serving = [session for session in self._sessions.values() if session.registration.address]
         if not root.model_fingerprint:
             fingerprints = {session.registration.model_fingerprint for session in serving}
@@ -591,7 +655,7 @@ class CacheManager:
             and not session.draining
             and not session.recovering
         ]
-        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
+        return root, candidates
 
     def worker(self, worker_id: str) -> Session:
         """The live session of a worker. Raises Refusal: UNKNOWN_WORKER."""

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from functools import reduce
 from hashlib import blake2b
+from itertools import islice
 from operator import xor
 from typing import Protocol
 
@@ -357,6 +358,8 @@ class PrefixTree:
     def __init__(self, hash_function: HashFunction) -> None:
         self._hash_function = hash_function
         self._roots: dict[tuple[Root, int], RootNode] = {}
+        self._salts: dict[str, dict[RootNode, None]] = {}
+        """The same roots by salt, oldest first: Explain must not visit those of other salts, not even to pass them over."""
         self.num_nodes = 0
         """Nodes, the roots not counted."""
         self.walk: Walk | None = None
@@ -384,7 +387,16 @@ class PrefixTree:
         if node is None:
             node = self._roots[root, block_size] = RootNode((root, block_size))
             node.block_hash = self._hash_function(node.tokens)
+            self._salts.setdefault(root.tenant_salt, {})[node] = None
         return node
+
+    def _drop_root(self, node: RootNode) -> None:
+        del self._roots[node.key]
+        salt = node.key[0].tenant_salt
+        of_salt = self._salts[salt]
+        del of_salt[node]
+        if not of_salt:
+            del self._salts[salt]
 
     def match(self, root: Node, tokens: bytes, block_size: int, max_blocks: int) -> list[Node]:
         """The longest path of nodes along the first `max_blocks` full blocks of `tokens`. Changes nothing."""
@@ -437,7 +449,7 @@ class PrefixTree:
             parent = node.parent
             if parent is None:
                 if isinstance(node, RootNode) and self._roots.get(node.key) is node:
-                    del self._roots[node.key]
+                    self._drop_root(node)
                 break
             if self.walk is not None:
                 self.walk.on_dropped(node)
@@ -479,6 +491,11 @@ class PrefixTree:
         """Notify this walk no longer. Idempotent."""
         if self.walk is walk:
             self.walk = None
+
+    def latest_roots(self, salt: str | None, most: int) -> list[RootNode]:
+        """At most `most` roots with that salt, or with any if it is None; the latest first."""
+        roots: Iterable[RootNode] = reversed(self._roots.values() if salt is None else self._salts.get(salt, {}))
+        return list(islice(roots, most))
 
     def roots(self) -> list[Node]:
         """All roots, as of now."""

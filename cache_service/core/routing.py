@@ -26,7 +26,7 @@ class RoutedWorker(NamedTuple):
     load: WorkerLoad
 
 
-def _reach(
+def reach(
     path: list[Node], pools_of: Callable[[Node], Iterable[Holder]], signature_of: Callable[[Node], object]
 ) -> dict[Holder, int]:
     """How many leading nodes of the path each pool has, for the pools of the first node.
@@ -76,8 +76,8 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _P
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    cached = _reach(path, Node.pools, Node.holders_signature)
-    in_flight = _reach(path, _holders_or_leaders, _signature)
+    cached = reach(path, Node.pools, Node.holders_signature)
+    in_flight = reach(path, _holders_or_leaders, _signature)
     return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
 
 

@@ -8,8 +8,8 @@ from enum import Enum
 from .block_pool import BlockPool
 from .budget import Account
 from .downlink import Downlink
-from .messages import TOKEN_BYTES, Drain, Limits, Registration, SequenceKey, WorkerLoad
-from .prefix_tree import Node
+from .messages import TOKEN_BYTES, Drain, Limits, Registration, Root, SequenceKey, WorkerLoad
+from .prefix_tree import Node, RootNode
 from .refusal import Reason, Refusal
 from .session_key import NO_KEY, SessionKey
 
@@ -88,6 +88,11 @@ class Session:
     def worker_id(self) -> str:
         """Name of the worker."""
         return self.registration.worker_id
+
+    def root_of(self, key: SequenceKey) -> Root | None:
+        """The root of a live sequence; None if there is no such sequence."""
+        sequence = self.sequences.get((key.sequence_id, key.attempt))
+        return sequence.root.key[0] if sequence is not None and isinstance(sequence.root, RootNode) else None
 
     def never_fits(self, num_blocks: int, limits: Limits, *, needed: str, cure: str, field: str) -> Refusal:
         """The refusal of a table that can never be granted. It names the first limit that `num_blocks` exceeds; `needed` and `cure`

@@ -19,6 +19,7 @@ from .commands.block_map import blocks
 from .commands.chat import chat
 from .commands.check import check
 from .commands.drain import drain
+from .commands.explain import explain
 from .commands.generate import generate
 from .commands.health import health
 from .commands.status import status
@@ -65,6 +66,7 @@ app.command("chat")(chat)
 app.command("status")(status)
 app.command("top")(top)
 app.command("blocks")(blocks)
+app.command("explain")(explain)
 app.command("check")(check)
 app.add_typer(bench, name="bench")
 app.command("health")(health)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
+
+from .explain import explain
 
 
 def page_routes() -> list[BaseRoute]:
     """All of them."""
-    return []
+    return [Route("/api/explain", explain, methods=["POST"])]

@@ -270,6 +270,10 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         self.num_blocks: int | None = None
         self.seconds_to_answer = 0.0
         """Of Route and Describe."""
+        self.explains: list[cache_pb2.ExplainRequest] = []
+        self.explanation: cache_pb2.ExplainResponse | None = cache_pb2.ExplainResponse()
+        """None: Explain fails."""
+        self.seconds_to_explain = 0.0
         self.before_describe: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.former_lease_ms = 0
@@ -324,6 +328,13 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
             await context.abort_with_status(rpc_status.to_status(status))
         return cache_pb2.DrainResponse(session=SESSION)
 
+    async def Explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:
+        self.explains.append(request)
+        await asyncio.sleep(self.seconds_to_explain)
+        if self.explanation is None:
+            await context.abort(grpc.StatusCode.INTERNAL, "a defect")
+        return self.explanation
+
     async def Check(self, request: cache_pb2.CheckRequest, context: Context) -> cache_pb2.CheckResponse:
         return cache_pb2.CheckResponse(violations=self.violations, num_blocks_checked=11)
 
@@ -331,7 +342,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         raise NotImplementedError
 
     Report = KeepAlive = Allocate = Append = Free = Fork = Deregister = Register
-    DescribeBlock = Explain = Register
+    DescribeBlock = Register
 
     def Watch(self, request: object, context: Context) -> NoReturn:
         raise NotImplementedError

@@ -121,6 +121,7 @@ class ClientProcess(Process):
                 }
             ),
             model_name=None,
+            explain=False,
             timeout=None,
             models=self._models,
             manager=self._manager,

@@ -95,7 +95,7 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     MISS_CAUSE_EVICTED: _MissCause.ValueType  # 2
     """It was evicted. Probably: names are kept, and names can be equal by chance."""
     MISS_CAUSE_OTHER_ROOT: _MissCause.ValueType  # 3
-    """The same tokens are cached under another root: another adapter, another model, another block size, or, only with
+    """The same tokens are cached under another root: another adapter, model, input or block size, or, only with
     --explain-across-salts, another salt.
     """
     MISS_CAUSE_BEING_COMPUTED: _MissCause.ValueType  # 4
@@ -103,7 +103,7 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     MISS_CAUSE_PARTIAL_TAIL: _MissCause.ValueType  # 5
     """The rest of the prompt does not fill a block."""
     MISS_CAUSE_LAST_TOKEN: _MissCause.ValueType  # 6
-    """All of the prompt is cached; its last token is always computed, and with it its block."""
+    """The last token of a prompt is always computed, and with it its block, whatever the cache holds. All before it is cached."""
     MISS_CAUSE_ON_ANOTHER_WORKER: _MissCause.ValueType  # 7
     """Another worker has it, this one does not."""
 
@@ -115,7 +115,7 @@ MISS_CAUSE_NEVER_SEEN: MissCause.ValueType  # 1
 MISS_CAUSE_EVICTED: MissCause.ValueType  # 2
 """It was evicted. Probably: names are kept, and names can be equal by chance."""
 MISS_CAUSE_OTHER_ROOT: MissCause.ValueType  # 3
-"""The same tokens are cached under another root: another adapter, another model, another block size, or, only with
+"""The same tokens are cached under another root: another adapter, model, input or block size, or, only with
 --explain-across-salts, another salt.
 """
 MISS_CAUSE_BEING_COMPUTED: MissCause.ValueType  # 4
@@ -123,7 +123,7 @@ MISS_CAUSE_BEING_COMPUTED: MissCause.ValueType  # 4
 MISS_CAUSE_PARTIAL_TAIL: MissCause.ValueType  # 5
 """The rest of the prompt does not fill a block."""
 MISS_CAUSE_LAST_TOKEN: MissCause.ValueType  # 6
-"""All of the prompt is cached; its last token is always computed, and with it its block."""
+"""The last token of a prompt is always computed, and with it its block, whatever the cache holds. All before it is cached."""
 MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ValueType  # 7
 """Another worker has it, this one does not."""
 Global___MissCause: _TypeAlias = MissCause  # noqa: Y015
@@ -2311,10 +2311,13 @@ class ExplainResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     CLOSEST_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    num_workers: _builtins.int
+    """Workers asked for; larger than the number of `workers` if not all are listed."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerExplanation]:
-        """Most served tokens first."""
+        """Most served tokens first; at most 64."""
 
     @_builtins.property
     def closest(self) -> Global___ClosestPrompt:
@@ -2326,10 +2329,11 @@ class ExplainResponse(_message.Message):
         epoch: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerExplanation] | None = ...,
         closest: Global___ClosestPrompt | None = ...,
+        num_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closest", b"closest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closest", b"closest", "epoch", b"epoch", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closest", b"closest", "epoch", b"epoch", "num_workers", b"num_workers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2382,22 +2386,26 @@ class Miss(_message.Message):
     """Position of the first token that is not served."""
     cause: Global___MissCause.ValueType
     evicted_ms_ago: _builtins.int
-    """EVICTED: how long ago, and for which sequence, if one is known."""
+    """EVICTED: how long ago, to half a second or so, and for which sequence; unset if that is not known (a worker's reserve needed the
+    block) or has another salt.
+    """
     other_block_size: _builtins.int
     other_salt: _builtins.bool
     """OTHER_ROOT: the salts differ."""
     leader_position: _builtins.int
     other_worker_id: _builtins.str
-    """ON_ANOTHER_WORKER, OTHER_ROOT: a worker that has it."""
+    """ON_ANOTHER_WORKER, OTHER_ROOT: a worker that has it. EVICTED: the same, if there is one. BEING_COMPUTED: the worker that computes
+    it, if it is another one.
+    """
     @_builtins.property
     def evicted_for(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
     def other_root(self) -> _common_pb2.Root:
-        """OTHER_ROOT: which; without the salt."""
+        """OTHER_ROOT: which. Without the salt, which may be a secret."""
 
     @_builtins.property
     def leader(self) -> _common_pb2.SequenceKey:
-        """BEING_COMPUTED: by whom, and up to which of the prompt's tokens."""
+        """BEING_COMPUTED: by whom, and up to which of the prompt's tokens. Allocate answers `wait` for it if it is on the same worker."""
 
     def __init__(
         self,
@@ -2423,7 +2431,7 @@ Global___Miss: _TypeAlias = Miss  # noqa: Y015
 
 @_typing.final
 class ClosestPrompt(_message.Message):
-    """The cached prompt under the same root that agrees longest with this one."""
+    """A cached prompt under the same root from which this prompt could gain most, or else the one that agrees longest with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2433,19 +2441,22 @@ class ClosestPrompt(_message.Message):
     NUM_PROMPTS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_GAINED_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    NUM_DIFFERENT_TOKENS_FIELD_NUMBER: _builtins.int
     num_equal_tokens: _builtins.int
     """Tokens that are equal, from position 0; the next one differs, or there is none."""
     prompt_token: _builtins.int
-    """Unset at the end of either prompt."""
+    """Unset at the end of the prompt."""
     cached_token: _builtins.int
     num_prompts: _builtins.int
     """How many of the cached prompts searched have `cached_token` there."""
     num_tokens_gained: _builtins.int
-    """Tokens that the cache would serve beyond today if the two did not differ there: the rest of the prompt agrees that long with what is
-    cached after `cached_token`.
+    """Tokens that the cache would serve beyond today if the rest of that block did not differ: the blocks after it agree that long with
+    what is cached after the other prompt's block.
     """
     truncated: _builtins.bool
-    """The search was cut short: a closer one may exist."""
+    """The search was cut short: a closer one may exist, and num_prompts may be larger."""
+    num_different_tokens: _builtins.int
+    """Tokens of the block that differ; 1: only `prompt_token`."""
     def __init__(
         self,
         *,
@@ -2455,10 +2466,11 @@ class ClosestPrompt(_message.Message):
         num_prompts: _builtins.int = ...,
         num_tokens_gained: _builtins.int = ...,
         truncated: _builtins.bool = ...,
+        num_different_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token", "_prompt_token", b"_prompt_token", "cached_token", b"cached_token", "prompt_token", b"prompt_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token", "_prompt_token", b"_prompt_token", "cached_token", b"cached_token", "num_equal_tokens", b"num_equal_tokens", "num_prompts", b"num_prompts", "num_tokens_gained", b"num_tokens_gained", "prompt_token", b"prompt_token", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token", "_prompt_token", b"_prompt_token", "cached_token", b"cached_token", "num_different_tokens", b"num_different_tokens", "num_equal_tokens", b"num_equal_tokens", "num_prompts", b"num_prompts", "num_tokens_gained", b"num_tokens_gained", "prompt_token", b"prompt_token", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_token: _TypeAlias = _typing.Literal["cached_token"]  # noqa: Y015
     _WhichOneofArgType__cached_token: _TypeAlias = _typing.Literal["_cached_token", b"_cached_token"]  # noqa: Y015

@@ -30,6 +30,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
+from tests.cache_service.core.explained import Prediction
 from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
 
 T = TypeVar("T")
@@ -239,7 +240,12 @@ class Lockstep:
         """The manager dies and comes back with nothing but a larger epoch."""
         self.epoch += 1
         self.manager = CacheManager(
-            self.epoch, lease_seconds=6.0, tick_seconds=0.5, limits=self.limits, hash_function=self.hash_function
+            self.epoch,
+            lease_seconds=6.0,
+            tick_seconds=0.5,
+            limits=self.limits,
+            hash_function=self.hash_function,
+            explain_evictions=64,
         )
         self.model = Model(6.0, 0.5, self.limits)
 
@@ -335,11 +341,15 @@ class Lockstep:
         return self._both(answered, compared, stamps=True)
 
     def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refused], Reply] | Refused:
-        """Allocate on both."""
-        return self._batch(
+        """Allocate on both, after Explain was asked what will be served."""
+        prediction = Prediction.of(self.manager, uplink, items)
+        result = self._batch(
             lambda: self.manager.allocate(uplink, items),
             lambda: self.model.allocate(uplink, items, self.manager.last_generation),
         )
+        if prediction is not None and not isinstance(result, Refused):
+            prediction.require(result[0][0])
+        return result
 
     def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refused], Reply] | Refused:
         """Append on both."""
@@ -366,6 +376,17 @@ class Lockstep:
             session = self.model.session(worker.session.number)
             reach = worker.num_cached_tokens, worker.num_in_flight_tokens
             assert reach == self.model.reach(session, root, token_ids(tokens))
+        self._explain(root, tokens)
+
+    def _explain(self, root: Root, tokens: bytes) -> None:
+        """Explain tells the truth about prefixes and changes nothing."""
+        before = snapshot(self.manager)
+        explained = self.manager.explain(root, tokens).workers
+        assert snapshot(self.manager) == before
+        assert {worker.session.number for worker in explained} == {session.number for session in self.model.sessions}
+        for worker in explained:
+            session = self.model.session(worker.session.number)
+            assert worker.num_cached_tokens == self.model.reach(session, root, token_ids(tokens))[0]
 
     # -- comparing
 

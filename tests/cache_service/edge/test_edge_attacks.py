@@ -101,12 +101,12 @@ async def test_a_request_over_the_limit_of_its_method_is_refused(channel: Any, m
     """Bytes of an unknown field, which a parser would take. What is as long as the transport takes is refused there."""
     path = f"/{SERVICE}/{method}"
     limit = request_limits(Limits())[path].num_bytes
-    assert limit <= {"Register": 64 << 10, "Route": 5 << 20}.get(method, MAX_MESSAGE_BYTES)
+    assert limit <= {"Register": 64 << 10, "Route": 5 << 20, "Explain": 5 << 20}.get(method, MAX_MESSAGE_BYTES)
     if limit < MAX_MESSAGE_BYTES:
         found = await refused(channel.unary_unary(path)(bytes(limit + 1)), INVALID, "TOO_LARGE")
         assert str(limit) in found.message
         assert str(limit + 1) in found.message
-    assert limit in (SMALL.num_bytes, MAX_MESSAGE_BYTES) or method in ("Register", "Route")
+    assert limit in (SMALL.num_bytes, MAX_MESSAGE_BYTES) or method in ("Register", "Route", "Explain")
 
 
 async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:

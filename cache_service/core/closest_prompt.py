@@ -1,0 +1,178 @@
+"""The cached prompt that comes closest to a prompt: where the two part, and what the cache would serve if they did not.
+
+Under one root only. The search looks at the children of the last cached node of the prompt, a bounded number of them, and follows
+the rest of the prompt below those that agree longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from .messages import TOKEN_BYTES
+from .prefix_tree import Holder, Node
+
+MAX_CHILDREN = 512
+"""Looked at: some 0.4 ms. A node may have many thousands."""
+
+MAX_NODES = 1024
+"""Visited below them, to follow the prompt, and again to count prompts."""
+
+MAX_POOLS = 8
+"""Of those that hold one child, asked how far they go on."""
+
+
+class ClosestPrompt(NamedTuple):
+    """What another prompt that is cached has in common with this one."""
+
+    num_equal_tokens: int
+    """From position 0; the next token differs, or one of the prompts ends."""
+    prompt_token: int | None
+    cached_token: int | None
+    """At that position; None at the end of the prompt."""
+    num_different_tokens: int
+    """In the block of that position, from that position on."""
+    num_prompts: int
+    """Cached prompts with `cached_token` there."""
+    num_tokens_gained: int
+    """Tokens that would be served beyond today if that block were the cached one's."""
+    is_truncated: bool
+    """The search was cut short: a closer prompt may exist, and `num_prompts` may be larger."""
+
+    def rank(self) -> tuple[int, int]:
+        """The larger, the more it helps to know of it."""
+        return self.num_tokens_gained, self.num_equal_tokens
+
+
+class _Sibling(NamedTuple):
+    node: Node
+    num_equal: int
+    """Leading tokens that it has in common with the prompt's block."""
+
+
+def find_closest(
+    root: Node,
+    path: list[Node],
+    cached: Mapping[Holder, int],
+    pools: Collection[Holder],
+    tokens: bytes,
+    block_size: int,
+) -> ClosestPrompt | None:
+    """The closest prompt that one of `pools` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
+    pool has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
+    num_cached = max((count for pool, count in cached.items() if pool in pools), default=0)
+    num_tokens = len(tokens) // TOKEN_BYTES
+    step = block_size * TOKEN_BYTES
+    wanted = tokens[num_cached * step : (num_cached + 1) * step]
+    num_equal_before, max_hits = num_cached * block_size, (num_tokens - 1) // block_size
+    if not wanted:
+        return None
+    parent = path[num_cached - 1] if num_cached else root
+    children = list(islice(parent.iter_children(), MAX_CHILDREN + 1))
+    is_truncated = len(children) > MAX_CHILDREN
+    siblings = [
+        _compared(child, wanted) for child in children[:MAX_CHILDREN] if _is_in(child, pools) and child.tokens != wanted
+    ]
+    if not siblings:
+        return None
+    complete = {pool for pool in pools if cached.get(pool, 0) >= num_cached}
+    follower = _Follower(tokens, block_size, max_hits, complete)
+    best, gained = siblings[0], -1
+    for sibling in siblings:
+        gain = follower.num_served(sibling.node) if len(wanted) == step and num_cached < max_hits else 0
+        if (gain, sibling.num_equal) > (gained, best.num_equal):
+            best, gained = sibling, gain
+    num_equal = best.num_equal
+    if not num_equal_before + num_equal and not gained:
+        return None
+    is_at_end = num_equal * TOKEN_BYTES == len(wanted)
+    common = wanted if is_at_end else best.node.tokens[: (num_equal + 1) * TOKEN_BYTES]
+    prompts = _Prompts(MAX_NODES)
+    num_prompts = sum(prompts.count(one.node) for one in siblings if one.node.tokens.startswith(common))
+    return ClosestPrompt(
+        num_equal_tokens=num_equal_before + num_equal,
+        prompt_token=None if is_at_end else _token(wanted, num_equal),
+        cached_token=None if is_at_end else _token(best.node.tokens, num_equal),
+        num_different_tokens=0 if is_at_end else _num_different(wanted, best.node.tokens),
+        num_prompts=num_prompts,
+        num_tokens_gained=gained * block_size,
+        is_truncated=is_truncated or follower.is_cut or prompts.is_cut,
+    )
+
+
+def _is_in(node: Node, pools: Collection[Holder]) -> bool:
+    return any(pool in pools for pool in node.pools())
+
+
+def _token(tokens: bytes, index: int) -> int:
+    return int.from_bytes(tokens[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES], "little")
+
+
+def _compared(child: Node, wanted: bytes) -> _Sibling:
+    """Of a child that differs from `wanted`, which may be shorter than a block."""
+    differing = int.from_bytes(child.tokens[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    if not differing:
+        return _Sibling(child, len(wanted) // TOKEN_BYTES)
+    return _Sibling(child, ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES))
+
+
+def _num_different(ours: bytes, theirs: bytes) -> int:
+    """Tokens of `ours` that are others than those at their places in `theirs`, which may be longer."""
+    return sum(
+        one != other for one, other in zip(memoryview(ours).cast("I"), memoryview(theirs).cast("I"), strict=False)
+    )
+
+
+class _Follower:
+    """Follows the rest of a prompt below siblings of its block, for a bounded number of nodes and a few pools each."""
+
+    def __init__(self, tokens: bytes, block_size: int, max_hits: int, pools: Collection[Holder]) -> None:
+        """`pools`: those that have all nodes before the siblings."""
+        self._tokens = tokens
+        self._step = block_size * TOKEN_BYTES
+        self._max_hits = max_hits
+        self._pools = pools
+        self._nodes_left = MAX_NODES
+        self.is_cut = False
+
+    def num_served(self, sibling: Node) -> int:
+        """Blocks, this one counted, that one pool would serve if the prompt had the sibling's tokens in place of its own."""
+        node, depth = sibling, sibling.depth
+        pools = [pool for pool in islice(node.pools(), MAX_POOLS) if pool in self._pools]
+        while pools:
+            depth += 1
+            if depth == self._max_hits:
+                break
+            if not self._nodes_left:
+                self.is_cut = True
+                break
+            self._nodes_left -= 1
+            child = node.find(self._tokens[depth * self._step : (depth + 1) * self._step])
+            pools = [] if child is None else [pool for pool in pools if child.copy_in(pool)]
+            node = child or node
+        return depth - sibling.depth
+
+
+class _Prompts:
+    """Counts prompts, as ends of chains, for a bounded number of nodes."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._nodes_left = num_nodes
+        self.is_cut = False
+
+    def count(self, node: Node) -> int:
+        """Prompts that begin with this node: at least 1."""
+        ends = 0
+        nodes: list[Iterable[Node]] = [(node,)]
+        while nodes:
+            for one in nodes.pop():
+                if self._nodes_left <= 0:
+                    self.is_cut = True
+                    return max(1, ends)
+                self._nodes_left -= 1
+                if one.child is None and one.children is None:
+                    ends += 1
+                else:
+                    nodes.append(islice(one.iter_children(), self._nodes_left + 1))
+        return ends

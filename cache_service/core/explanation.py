@@ -1,0 +1,222 @@
+"""Explain: how much of a prompt each worker would serve from its cache, and why no more. Changes nothing, not even the eviction
+order.
+
+Of the blocks of a prompt of n tokens, a worker serves the first h. The first line that holds says why it does not serve block h:
+
+    h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block
+    h = ⌊(n−1)/B⌋, B divides n            last token: it is always computed, and with it its block, cached or not
+    a sequence here computes it           being computed: Allocate would let the prompt wait for it
+    its name is remembered                evicted, probably
+    another worker has it                 on another worker
+    a sequence elsewhere computes it      being computed, there
+    another root has it                   other root
+                                          never seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from .allocation import longest_run
+from .closest_prompt import ClosestPrompt, find_closest
+from .evictions import Evicted, EvictionMemory
+from .hashing import HashFunction, block_hash, root_bytes
+from .messages import TOKEN_BYTES, Root, Wait
+from .other_roots import OtherRoot, OtherRoots
+from .prefix_tree import Holder, Leader, Node, PrefixTree
+from .routing import reach
+from .session import Session
+
+MAX_WORKERS = 64
+"""Explained in one answer, those that serve most of the prompt."""
+
+MAX_LEADERS = 1024
+"""Sequences looked at among those that compute one block."""
+
+
+MAX_NAMES = 8
+"""Looked for among the evictions, for each block size: the workers that serve most of the prompt come first."""
+
+
+class MissCause(Enum):
+    """Why a block of a prompt is not served from the cache."""
+
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    OTHER_ROOT = "other root"
+    BEING_COMPUTED = "being computed"
+    PARTIAL_TAIL = "partial tail"
+    LAST_TOKEN = "last token"
+    ON_ANOTHER_WORKER = "on another worker"
+
+
+class Miss(NamedTuple):
+    """The first token that a worker would not serve, and why."""
+
+    position: int
+    cause: MissCause
+    evicted: Evicted | None = None
+    """For EVICTED; its key is None too if the sequence has another salt, which is nobody else's business."""
+    leader: Wait | None = None
+    """For BEING_COMPUTED."""
+    other_root: OtherRoot | None = None
+    """For OTHER_ROOT."""
+    other_worker: Session | None = None
+    """For ON_ANOTHER_WORKER, OTHER_ROOT, EVICTED if another worker has it, BEING_COMPUTED if another worker computes it."""
+
+
+class WorkerExplanation(NamedTuple):
+    """One worker's part in an explanation."""
+
+    session: Session
+    num_cached_tokens: int
+    """What Allocate would serve now, if it need not wait."""
+    miss: Miss
+
+
+class Explanation(NamedTuple):
+    """The answer of Explain."""
+
+    workers: list[WorkerExplanation]
+    """Those that serve most tokens first; at most MAX_WORKERS."""
+    num_workers: int
+    """All that were asked for."""
+    closest: ClosestPrompt | None
+
+
+class Search(NamedTuple):
+    """What Explain looks at."""
+
+    tree: PrefixTree
+    hash_function: HashFunction
+    holders: Mapping[Holder, Session]
+    """Sessions that can serve hits now, by pool."""
+    evictions: EvictionMemory | None
+    across_salts: bool
+    """Whether it may say what is cached under other salts."""
+
+
+class _Prompt:
+    """A prompt as pools of one block size see it."""
+
+    def __init__(self, search: Search, root: Root, tokens: bytes, block_size: int) -> None:
+        self.root = root
+        self.tokens = tokens
+        self.block_size = block_size
+        self._search = search
+        num_tokens = len(tokens) // TOKEN_BYTES
+        self.is_whole = num_tokens % block_size == 0
+        self.max_hits = (num_tokens - 1) // block_size
+        self.root_node = search.tree.find_root(root, block_size)
+        node = self.root_node
+        self.path = [] if node is None else search.tree.match(node, tokens, block_size, num_tokens // block_size)
+        """Nodes of its full blocks, as far as there are any; not all of them are cached."""
+        reached = reach(self.path, Node.pools, Node.holders_signature)
+        self.cached = {pool: count for pool, count in reached.items() if pool in search.holders}
+        """Leading nodes that a pool has, by pool; it may be one more than is served."""
+        self.fullest = max(self.cached, key=self.cached.__getitem__, default=None)
+        self._leaders: dict[int, dict[Holder, list[Leader]]] = {}
+        self._evictions: dict[int, dict[int, Evicted]] = {}
+
+    def num_hits(self, session: Session) -> int:
+        """Blocks that Allocate would serve on this worker."""
+        return min(self.max_hits, self.cached.get(session.pool, 0))
+
+    def evictions(self, index: int) -> Mapping[int, Evicted]:
+        """The latest evictions of a block after `index` blocks that are cached, by the pool's signature. Nothing is found any more
+        after MAX_NAMES blocks: looking for one may take a tenth of a millisecond."""
+        found = self._evictions.get(index)
+        if found is None:
+            memory, found = self._search.evictions, {}
+            if memory is not None and len(self._evictions) < MAX_NAMES:
+                found = memory.find(self._name_of(index))
+            self._evictions[index] = found
+        return found
+
+    def _name_of(self, index: int) -> int:
+        """The block hash of a block, after `index` blocks that are cached."""
+        parent = self.path[index - 1] if index else self.root_node
+        hash_function, step = self._search.hash_function, self.block_size * TOKEN_BYTES
+        parent_hash = None if parent is None else parent.block_hash
+        if parent_hash is None:
+            parent_hash = hash_function(root_bytes(self.root, self.block_size))
+        return block_hash(hash_function, parent_hash, self.tokens[index * step : (index + 1) * step])
+
+    def in_flight(self, index: int, pool: Holder) -> Wait | None:
+        """The sequence of the pool for which Allocate would let the prompt wait after `index` hits."""
+        leaders, end = self.leaders(index).get(pool), min(self.max_hits, len(self.path))
+        return None if leaders is None else longest_run(leaders, self.path, index, end, self.block_size)
+
+    def leaders(self, index: int) -> Mapping[Holder, Sequence[Leader]]:
+        """Sequences that compute a block, by pool, oldest first."""
+        found = self._leaders.get(index)
+        if found is None:
+            found = self._leaders[index] = {}
+            if index < min(self.max_hits, len(self.path)):
+                for leader in islice(self.path[index].iter_leaders(), MAX_LEADERS):
+                    if not leader.fenced and leader.pool in self._search.holders:
+                        found.setdefault(leader.pool, []).append(leader)
+        return found
+
+
+def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: bytes) -> Explanation:
+    """Explain a prompt of at least one token to these sessions, which serve the root's model.
+
+    The walk along the prompt grows with its length, as Route's does; all else is bounded by constants.
+    """
+    prompts: dict[int, _Prompt] = {}
+    for session in sessions:
+        block_size = session.pool.block_size
+        if block_size not in prompts:
+            prompts[block_size] = _Prompt(search, root, tokens, block_size)
+    served = [(prompts[session.pool.block_size], session) for session in sessions]
+    served.sort(key=lambda pair: (-pair[0].num_hits(pair[1]) * pair[0].block_size, pair[1].worker_id))
+    elsewhere = OtherRoots(search.tree, search.holders, root, tokens, across_salts=search.across_salts)
+    workers = [
+        WorkerExplanation(
+            session, prompt.num_hits(session) * prompt.block_size, _miss(search, prompt, session, elsewhere)
+        )
+        for prompt, session in served[:MAX_WORKERS]
+    ]
+    asked_for = {session.pool for session in sessions}
+    found = [
+        find_closest(prompt.root_node, prompt.path, prompt.cached, asked_for, tokens, prompt.block_size)
+        for prompt in prompts.values()
+        if prompt.root_node is not None
+    ]
+    closest = max((one for one in found if one is not None), key=ClosestPrompt.rank, default=None)
+    return Explanation(workers, len(sessions), closest)
+
+
+def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoots) -> Miss:
+    """Why the block after the served ones is not served; the cases as in the table above."""
+    index = prompt.num_hits(session)
+    position = index * prompt.block_size
+    if index == prompt.max_hits:
+        return Miss(position, MissCause.LAST_TOKEN if prompt.is_whole else MissCause.PARTIAL_TAIL)
+    leader = prompt.in_flight(index, session.pool)
+    if leader is not None:
+        return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
+    fullest = prompt.fullest
+    other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
+    evicted = prompt.evictions(index).get(session.pool.signature)
+    if evicted is not None:
+        if evicted.salt != prompt.root.tenant_salt and not search.across_salts:
+            evicted = evicted._replace(key=None)
+        return Miss(position, MissCause.EVICTED, evicted=evicted, other_worker=other)
+    if other is not None:
+        return Miss(position, MissCause.ON_ANOTHER_WORKER, other_worker=other)
+    for pool in prompt.leaders(index):
+        return Miss(
+            position,
+            MissCause.BEING_COMPUTED,
+            leader=prompt.in_flight(index, pool),
+            other_worker=search.holders[pool],
+        )
+    found = elsewhere.find(position, prompt.block_size)
+    if found is not None:
+        return Miss(position, MissCause.OTHER_ROOT, other_root=found, other_worker=found.session)
+    return Miss(position, MissCause.NEVER_SEEN)

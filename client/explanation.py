@@ -1,0 +1,247 @@
+"""Why a prompt is not served from the cache: the manager's answer as values, and in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Final, Self
+
+from tokenizers import Tokenizer
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+
+class MissCause(StrEnum):
+    """Why the first block that a worker would not serve is not served."""
+
+    UNKNOWN = "unknown"
+    """The manager is newer than this client."""
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    OTHER_ROOT = "other_root"
+    BEING_COMPUTED = "being_computed"
+    PARTIAL_TAIL = "partial_tail"
+    LAST_TOKEN = "last_token"
+    ON_ANOTHER_WORKER = "on_another_worker"
+
+
+_CAUSES: Final = {
+    cache_pb2.MISS_CAUSE_NEVER_SEEN: MissCause.NEVER_SEEN,
+    cache_pb2.MISS_CAUSE_EVICTED: MissCause.EVICTED,
+    cache_pb2.MISS_CAUSE_OTHER_ROOT: MissCause.OTHER_ROOT,
+    cache_pb2.MISS_CAUSE_BEING_COMPUTED: MissCause.BEING_COMPUTED,
+    cache_pb2.MISS_CAUSE_PARTIAL_TAIL: MissCause.PARTIAL_TAIL,
+    cache_pb2.MISS_CAUSE_LAST_TOKEN: MissCause.LAST_TOKEN,
+    cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ON_ANOTHER_WORKER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The first token that a worker would not serve, and why. Fields that do not belong to the cause are None."""
+
+    position: int
+    """Of the token, from 0."""
+    cause: MissCause
+    evicted_seconds_ago: float | None = None
+    """EVICTED, probably: names are remembered, and two names can be equal by chance."""
+    evicted_for: str | None = None
+    """EVICTED: sequence that needed the room; None: a worker's reserve, or a sequence with another salt."""
+    leader: str | None = None
+    """BEING_COMPUTED: sequence that computes it."""
+    leader_position: int | None = None
+    """BEING_COMPUTED: up to which of the prompt's tokens."""
+    other_worker_id: str | None = None
+    """The worker that has it or computes it, if it is another one."""
+    other_model: str | None = None
+    """OTHER_ROOT: fingerprint of the model."""
+    other_adapter: str | None = None
+    """OTHER_ROOT: empty: none."""
+    other_block_size: int | None = None
+    """OTHER_ROOT: tokens per block."""
+    other_salt: bool = False
+    """OTHER_ROOT: the salts differ; only where the manager may say so (--explain-across-salts)."""
+
+    @classmethod
+    def from_proto(cls, miss: cache_pb2.Miss) -> Self:
+        """From the manager's message."""
+        cause = _CAUSES.get(miss.cause, MissCause.UNKNOWN)
+        is_other, is_led = cause is MissCause.OTHER_ROOT, cause is MissCause.BEING_COMPUTED
+        return cls(
+            position=miss.position,
+            cause=cause,
+            evicted_seconds_ago=miss.evicted_ms_ago / 1000 if cause is MissCause.EVICTED else None,
+            evicted_for=_sequence_id(miss.evicted_for),
+            leader=_sequence_id(miss.leader),
+            leader_position=miss.leader_position if is_led else None,
+            other_worker_id=miss.other_worker_id or None,
+            other_model=miss.other_root.model_fingerprint if is_other else None,
+            other_adapter=miss.other_root.adapter if is_other else None,
+            other_block_size=miss.other_block_size if is_other else None,
+            other_salt=miss.other_salt,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExplanation:
+    """What one worker would serve of the prompt."""
+
+    worker_id: str
+    num_cached_tokens: int
+    """The next Allocate would serve them, if it came now."""
+    miss: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class ClosestPrompt:
+    """A cached prompt from which this one could gain most, or else the one that agrees longest with it."""
+
+    num_equal_tokens: int
+    """From position 0."""
+    prompt_token: int | None
+    """The first token that differs; None: this prompt ends there."""
+    cached_token: int | None
+    """What the cached prompt has there."""
+    num_different_tokens: int
+    """Of that block."""
+    num_prompts: int
+    """Cached prompts with `cached_token` there, among those searched."""
+    num_tokens_gained: int
+    """Tokens that would be served beyond today if the block did not differ."""
+    truncated: bool
+    """The search was cut short: a closer one may exist."""
+
+    @classmethod
+    def from_proto(cls, closest: cache_pb2.ClosestPrompt) -> Self:
+        """From the manager's message."""
+        return cls(
+            num_equal_tokens=closest.num_equal_tokens,
+            prompt_token=closest.prompt_token if closest.HasField("prompt_token") else None,
+            cached_token=closest.cached_token if closest.HasField("cached_token") else None,
+            num_different_tokens=closest.num_different_tokens,
+            num_prompts=closest.num_prompts,
+            num_tokens_gained=closest.num_tokens_gained,
+            truncated=closest.truncated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How much of a prompt each worker would serve from its cache, and why no more; as of one moment."""
+
+    token_ids: tuple[int, ...]
+    """The prompt."""
+    model_fingerprint: str
+    adapter: str
+    workers: tuple[WorkerExplanation, ...]
+    """Most served tokens first; at most 64."""
+    num_workers: int
+    """All that would take the prompt."""
+    closest: ClosestPrompt | None
+
+    @classmethod
+    def from_proto(cls, response: cache_pb2.ExplainResponse, token_ids: Sequence[int], root: common_pb2.Root) -> Self:
+        """From the manager's answer for a prompt under a root."""
+        return cls(
+            token_ids=tuple(token_ids),
+            model_fingerprint=root.model_fingerprint,
+            adapter=root.adapter,
+            workers=tuple(
+                WorkerExplanation(worker.worker_id, worker.num_cached_tokens, Miss.from_proto(worker.miss))
+                for worker in response.workers
+            ),
+            num_workers=response.num_workers,
+            closest=ClosestPrompt.from_proto(response.closest) if response.HasField("closest") else None,
+        )
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """What the best worker would serve; 0 if there is none."""
+        return self.workers[0].num_cached_tokens if self.workers else 0
+
+    def as_object(self) -> dict[str, Any]:
+        """The same as JSON values, the prompt's tokens as their number; the names are part of the interface."""
+        found = asdict(self)
+        found["num_prompt_tokens"] = len(found.pop("token_ids"))
+        return found
+
+    def sentences(self, tokenizer: Tokenizer | None = None) -> list[str]:
+        """The explanation in plain words: one sentence for each worker, then one about the closest prompt. Tokens are shown as
+        text if there is a tokenizer."""
+        if not self.workers:
+            return ["No live worker takes this prompt."]
+        found = [self._about(worker) for worker in self.workers]
+        if self.num_workers > len(self.workers):
+            found.append(f"{self.num_workers - len(self.workers)} more workers would serve no more of it.")
+        closest = self._about_closest(tokenizer)
+        return [*found, closest] if closest else found
+
+    def _about(self, worker: WorkerExplanation) -> str:
+        num_tokens = len(self.token_ids)
+        served = f"{worker.worker_id} would serve {worker.num_cached_tokens:,} of {num_tokens:,} tokens from its cache"
+        return f"{served}: {self._why(worker.miss)}."
+
+    def _why(self, miss: Miss) -> str:
+        block, elsewhere = f"the block from token {miss.position:,} on", miss.other_worker_id
+        match miss.cause:
+            case MissCause.NEVER_SEEN:
+                return f"{block} was never seen"
+            case MissCause.EVICTED:
+                age = _age(miss.evicted_seconds_ago or 0.0)
+                why = f", to make room for {miss.evicted_for}" if miss.evicted_for else ""
+                also = f"; {elsewhere} still has it" if elsewhere else ""
+                return f"{block} was probably evicted {age} ago{why}{also}"
+            case MissCause.OTHER_ROOT:
+                return f"{block} is cached only {self._other_root(miss)} (on {elsewhere})"
+            case MissCause.BEING_COMPUTED:
+                where = f" on {elsewhere}" if elsewhere else ""
+                return f"{miss.leader} is computing the tokens from {miss.position:,} to {miss.leader_position:,} now{where}"
+            case MissCause.PARTIAL_TAIL:
+                return "the rest does not fill a block, and only full blocks are cached"
+            case MissCause.LAST_TOKEN:
+                return "the last token is always computed, and its block with it"
+            case MissCause.ON_ANOTHER_WORKER:
+                return f"{block} is cached on {elsewhere}, not here"
+            case MissCause.UNKNOWN:
+                return f"{block} is not served, for a reason that this client does not know: update it"
+
+    def _other_root(self, miss: Miss) -> str:
+        parts = []
+        if miss.other_model != self.model_fingerprint:
+            parts.append(f"for another model ({(miss.other_model or '')[:12]})")
+        if miss.other_adapter != self.adapter:
+            parts.append(f"with the adapter {miss.other_adapter}" if miss.other_adapter else "without an adapter")
+        if miss.other_salt:
+            parts.append("under another tenant's salt")
+        return " and ".join(parts) or f"in blocks of {miss.other_block_size:,} tokens, or with another input"
+
+    def _about_closest(self, tokenizer: Tokenizer | None) -> str:
+        closest = self.closest
+        if closest is None or closest.prompt_token is None or closest.cached_token is None:
+            return ""
+        ours, theirs = _shown(closest.prompt_token, tokenizer), _shown(closest.cached_token, tokenizer)
+        others = "a cached one has" if closest.num_prompts == 1 else f"{closest.num_prompts:,} cached ones have"
+        sentence = f"Your prompt has {ours} where {others} {theirs}, at token {closest.num_equal_tokens:,}"
+        if closest.num_tokens_gained:
+            sentence += f"; after it {closest.num_tokens_gained:,} more tokens would have been served"
+            if closest.num_different_tokens > 1:
+                sentence += f", if {closest.num_different_tokens} tokens of that block were the same"
+        return f"{sentence}."
+
+
+def _sequence_id(key: common_pb2.SequenceKey) -> str | None:
+    return key.sequence_id or None
+
+
+def _shown(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """A token in quotation marks; half a character, or none, is shown by its id."""
+    text = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return json.dumps(text, ensure_ascii=False) if text and "\ufffd" not in text else f"token {token_id}"
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,57 @@
+"""What Explain says of a prompt just before Allocate is asked for it: the two must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvpool.cache_service.core.explanation import MissCause, WorkerExplanation
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import AllocateItem, Granted, Uplink, Wait
+from kvpool.cache_service.core.refusal import Refusal
+from tests.cache_service.core.model import Refused
+
+
+class Prediction(NamedTuple):
+    """Of the first item of an Allocate."""
+
+    item: AllocateItem
+    explained: WorkerExplanation
+    waits_for_itself: bool
+    """The prompt would wait for another attempt of its own sequence, which Allocate never lets it do."""
+
+    @classmethod
+    def of(cls, manager: CacheManager, uplink: Uplink, items: Sequence[AllocateItem]) -> Prediction | None:
+        """Ask Explain. None where the call does more than to allocate, or the sequence lives: then its table is repeated."""
+        session = next((one for one in manager.sessions if one.number == uplink.session), None)
+        if session is None or session.recovering or not items:
+            return None
+        item = items[0]
+        wish = session.reserve_wish if uplink.reserve_wish is None else uplink.reserve_wish
+        refills = wish > session.pool.num_reserved - len(uplink.returned)
+        if refills or (item.key.sequence_id, item.key.attempt) in session.sequences:
+            return None
+        try:
+            (explained,) = manager.explain(item.root, item.tokens, session.worker_id).workers
+        except Refusal as refusal:
+            refusal.with_traceback(None)
+            return None
+        leader = explained.miss.leader
+        own = [key for key in session.sequences if key[0] == item.key.sequence_id]
+        return cls(item, explained, bool(own) and leader is not None)
+
+    def require(self, outcome: Granted | Wait | Refused) -> None:
+        """Compare with what Allocate has answered."""
+        miss, item = self.explained.miss, self.item
+        is_here = miss.cause is MissCause.BEING_COMPUTED and miss.other_worker is None
+        if isinstance(outcome, Wait) and not self.waits_for_itself:
+            assert is_here, f"Allocate waits for {outcome}, Explain says {miss.cause}"
+            limit = item.max_cached_tokens
+            assert limit is not None or outcome == miss.leader
+        elif isinstance(outcome, Granted):
+            assert item.no_wait or self.waits_for_itself or not is_here or item.max_cached_tokens is not None
+            most = self.explained.num_cached_tokens
+            if item.max_cached_tokens is None:
+                assert outcome.num_cached_tokens == most, "Explain promises other tokens than Allocate serves"
+            else:
+                assert outcome.num_cached_tokens <= most

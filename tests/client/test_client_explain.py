@@ -1,0 +1,153 @@
+"""Why a prompt is not served: what the client asks, what it keeps with a stream, and what it says in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from kvpool.client import Explanation, InvalidRequest, MissCause
+from kvpool.protocol.tokens import pack_tokens
+from kvpool.v1 import cache_pb2, common_pb2
+from tests.client.clients import quick
+from tests.client.commands import kvpool
+from tests.client.fakes import CAT, THE, FakeWorker, fake_cluster, word_tokenizer
+
+ROOT = common_pb2.Root(model_fingerprint="fp-tiny")
+BOS = 1
+"""Which the tokenizer of the fakes begins a prompt with."""
+KEY = common_pb2.SequenceKey(sequence_id="leader", attempt=1)
+
+
+def answered(cause: cache_pb2.MissCause.ValueType, **fields: Any) -> cache_pb2.ExplainResponse:
+    """One worker that serves 16 tokens."""
+    miss = cache_pb2.Miss(position=16, cause=cause, **fields)
+    worker = cache_pb2.WorkerExplanation(worker_id="w", num_cached_tokens=16, miss=miss)
+    return cache_pb2.ExplainResponse(workers=[worker], num_workers=1)
+
+
+def said(response: cache_pb2.ExplainResponse, tokenizer: Tokenizer | None = None) -> list[str]:
+    """In words, of a prompt of 40 tokens."""
+    return Explanation.from_proto(response, range(40), ROOT).sentences(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        (answered(cache_pb2.MISS_CAUSE_NEVER_SEEN), "the block from token 16 on was never seen"),
+        (
+            answered(cache_pb2.MISS_CAUSE_EVICTED, evicted_ms_ago=90_000, evicted_for=KEY, other_worker_id="v"),
+            "the block from token 16 on was probably evicted 90 s ago, to make room for leader; v still has it",
+        ),
+        (answered(cache_pb2.MISS_CAUSE_EVICTED, evicted_ms_ago=3_600_000), "was probably evicted 60 min ago"),
+        (
+            answered(cache_pb2.MISS_CAUSE_OTHER_ROOT, other_root=common_pb2.Root(model_fingerprint="other")),
+            "is cached only for another model (other)",
+        ),
+        (
+            answered(
+                cache_pb2.MISS_CAUSE_OTHER_ROOT,
+                other_root=common_pb2.Root(model_fingerprint="fp-tiny", adapter="law"),
+                other_salt=True,
+            ),
+            "is cached only with the adapter law and under another tenant's salt",
+        ),
+        (
+            answered(cache_pb2.MISS_CAUSE_OTHER_ROOT, other_root=ROOT, other_block_size=32, other_worker_id="v"),
+            "is cached only in blocks of 32 tokens, or with another input (on v)",
+        ),
+        (
+            answered(cache_pb2.MISS_CAUSE_BEING_COMPUTED, leader=KEY, leader_position=32),
+            "leader is computing the tokens from 16 to 32 now.",
+        ),
+        (answered(cache_pb2.MISS_CAUSE_PARTIAL_TAIL), "the rest does not fill a block"),
+        (answered(cache_pb2.MISS_CAUSE_LAST_TOKEN), "the last token is always computed"),
+        (answered(cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER, other_worker_id="v"), "is cached on v, not here"),
+        (answered(cache_pb2.MISS_CAUSE_UNSPECIFIED), "update it"),
+    ],
+)
+def test_each_cause_has_its_words(response: cache_pb2.ExplainResponse, words: str) -> None:
+    (sentence,) = said(response)
+    assert sentence.startswith("w would serve 16 of 40 tokens from its cache: ")
+    assert words in sentence
+
+
+def test_every_cause_of_the_manager_is_known_to_the_client() -> None:
+    for value in cache_pb2.MissCause.values():
+        found = Explanation.from_proto(answered(cache_pb2.MissCause.ValueType(value)), range(40), ROOT)
+        assert (found.workers[0].miss.cause is MissCause.UNKNOWN) == (value == cache_pb2.MISS_CAUSE_UNSPECIFIED)
+
+
+def test_the_token_where_two_prompts_part_is_said_as_text() -> None:
+    response = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
+    response.closest.MergeFrom(
+        cache_pb2.ClosestPrompt(
+            num_equal_tokens=7, prompt_token=THE, cached_token=CAT, num_prompts=312, num_tokens_gained=1840,
+            num_different_tokens=1,
+        )
+    )  # fmt: skip
+    rest = "at token 7; after it 1,840 more tokens would have been served"
+    tokenizer = Tokenizer.from_str(word_tokenizer())
+    assert said(response, tokenizer)[1] == f'Your prompt has "the" where 312 cached ones have "cat", {rest}.'
+    assert said(response)[1].startswith(f"Your prompt has token {THE} where 312 cached ones have token {CAT}, {rest}")
+    response.closest.num_different_tokens = 3
+    assert said(response)[1].endswith("served, if 3 tokens of that block were the same.")
+    response.closest.ClearField("prompt_token")
+    assert len(said(response)) == 1
+
+
+def test_without_a_worker_the_words_say_so() -> None:
+    assert said(cache_pb2.ExplainResponse()) == ["No live worker takes this prompt."]
+
+
+async def test_a_prompt_is_tokenised_and_asked_about_under_its_root() -> None:
+    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+        manager.explanation = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
+        found = await client.explain("the cat", tenant_salt="s", worker_id="w")
+        (request,) = manager.explains
+        assert request.root == common_pb2.Root(model_fingerprint="fp-tiny", tenant_salt="s")
+        assert (request.tokens, request.worker_id) == (pack_tokens([BOS, THE, CAT]), "w")
+        assert (found.token_ids, found.num_cached_tokens) == ((BOS, THE, CAT), 16)
+        await client.explain(messages=[{"role": "user", "content": "the"}])
+        assert len(manager.explains[1].tokens) > 4
+        for wrong in ({}, {"prompt": "the", "messages": []}):
+            with pytest.raises(InvalidRequest, match="either a prompt or messages"):
+                await client.explain(**wrong)  # type: ignore[arg-type]
+
+
+async def test_a_stream_keeps_what_was_true_before_its_worker_had_the_prompt() -> None:
+    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+        manager.explanation = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
+        plain = client.generate("the")
+        await plain.collect()
+        assert (plain.explanation, manager.explains) == (None, [])
+        stream = client.generate("the", explain=True)
+        await stream.collect()
+        assert stream.explanation is not None
+        assert stream.explanation.workers[0].miss.cause is MissCause.NEVER_SEEN
+        assert len(manager.explains) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+async def test_a_stream_does_not_fail_nor_wait_for_an_explanation_that_does_not_come(seconds: float) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+        manager.explanation, manager.seconds_to_explain = None, seconds
+        stream = client.generate("the", explain=True)
+        assert (await stream.collect()).worker_id == "w"
+        assert stream.explanation is None
+
+
+async def test_the_command_prints_sentences_or_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        manager.explanation = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
+        assert await kvpool("explain", "the cat", "--manager", manager.address) == 0
+        sentence = "w would serve 16 of 3 tokens from its cache: the block from token 16 on was never seen."
+        assert capsys.readouterr().out == f"{sentence}\n"
+        assert await kvpool("explain", "the", "--chat", "--worker", "w", "--json", "--manager", manager.address) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["workers"][0]["miss"]["cause"] == "never_seen"
+        assert found["closest"] is None
+        assert manager.explains[1].worker_id == "w"
+        assert await kvpool("explain", "the", "--system", "x", "--manager", manager.address) == 2
