@@ -117,8 +117,8 @@ class Observed:
         now = time.time()
 
         async def scraped() -> bool:
-            ups = f'timestamp(up{{job="{job}"}} == 1)'
-            times = await self.prometheus.query(ups)
+            # Of a sample: of an expression it would be the time of the evaluation.
+            times = await self.prometheus.query(f'timestamp(process_start_time_seconds{{job="{job}"}})')
             return len(times) == len(self.cluster.targets[job]) and min(times) > now
 
         await eventually(scraped, f"{job} is scraped", FIRES_WITHIN_SECONDS)
