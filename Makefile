@@ -66,7 +66,7 @@ test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
 
 test-observe: $(READY)
-	$(BIN)/python -m pytest tests/observe/expressions.py tests/observe/alerts.py $(ARGUMENTS)
+	$(BIN)/python -m pytest tests/observe/queries.py tests/observe/alerts.py $(ARGUMENTS)
 
 test-stubs: $(READY)
 	$(BIN)/python -m pytest tests/docs/stubs.py
