@@ -16,12 +16,13 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-compose test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
+	@echo "make test-observe every expression of dashboard and alerts on a real Prometheus; needs its binary; minutes"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
@@ -63,6 +64,9 @@ test: $(READY)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
+
+test-observe: $(READY)
+	$(BIN)/python -m pytest tests/observe/queries.py tests/observe/alerts.py $(ARGUMENTS)
 
 test-stubs: $(READY)
 	$(BIN)/python -m pytest tests/docs/stubs.py

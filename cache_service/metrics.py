@@ -7,6 +7,9 @@ never becomes a label.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
+
+from google.rpc import code_pb2
 
 from kvpool.process.metrics import MetricsPage
 from kvpool.process.request_guard import MALFORMED, TOO_LARGE
@@ -17,7 +20,9 @@ from .core.manager import CacheManager
 from .core.recovery import Case
 from .core.refusal import Reason
 from .core.session import Session, SessionEnd
-from .counts import EdgeCounts
+from .counts import METHODS, EdgeCounts
+
+_OF_A_BUG: Final = code_pb2.Code.Name(code_pb2.INTERNAL)
 
 
 class ManagerMetrics:
@@ -84,7 +89,9 @@ class ManagerMetrics:
 
     def _fill_calls(self, page: MetricsPage) -> None:
         counts = self._counts
-        for (method, code), number in sorted(counts.calls.items()):
+        # From 0: of a counter that begins with 1 no rate is known, and alerts ask for this one.
+        calls = {(method, _OF_A_BUG): 0 for method in METHODS} | counts.calls
+        for (method, code), number in sorted(calls.items()):
             page.counter(
                 "kvpool_manager_calls", "Calls answered, by method and status.", number, method=method, code=code
             )

@@ -19,7 +19,10 @@ from tests.compose.project import COMPOSE_FILE, ROOT
 COMPOSE = re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", COMPOSE_FILE.read_text())
 FILE: dict[str, Any] = yaml.safe_load(COMPOSE)
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
-SERVERS = [name for name in SERVICES if name != "client"]
+OBSERVERS = [name for name in SERVICES if "observe" in SERVICES[name].get("profiles", [])]
+"""Other projects' images, which read metrics."""
+OURS = [name for name in SERVICES if name not in OBSERVERS]
+SERVERS = [name for name in OURS if name != "client"]
 WORKERS = [name for name in SERVERS if name != "manager"]
 GPU_WORKERS = [name for name in WORKERS if "deploy" in SERVICES[name]]
 BUILT = {service["image"]: service["build"]["target"] for service in SERVICES.values() if "build" in service}
@@ -63,7 +66,7 @@ def test_a_service_is_confined(name: str) -> None:
     assert isinstance(service["pids_limit"], int)
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OURS)
 def test_images_are_tagged_built_once_and_never_pulled(name: str) -> None:
     """`latest` is what was built or pulled last, and a registry may hold another image of the same name."""
     service = SERVICES[name]
@@ -73,7 +76,7 @@ def test_images_are_tagged_built_once_and_never_pulled(name: str) -> None:
     assert "build" in service or service["pull_policy"] == "never"
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OURS)
 def test_only_declared_volumes_are_mounted(name: str) -> None:
     assert {volume.partition(":")[0] for volume in SERVICES[name].get("volumes", [])} <= set(FILE["volumes"])
 
@@ -89,6 +92,49 @@ def test_a_server_has_one_port_on_loopback_and_a_health_check_for_it(name: str) 
     assert "network_mode" not in service
     assert service["healthcheck"]["test"][:3] == ["CMD", "kvpool-health", f"127.0.0.1:{inside}"]
     assert re.fullmatch(r"\d+g", service["mem_limit"])
+
+
+def test_prometheus_and_grafana_are_there_and_start_only_if_asked_for() -> None:
+    assert OBSERVERS == ["prometheus", "grafana"]
+    assert all(SERVICES[name]["profiles"] == ["observe"] for name in OBSERVERS)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_observer_has_a_pinned_image_one_port_on_loopback_and_a_health_check(name: str) -> None:
+    """No variable may publish the port elsewhere: there is no login."""
+    service = SERVICES[name]
+    assert re.fullmatch(rf"[a-z]+/{name}:v?\d+\.\d+\.\d+", service["image"]), "a whole version, which stays what it is"
+    (port,) = service["ports"]
+    assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), port
+    assert f'"127.0.0.1:${{KVPOOL_PORT_{name.upper()}:-' in COMPOSE_FILE.read_text()
+    inside = port.rpartition(":")[2]
+    assert service["healthcheck"]["test"][-1].startswith(f"http://127.0.0.1:{inside}/")
+    assert re.fullmatch(r"\d+g", service["mem_limit"])
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_observer_writes_only_into_its_own_volume(name: str) -> None:
+    """What it has from the checkout exists, and is read-only."""
+    for volume in SERVICES[name]["volumes"]:
+        source, target, *mode = volume.split(":")
+        if source.startswith("./"):
+            assert (ROOT / source).exists(), source
+            assert mode == ["ro"], volume
+        else:
+            assert source in FILE["volumes"], volume
+            assert target in ("/prometheus", "/var/lib/grafana")
+
+
+def test_grafana_has_no_account_and_asks_no_other_machine() -> None:
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+    asking = [name for name in environment if "CHECK_FOR" in name or "REPORTING" in name or "FEED" in name]
+    assert len(asking) == 4
+    assert all(environment[name] == "false" for name in asking)
+    home = environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert any(volume.split(":")[1] == home for volume in SERVICES["grafana"]["volumes"])
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -118,14 +164,14 @@ def test_the_manager_restarts_and_the_client_does_not() -> None:
 
 def test_no_two_services_share_a_port_a_worker_id_or_a_gpu() -> None:
     for values in (
-        [SERVICES[name]["ports"][0].rpartition(":")[0] for name in SERVERS],
+        [SERVICES[name]["ports"][0].rpartition(":")[0] for name in [*SERVERS, *OBSERVERS]],
         [SERVICES[name]["environment"]["KVPOOL_WORKER_WORKER_ID"] for name in WORKERS],
         [str(SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]) for name in GPU_WORKERS],
     ):
         assert len(set(values)) == len(values) > 1, values
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OURS)
 def test_a_gpu_worker_has_one_gpu_and_a_compiler_and_others_neither(name: str) -> None:
     """Triton compiles at run time, and a tmpfs allows no execution: its cache must be in a volume."""
     service = SERVICES[name]

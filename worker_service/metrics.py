@@ -54,6 +54,11 @@ class WorkerMetrics:
         scheduler, stats = self._engine.scheduler, self._engine.stats
         for state, number in (("running", scheduler.num_running), ("waiting", scheduler.num_waiting)):
             page.gauge("kvpool_worker_requests", "Requests here now, by state.", number, state=state)
+        page.gauge(
+            "kvpool_worker_waiting_limit",
+            "Waiting requests; more are refused.",
+            self._engine.settings.max_num_waiting,
+        )
         for outcome in OUTCOMES:
             page.counter(
                 "kvpool_worker_requests_ended",

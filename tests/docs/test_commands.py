@@ -46,6 +46,7 @@ NOT_RUN = {
     "make proto": "would write into the checkout; make check runs the same generator",
     "make docs": "would write into the checkout; tests/docs/test_generated.py runs the same generator",
     "make test-compose": "needs a container engine, and is itself a test",
+    "make test-observe": "needs Prometheus, and is itself a test",
     "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",
     "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
     "make hostile": "attacks a cluster for many minutes, and is itself a test; a small part of it runs with the tests",

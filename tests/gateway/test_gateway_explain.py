@@ -10,7 +10,9 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from kvpool.gateway.app import connection_limits
 from kvpool.gateway.context import Gateway
+from kvpool.gateway.metrics import GatewayMetrics
 from kvpool.gateway.pages import explain as explain_module
 from kvpool.gateway.pages.routes import page_routes
 from kvpool.gateway.settings import GatewaySettings
@@ -26,7 +28,10 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
         app = Starlette(routes=page_routes())
-        app.state.gateway = Gateway(GatewaySettings(), client, lambda: 0.0)
+        settings = GatewaySettings()
+        app.state.gateway = Gateway(
+            settings, client, lambda: 0.0, metrics=GatewayMetrics(), limits=connection_limits(settings)
+        )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as browser:
             yield manager, browser

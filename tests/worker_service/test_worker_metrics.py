@@ -115,13 +115,14 @@ async def test_the_page_tells_the_tokens_hits_and_ends_of_known_traffic() -> Non
 
 async def test_gauges_tell_what_is_here_now() -> None:
     """While one of two requests runs, the other waits for its place in the batch."""
-    world = one_world(max_num_seqs=1)
+    world = one_world(max_num_seqs=1, max_num_waiting=3)
     async with world.running():
         gate = world.model.gate = threading.Event()
         running, waiting = world.submit(list(range(9)), 30), world.submit([40, 41], 30)
         await until(lambda: world.engine.scheduler.num_running >= 1)
         page = look(world)
         assert page.labelled("kvpool_worker_requests", "state") == {"running": 1, "waiting": 1}
+        assert page.value("kvpool_worker_waiting_limit") == 3
         assert page.value("vllm:num_requests_running", **MODEL) == page.value("vllm:num_requests_waiting", **MODEL) == 1
         assert page.value("kvpool_worker_held_blocks") == 3
         assert page.value("vllm:kv_cache_usage_perc", **MODEL) == 3 / 64

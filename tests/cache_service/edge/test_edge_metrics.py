@@ -109,6 +109,13 @@ async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, ser
         assert (await look(server)).value(name) == number
 
 
+async def test_bugs_are_counted_from_zero(server: Server) -> None:
+    """Of a counter that appears with 1 Prometheus knows no rate."""
+    page = await look(server)
+    for method in METHODS:
+        assert page.value("kvpool_manager_calls_total", method=method, code="INTERNAL") == 0
+
+
 async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
     server: Server, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

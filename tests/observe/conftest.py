@@ -1,0 +1,16 @@
+"""Tests with a real Prometheus: only `make test-observe` runs them, because they need its binary."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.conftest import one_thread, pytest_runtest_makereport
+from tests.observe.prometheus import missing
+
+__all__ = ["one_thread", "pytest_runtest_makereport"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Without the binary there is nothing to see, which is a failure and no reason to leave tests out."""
+    if why := missing():
+        pytest.exit(why, returncode=1)

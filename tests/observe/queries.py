@@ -1,0 +1,92 @@
+"""Every expression of the dashboard has data on a real Prometheus over a real cluster under load, and no alert fires there.
+
+`make test-observe` runs this file. `make test` does not collect it: it needs Prometheus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.deploy.expressions import DASHBOARD, RULES_FILE, alerts, metrics_in, queries
+from tests.observe.observed_cluster import Observed, ObservedCluster, observe
+from tests.observe.prometheus import concrete, promtool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DATA_WITHIN_SECONDS = 240.0
+
+
+def conversation(number: int) -> list[int]:
+    """Ten conversations with a long beginning in common, and an end of their own."""
+    return [*range(1, 65), *(1 + (7 * number + index) % 200 for index in range(8 + number % 10))]
+
+
+@asynccontextmanager
+async def http_load(cluster: ObservedCluster) -> AsyncIterator[None]:
+    """Completions over the gateway, one after the other."""
+
+    async def ask() -> None:
+        model = (await cluster.describe())[0].model_name
+        for number in range(1 << 30):
+            body = {"model": model, "prompt": conversation(number), "max_tokens": 8, "stream": True}
+            await cluster.post("/v1/completions", body)
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        asking.cancel()
+        for ended in await asyncio.gather(asking, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError), ended
+
+
+async def missing_data(observed: Observed, expressions: dict[str, str]) -> list[str]:
+    """The names of those without data now."""
+    return [name for name, text in expressions.items() if not await observed.prometheus.has_data(concrete(text))]
+
+
+async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
+    """Until each has had data since this call."""
+    left = dict(expressions)
+
+    async def all_seen() -> bool:
+        for name in set(left) - set(await missing_data(observed, left)):
+            del left[name]
+        return not left
+
+    try:
+        await eventually(all_seen, "every expression has data", DATA_WITHIN_SECONDS)
+    except AssertionError:
+        raise AssertionError(f"without data: {left}") from None
+
+
+async def test_every_expression_has_data_under_load_and_no_alert_fires(tmp_path: Path) -> None:
+    """Also every metric that an alert asks for, and what the variables choose from."""
+    model = make_endless_model(tmp_path / "model", tokenizer=True)
+    workers: dict[str, dict[str, Any]] = {
+        name: {"model": model.path, "block_size": 4, "num_blocks": 257} for name in ("one", "two")
+    }
+    variables = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    chosen = {text: text.removeprefix("label_values(").split(",")[0] for text in variables}
+    asked = {name for rule in alerts().values() for name in metrics_in(rule["expr"])}
+    async with observe(tmp_path, workers, gateway=True) as observed:
+        await observed.cluster.audit()
+        async with observed.load(4, conversation, max_tokens=12), http_load(observed.cluster):
+            await until_data(observed, queries())
+            await until_data(observed, chosen | {name: name for name in asked if not name.endswith("_bucket")})
+            assert await observed.prometheus.firing() == {}
+        await observed.cluster.until_clean()
+
+
+def test_promtool_finds_nothing_wrong_with_the_files_as_they_are() -> None:
+    promtool("check", "rules", str(RULES_FILE))
+    for name in ("prometheus.yml", "kvpool-up.yml"):
+        promtool("check", "config", str(RULES_FILE.with_name(name)))
