@@ -7,6 +7,7 @@ the stage and is not renewed by single bytes, so a caller cannot hold a connecti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import ApiError
 
 MAX_HEAD_BYTES: Final = 64 << 10
+_CLOSING_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
     # -- stages of a request
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._stage == "closing":
             return
         if self._stage == "idle":
             self._num_head_bytes = 0
@@ -108,6 +110,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         stage = self._stage
+        if stage == "closing":
+            self.transport.abort()
+            return
         if stage == "idle":
             self.limits.ended["idle"] += 1
             self.transport.close()
@@ -123,15 +128,27 @@ class BoundedConnection(HttpToolsProtocol):
         self._leave_stage()
         if self.transport.is_closing():
             return
-        if self.cycle is None or not self.cycle.response_started:
-            self.transport.write(_raw_answer(status, message))
-        self.transport.close()
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self._answer_and_close(status, message)
+        else:
+            self.transport.close()
+
+    def _answer_and_close(self, status: HTTPStatus, message: str) -> None:
+        """What the caller still sends is read and dropped for a moment: to close at once would reset the connection, and the answer
+        would be lost on its way."""
+        self.transport.write(_raw_answer(status, message))
+        with contextlib.suppress(OSError):  # it has gone already
+            self.transport.write_eof()
+        self._enter("closing", _CLOSING_SECONDS)
+
+    def eof_received(self) -> None:
+        if self._stage == "closing":
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Not HTTP. uvicorn's answer is plain text."""
         self._leave_stage()
-        self.transport.write(_raw_answer(HTTPStatus.BAD_REQUEST, "this is not HTTP/1.1 as the gateway understands it"))
-        self.transport.close()
+        self._answer_and_close(HTTPStatus.BAD_REQUEST, "this is not HTTP/1.1 as the gateway understands it")
 
     # -- readers
 

@@ -1,0 +1,39 @@
+"""One cluster of a tiny model for all tests of answers, and a gateway before it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from kvpool.gateway.server import GatewayServer
+from tests.cluster.in_process import InProcessCluster, in_process_cluster
+from tests.cluster.models import make_endless_model
+from tests.gateway.serving import serving
+
+
+@dataclass(frozen=True)
+class Front:
+    """A cluster, the gateway before it, and OpenAI's own client."""
+
+    cluster: InProcessCluster
+    gateway: GatewayServer
+    openai: AsyncOpenAI
+    model: str
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    """Shared by a module's tests, which leave nothing held."""
+    folder = tmp_path_factory.mktemp("front")
+    make_endless_model(folder / "model", tokenizer=True)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    async with in_process_cluster(folder / "model", folder, num_blocks=1025, max_num_seqs=64) as cluster:
+        async with serving(f"127.0.0.1:{cluster.manager.port}") as gateway:
+            async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as openai:
+                (model,) = (await openai.models.list()).data
+                yield Front(cluster, gateway, openai, model.id)

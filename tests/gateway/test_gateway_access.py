@@ -1,0 +1,139 @@
+"""Who may call: keys, sessions, hosts and origins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Keys
+from kvpool.gateway.settings import GatewaySettings
+from kvpool.process.settings import SettingsProblem, load_settings
+from tests.gateway.serving import serving
+
+KEY = "a-key-of-this-test"
+OTHER = "another-key-of-it"
+
+
+async def test_without_a_key_only_health_and_version_answer() -> None:
+    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/version")).status_code == 200
+        assert (await client.get("/health")).status_code == 503, "there is no manager"
+        for path in ("/load", "/metrics", "/server_info", "/v1/models", "/nothing"):
+            refused = await client.get(path)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "Bearer" in refused.headers["www-authenticate"]
+        assert (await client.post("/v1/chat/completions", content=b"{")).status_code == 401
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+async def test_each_key_opens_the_gateway_and_no_other_word_does(key: str) -> None:
+    async with serving(api_key=[KEY, OTHER]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/load", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+        for wrong in (f"Bearer {key}x", f"Bearer {key[:-1]}", f"Basic {key}", key, "Bearer", "Bearer é"):
+            headers = {b"authorization": wrong.encode("latin-1")}
+            assert (await client.get("/load", headers=headers)).status_code == 401
+
+
+async def test_the_page_logs_in_once_and_then_needs_no_key() -> None:
+    """The cookie is kept from scripts and other sites, is not the key, and opens the gateway until it is taken away."""
+    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert "API key" in (await client.get("/login")).text
+        wrong = await client.post("/login", data={"key": "x" * 20})
+        assert (wrong.status_code, COOKIE in wrong.cookies) == (401, False)
+        right = await client.post("/login", data={"key": KEY})
+        assert right.status_code == 303
+        cookie = right.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert KEY not in cookie
+        assert (await client.get("/load")).status_code == 200
+        foreign = await client.post("/tokenize", content=b"{}", headers={"Origin": "http://evil.example"})
+        assert foreign.status_code == 403
+        own = await client.post("/tokenize", content=b"{}", headers={"Origin": server.url})
+        assert own.status_code == 400, "it reached the route"
+        await client.post("/logout")
+        client.cookies.clear()
+        assert (await client.get("/load")).status_code == 401
+
+
+def test_a_session_is_of_its_key_and_ends() -> None:
+    now = 1_000_000.0
+    keys = Keys([KEY], clock=lambda: now)
+    digest = keys.find(KEY)
+    assert digest is not None
+    session = keys.issue(digest)
+    assert keys.accepts(session)
+    assert Keys([OTHER, KEY], clock=lambda: now).accepts(session), "any gateway with the key accepts it"
+    assert not Keys([OTHER], clock=lambda: now).accepts(session)
+    end, _, proof = session.partition(".")
+    assert not keys.accepts(f"{int(end) + 1}.{proof}"), "its end cannot be changed"
+    for broken in ("", ".", "x.y", f"{end}.", f"{end}.é", f"{'9' * 40}.{proof}", "²." + proof):
+        assert not keys.accepts(broken)
+    assert not Keys([KEY], clock=lambda: now + SESSION_SECONDS).accepts(session)
+    assert KEY not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:1234", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("10.1.2.3", 200),
+        ("pool.example:80", 200),
+        ("POOL.example.", 200),
+        ("evil.example", 421),
+        ("pool.example.evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
+    """A page that has made its own name point here (DNS rebinding) reaches nothing."""
+    async with serving(allowed_host=["pool.example"]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/version", headers={"Host": host})).status_code == status
+
+
+async def test_pages_of_other_origins_write_only_if_allowed() -> None:
+    async with (
+        serving(cors_origin=["https://chat.example"]) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        allowed = await client.post("/tokenize", content=b"{", headers={"Origin": "https://chat.example"})
+        assert allowed.status_code == 400, "it reached the route"
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+        other = await client.post("/tokenize", content=b"{", headers={"Origin": "https://other.example"})
+        assert other.status_code == 403
+        assert "access-control-allow-origin" not in other.headers
+        silent = await client.post("/tokenize", content=b"{", headers={"Sec-Fetch-Site": "cross-site"})
+        assert silent.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "--no-api-key"),
+        (["--host", "pool.example"], "--no-api-key"),
+        (["--api-key", "short"], "8 to 512"),
+        (["--api-key", KEY, "--no-api-key"], "contradict"),
+        (["--api-key-file", "/no/such/file"], "cannot be read"),
+    ],
+)
+def test_settings_that_would_open_the_gateway_by_mistake_are_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(SettingsProblem, match=said) as raised:
+        load_settings(GatewaySettings, arguments)
+    assert "short" not in str(raised.value), "a key is not repeated"
+
+
+def test_keys_come_from_flags_the_variable_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\n{OTHER}\n\n{KEY}\n")
+    settings = load_settings(GatewaySettings, ["--host", "0.0.0.0", "--api-key", KEY, "--api-key-file", str(file)])
+    assert settings.keys == (KEY, OTHER)
+    assert KEY not in repr(settings)
+    monkeypatch.setenv("KVPOOL_GATEWAY_API_KEY", OTHER)
+    assert load_settings(GatewaySettings, []).keys == (OTHER,)

@@ -1,0 +1,237 @@
+"""OpenAI's own client gets what kvpool's client gets, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvpool.client import GenerateOptions
+from tests.gateway.conftest import Front
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+MESSAGES: list[Any] = [{"role": "user", "content": "the cache that keeps what it has read"}]
+PROMPT = "abcdefgh" * 3
+NUM_NEW = 12
+RAW = {"return_token_ids": True, "ignore_eos": True}
+
+
+async def test_a_chat_is_kvpools_own_chat_streamed_or_not(front: Front) -> None:
+    """Tokens, text, finish reason and what the cache served are the same."""
+    own = await front.cluster.client.chat(MESSAGES, max_tokens=NUM_NEW, ignore_eos=True).collect()
+    whole = await front.openai.chat.completions.create(
+        model=front.model, messages=MESSAGES, temperature=0, max_tokens=NUM_NEW, extra_body=RAW
+    )
+    (choice,) = whole.choices
+    assert choice.message.content == own.text
+    assert choice.to_dict()["token_ids"] == list(own.token_ids)
+    assert choice.finish_reason == own.finish_reason.value
+    again = await front.cluster.client.chat(MESSAGES, max_tokens=NUM_NEW, ignore_eos=True).collect()
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == again.num_cached_tokens > 0
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (own.num_prompt_tokens, NUM_NEW)
+
+    text, ids, usages = "", [], []
+    async for chunk in await front.openai.chat.completions.create(
+        model=front.model, messages=MESSAGES, temperature=0, max_completion_tokens=NUM_NEW, stream=True,
+        stream_options={"include_usage": True}, extra_body=RAW,
+    ):  # fmt: skip
+        usages += [chunk.usage] if chunk.usage is not None else []
+        for part in chunk.choices:
+            text += part.delta.content or ""
+            ids += part.to_dict().get("token_ids", [])  # type: ignore[arg-type]
+    assert (text, ids) == (own.text, list(own.token_ids))
+    assert [usage.completion_tokens for usage in usages] == [NUM_NEW]
+
+
+async def test_the_synchronous_client_works_as_well(front: Front) -> None:
+    own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
+
+    def ask() -> tuple[str, str]:
+        with openai.OpenAI(base_url=f"{front.gateway.url}/v1", api_key="any", max_retries=0) as client:
+            arguments: dict[str, Any] = {"model": front.model, "prompt": PROMPT, "temperature": 0, "extra_body": RAW}
+            whole = client.completions.create(max_tokens=NUM_NEW, **arguments)
+            stream = client.completions.create(max_tokens=NUM_NEW, stream=True, **arguments)
+            return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
+
+    assert await asyncio.to_thread(ask) == (own.text, own.text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"temperature": 0.9, "seed": 7}, {"temperature": 0.9, "seed": 7}),
+        ({"temperature": 0.9, "seed": -1}, {"temperature": 0.9, "seed": 2**64 - 1}),
+        ({"temperature": 1.2, "seed": 3, "extra_body": {"top_k": 5, "min_p": 0.1}},
+         {"temperature": 1.2, "seed": 3, "top_k": 5, "min_p": 0.1}),
+        ({"temperature": 1.2, "seed": 3, "top_p": 0.5, "extra_body": {"top_k": -1}},
+         {"temperature": 1.2, "seed": 3, "top_p": 0.5}),
+        ({"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": -1, "logit_bias": {"9": 5}},
+         {"presence_penalty": 1.5, "frequency_penalty": -1, "logit_bias": {9: 5.0}}),
+        ({"temperature": 0, "extra_body": {"repetition_penalty": 1.5, "min_tokens": 3}},
+         {"repetition_penalty": 1.5, "min_tokens": 3}),
+        ({"temperature": 0, "user": "ann", "extra_body": {"cache_salt": "s", "priority": 3}},
+         {"tenant": "ann", "tenant_salt": "s", "priority": 3}),
+        ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None, "seed": 5, "n": None},
+         {"temperature": 1.0, "seed": 5}),
+    ],
+)  # fmt: skip
+async def test_every_option_means_what_it_means_to_the_client(
+    front: Front, fields: dict[str, Any], options: GenerateOptions
+) -> None:
+    extra = {**RAW, **fields.pop("extra_body", {})}
+    own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW, **options)
+    whole = await front.openai.completions.create(
+        model=front.model, prompt=PROMPT, max_tokens=NUM_NEW, extra_body=extra, **fields
+    )
+    assert whole.choices[0].to_dict()["token_ids"] == list(own.token_ids)
+
+
+async def test_stop_strings_end_a_text(front: Front) -> None:
+    own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
+    stop = own.text[4:6]
+    for given in (stop, [stop, "never there"]):
+        whole = await front.openai.completions.create(
+            model=front.model, prompt=PROMPT, max_tokens=NUM_NEW, temperature=0, stop=given, extra_body=RAW
+        )
+        assert whole.choices[0].text == own.text[: own.text.index(stop)]
+        assert whole.choices[0].finish_reason == "stop"
+
+
+async def test_n_answers_have_seeds_of_their_own_and_a_list_of_prompts_its_order(front: Front) -> None:
+    prompts = [PROMPT, "hgfedcba" * 2]
+    whole = await front.openai.completions.create(
+        model=front.model, prompt=prompts, n=2, temperature=1, seed=11, max_tokens=5, extra_body=RAW
+    )
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    for index, choice in enumerate(whole.choices):
+        own = await front.cluster.complete(prompts[index // 2], temperature=1.0, seed=11 + index % 2, max_tokens=5)
+        assert choice.to_dict()["token_ids"] == list(own.token_ids)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 20
+    assert whole.usage.prompt_tokens == sum(map(len, prompts)), "each prompt counts once"
+
+
+async def test_token_ids_are_a_prompt(front: Front) -> None:
+    ids = [7, 8, 9, 10, 11]
+    own = await front.cluster.complete(ids, max_tokens=NUM_NEW)
+    for prompt in (ids, [ids]):
+        whole = await front.openai.completions.create(
+            model=front.model, prompt=prompt, temperature=0, max_tokens=NUM_NEW, extra_body=RAW
+        )
+        assert whole.choices[0].to_dict()["token_ids"] == list(own.token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_and_log_probabilities_are_those_of_prompt_and_answer(front: Front, stream: bool) -> None:
+    own = await front.cluster.complete(PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2, echo=True)
+    arguments: dict[str, Any] = {
+        "model": front.model, "prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2,
+        "extra_body": RAW,
+    }  # fmt: skip
+    found: dict[str, list[Any]] = {}
+    text = ""
+    if stream:
+        async for chunk in await front.openai.completions.create(stream=True, **arguments):
+            text += chunk.choices[0].text
+            for name, values in ((chunk.choices[0].logprobs and chunk.choices[0].logprobs.to_dict()) or {}).items():
+                found.setdefault(name, []).extend(values)  # type: ignore[arg-type]
+    else:
+        (choice,) = (await front.openai.completions.create(**arguments)).choices
+        assert choice.logprobs is not None
+        text, found = choice.text, choice.logprobs.to_dict()  # type: ignore[assignment]
+    assert text == own.text
+    assert own.prompt_logprobs is not None
+    assert own.logprobs is not None
+    expected = [None if one is None else one.logprob for one in (*own.prompt_logprobs, *own.logprobs)]
+    assert found["token_logprobs"] == pytest.approx(expected)
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(PROMPT) + 4
+    assert found["text_offset"][: len(PROMPT)] == list(range(len(PROMPT))), "one character a token"
+    assert found["top_logprobs"][0] is None
+
+
+async def test_a_chats_log_probabilities_have_bytes(front: Front) -> None:
+    own = await front.cluster.client.chat(MESSAGES, max_tokens=4, logprobs=3, ignore_eos=True).collect()
+    whole = await front.openai.chat.completions.create(
+        model=front.model, messages=MESSAGES, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3, extra_body=RAW
+    )
+    found = whole.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert own.logprobs is not None
+    for entry, one in zip(found.content, own.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(one.logprob)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([logprob for _, logprob in one.top])
+        assert entry.bytes is not None
+        assert bytes(entry.bytes).decode() == entry.token
+
+
+async def test_max_tokens_0_with_echo_is_the_prompt_alone(front: Front) -> None:
+    whole = await front.openai.completions.create(
+        model=front.model, prompt=PROMPT, temperature=0, max_tokens=0, echo=True, logprobs=0
+    )
+    (choice,) = whole.choices
+    assert choice.text == PROMPT
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert len(choice.logprobs.token_logprobs) == len(PROMPT)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 0
+
+
+async def test_texts_become_tokens_and_come_back(front: Front) -> None:
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        found = (await client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True})).json()
+        assert found["count"] == len(found["tokens"]) == len(PROMPT)
+        assert found["token_strs"] == list(PROMPT)
+        back = (await client.post("/detokenize", json={"tokens": found["tokens"]})).json()
+        assert back["prompt"] == PROMPT
+        chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
+        model = await front.cluster.client.model()
+        assert chat["tokens"] == model.encode_chat(MESSAGES)
+        assert chat["max_model_len"] == model.max_model_len
+
+
+async def test_models_are_listed_once_and_shown_by_name(front: Front) -> None:
+    assert (await front.openai.models.retrieve(front.model)).id == front.model
+    with pytest.raises(openai.NotFoundError):
+        await front.openai.models.retrieve("gpt-4")
+
+
+async def test_the_state_routes_tell_of_the_cluster(front: Front) -> None:
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        assert (await client.get("/health")).json() == {"status": "ok", "workers": 1}
+        (worker,) = (await client.get("/server_info")).json()["workers"]
+        assert worker["serving"]
+        assert (await client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_readers_that_leave_hold_nothing(front: Front) -> None:
+    """Streams cut by their readers, early and late, alone and n at a time: all blocks come back, and every law holds."""
+    for number in range(12):
+        stream = await front.openai.completions.create(
+            model=front.model, prompt=PROMPT, temperature=0, max_tokens=4000, stream=True, n=1 + number % 3,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        for _ in range(number % 4):
+            await anext(aiter(stream))
+        await stream.close()
+    waiting = asyncio.create_task(
+        front.openai.completions.create(
+            model=front.model, prompt=PROMPT, max_tokens=4000, temperature=0, extra_body={"ignore_eos": True}
+        )
+    )
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        while not (await client.get("/load")).json()["server_load"]:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await front.cluster.until_idle()
+        while (await client.get("/load")).json()["server_load"]:
+            await asyncio.sleep(0.01)
+    assert (await front.cluster.client.check()).violations == []
