@@ -19,12 +19,19 @@ class MissCause(StrEnum):
     UNKNOWN = "unknown"
     """The manager is newer than this client."""
     NEVER_SEEN = "never_seen"
+    """Nothing that the manager remembers held these tokens after this prefix."""
     EVICTED = "evicted"
+    """Probably: names are remembered, and two names can be equal by chance."""
     OTHER_ROOT = "other_root"
+    """The tokens are cached under another adapter, model, input, block size or, where the manager may say so, salt."""
     BEING_COMPUTED = "being_computed"
+    """A sequence is computing them now."""
     PARTIAL_TAIL = "partial_tail"
+    """The rest does not fill a block."""
     LAST_TOKEN = "last_token"
+    """It is always computed, and its block with it."""
     ON_ANOTHER_WORKER = "on_another_worker"
+    """Another worker has them, this one does not."""
 
 
 _CAUSES: Final = {
@@ -45,8 +52,9 @@ class Miss:
     position: int
     """Of the token, from 0."""
     cause: MissCause
+    """The first that holds."""
     evicted_seconds_ago: float | None = None
-    """EVICTED, probably: names are remembered, and two names can be equal by chance."""
+    """EVICTED: to half a second or so."""
     evicted_for: str | None = None
     """EVICTED: sequence that needed the room; None: a worker's reserve, or a sequence with another salt."""
     leader: str | None = None
@@ -89,9 +97,11 @@ class WorkerExplanation:
     """What one worker would serve of the prompt."""
 
     worker_id: str
+    """Its name."""
     num_cached_tokens: int
     """The next Allocate would serve them, if it came now."""
     miss: Miss
+    """Why no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +144,15 @@ class Explanation:
     token_ids: tuple[int, ...]
     """The prompt."""
     model_fingerprint: str
+    """Of the model that it was tokenised for."""
     adapter: str
+    """Empty: none."""
     workers: tuple[WorkerExplanation, ...]
     """Most served tokens first; at most 64."""
     num_workers: int
     """All that would take the prompt."""
     closest: ClosestPrompt | None
+    """None: nothing is cached that shares a token with the prompt, or all of it is."""
 
     @classmethod
     def from_proto(cls, response: cache_pb2.ExplainResponse, token_ids: Sequence[int], root: common_pb2.Root) -> Self:

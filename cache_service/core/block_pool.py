@@ -422,8 +422,9 @@ class BlockPool:
                 self._tree.journal.removed(node, self)
             node.drop_copy(self)
             # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
-            if self._evicted is not None and node.block_hash is not None:
-                self._evicted.append(node.block_hash)
+            evicted = self._evicted
+            if evicted is not None:
+                evicted.append(node.block_hash or 0)
             self._tree.prune(node)
         if others is not None and not others:
             del self._duplicates[node]

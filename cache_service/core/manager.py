@@ -297,9 +297,9 @@ class CacheManager:
         A gap between two ticks that is longer than planned is time in which this process did not run, not its workers, and
         KeepAlives may be waiting to be read: it is added to every lease.
         """
+        self._note_time(now)
         gap = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - 2 * self._tick_seconds)
         self._last_tick = now
-        self._note_time(now)
         if gap:
             # Never beyond a whole lease: a KeepAlive may have been read between the gap and this tick.
             longest = now + self.lease_seconds

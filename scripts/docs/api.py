@@ -26,11 +26,12 @@ SECTIONS: Final = {
         "TokenLogprobs",
         "FinishReason",
     ),
+    "Why a prompt misses": ("Explanation", "WorkerExplanation", "Miss", "MissCause", "ClosestPrompt"),
     "Models": ("Model",),
     "Errors": ("KvpoolError",),
 }
 """Headings, and the names that are described in full below them. The other errors are a table."""
-_INNER: Final = frozenset({"from_parts"})
+_INNER: Final = frozenset({"from_parts", "from_proto"})
 """Methods that the library calls itself."""
 
 _HEAD: Final = """\
