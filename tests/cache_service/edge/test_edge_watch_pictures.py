@@ -13,6 +13,7 @@ from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WatchUpdate, WorkerView
+from kvpool.client import watch as watch_module
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration
@@ -224,3 +225,33 @@ async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Ser
             await client.describe_block("w", 17)
         with pytest.raises(NotFound):
             await client.describe_block("stranger", 1)
+
+
+async def test_a_manager_that_says_nothing_is_noticed_and_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen manager closes no connection; silence is the only sign."""
+    monkeypatch.setattr(watch_module, "_SILENCE_SECONDS", 0.5)
+    serve = server._servicer.watching.serve
+    calls = []
+
+    async def freeze_once(request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+        calls.append(request)
+        async with contextlib.aclosing(serve(request)) as messages:
+            async for message in messages:
+                yield message
+                if len(calls) == 1:
+                    await asyncio.Event().wait()
+
+    monkeypatch.setattr(server._servicer.watching, "serve", freeze_once)
+    view = PictureView()
+    async with (
+        Client(f"127.0.0.1:{server.port}") as client,
+        contextlib.aclosing(client.watch(interval=0.1)) as updates,
+        asyncio.timeout(20),
+    ):
+        await next_complete(updates, view)
+        (away,) = [update async for update in _until_away(updates)]
+        assert away.error.reason == "SILENT"
+        await next_complete(updates, view)
+        assert len(calls) == 2
