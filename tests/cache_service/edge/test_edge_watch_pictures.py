@@ -12,8 +12,9 @@ import pytest
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WatchUpdate, WorkerView
+from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WorkerView
 from kvpool.client import watch as watch_module
+from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration
