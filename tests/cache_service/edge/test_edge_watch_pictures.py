@@ -12,7 +12,7 @@ import pytest
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WorkerView
+from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, SyncClient, WorkerView
 from kvpool.client import watch as watch_module
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
@@ -79,6 +79,22 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
             second = await Worker.begin(stub, registration("second"))
             await worker.deregister()
             await until(updates, view, lambda view: view.workers.keys() == {second.session})
+
+
+async def test_the_blocking_client_watches_too(server: Server, worker: Worker) -> None:
+    def look() -> PictureView:
+        view = PictureView()
+        with (
+            SyncClient(f"127.0.0.1:{server.port}") as client,
+            contextlib.closing(client.watch(interval=0.1)) as updates,
+        ):
+            for update in updates:
+                if isinstance(update, pb.Picture) and view.apply(update) and view.number > 1:
+                    break
+        return view
+
+    view = await asyncio.wait_for(asyncio.to_thread(look), 20)
+    assert view.workers.keys() == {worker.session}
 
 
 async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
