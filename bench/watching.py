@@ -4,8 +4,7 @@ python -m bench.watching [--blocks 100000] [--viewers 8] [--hertz 5] [--seconds 
 
 One manager in a process of its own serves a pool that is full of cached blocks, while a worker serves requests of 32 blocks that
 evict as many. CPU time of the manager: of the load alone, with viewers on top, and with one client that pages through Describe
-instead, as often. And the longest pause of the manager's loop: CPU time while a timer of 1 ms ran, at most that of all that ran
-then.
+instead, as often. And the longest pause of the manager's loop: CPU time while a timer of 1 ms ran, an upper bound.
 """
 
 from __future__ import annotations

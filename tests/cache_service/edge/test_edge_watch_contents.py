@@ -13,7 +13,8 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client import Client, ContentsView, ManagerAway, WatchUpdate
+from kvpool.client import Client, ContentsView, ManagerAway
+from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.core.contents_follower import held_by
