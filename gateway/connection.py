@@ -31,7 +31,7 @@ class ConnectionLimits:
     body_seconds: float
     reader_seconds: float
     num_connections: int = 0
-    """Now."""
+    """That are served now."""
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("idle", "head", "body", "reader", "full"), 0))
     """Connections that were closed, by the limit that they reached."""
 
@@ -47,18 +47,19 @@ class BoundedConnection(HttpToolsProtocol):
         self._stage = ""
         self._num_head_bytes = 0
         self._reader_timer: asyncio.TimerHandle | None = None
-        self.limits.num_connections += 1
-        if self.limits.num_connections > self.limits.max_connections:
+        self._is_counted = self.limits.num_connections < self.limits.max_connections
+        if not self._is_counted:
             self._refuse(
                 "full",
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"the gateway has {self.limits.max_connections} connections already (--max-connections): try again later",
             )
             return
+        self.limits.num_connections += 1
         self._enter("idle", self.limits.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.num_connections -= 1
+        self.limits.num_connections -= self._is_counted
         self._leave_stage()
         self._stop_reader_timer()
         super().connection_lost(exc)

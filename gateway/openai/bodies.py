@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any, Final, TypeVar
 
@@ -12,7 +13,7 @@ from ..errors import ApiError
 
 MAX_LOGPROBS: Final = 20
 
-_UNION_MEMBERS: Final = frozenset({"str", "list[int]", "list[str]", "list[list[int]]"})
+_UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "list[str]", "list[list[int]]"})
 """How pydantic names the members of `stop` and `prompt` in the place of an error."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -64,10 +65,18 @@ class GenerationBody(Body):
     cache_salt: str | None = None
 
 
+class ChatMessage(BaseModel):
+    """One turn. The model's template may know other keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -86,7 +95,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -99,6 +108,11 @@ class DetokenizeBody(Body):
 
 
 B = TypeVar("B", bound=Body)
+
+
+def plain(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
+    """As they were sent."""
+    return [message.model_dump(exclude_unset=True) for message in messages]
 
 
 async def read_body(request: Request, kind: type[B]) -> B:

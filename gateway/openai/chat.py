@@ -14,7 +14,7 @@ from starlette.routing import Route
 from kvpool.client import KvpoolError, Model, TokenLogprobs
 
 from ..context import gateway_of
-from .bodies import ChatBody, read_body
+from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
 from .event_stream import EventStream, data
 from .fields import check_other_fields
@@ -41,7 +41,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
         try:
             streams = [
                 gateway.client.chat(
-                    body.messages, template_arguments=body.chat_template_kwargs, **for_choice(options, index)
+                    plain(body.messages), template_arguments=body.chat_template_kwargs, **for_choice(options, index)
                 )
                 for index in range(n)
             ]

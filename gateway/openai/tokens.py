@@ -14,7 +14,7 @@ from kvpool.client import InvalidRequest, KvpoolError, as_messages
 
 from ..context import gateway_of
 from ..errors import ApiError
-from .bodies import DetokenizeBody, TokenizeBody, read_body
+from .bodies import DetokenizeBody, TokenizeBody, plain, read_body
 from .errors import openai_error
 from .fields import check_other_fields
 from .token_bytes import TokenBytesOfModels, shown
@@ -35,7 +35,7 @@ def token_routes(known: TokenBytesOfModels) -> list[BaseRoute]:
         try:
             model = await gateway.client.model(body.model)
             if body.messages is not None:
-                messages = as_messages(body.messages)
+                messages = as_messages(plain(body.messages))
                 ids = await asyncio.to_thread(model.encode_chat, messages, body.chat_template_kwargs, check=False)
             else:
                 special = body.add_special_tokens is not False
