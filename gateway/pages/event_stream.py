@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from ..disconnect import ReaderLeft, unless_reader_leaves
 
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -25,16 +27,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it."""
-        sending = asyncio.create_task(self._send(send), name="gateway-events")
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-        if not sending.cancelled() and (error := sending.exception()):
-            raise error
+        with contextlib.suppress(ReaderLeft):
+            await unless_reader_leaves(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -42,8 +36,3 @@ class EventStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

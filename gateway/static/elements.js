@@ -3,15 +3,17 @@
 /**
  * make("button", {class: "quiet", onclick: f, "aria-pressed": "false"}, "Drain")
  * @param {string} name of the element
- * @param {Object} attributes; on… are listeners, null and false are left out, true is an empty attribute
+ * @param {Object} attributes; on… are listeners, null and false are left out (aria-… has "false"), true is empty
  * @param {...(Node|string|number|null)} children
  * @returns {HTMLElement}
  */
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    if (value === null || value === undefined) continue;
+    if (key.startsWith("aria-")) element.setAttribute(key, String(value));
+    else if (value === false) continue;
+    else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else element.setAttribute(key, value === true ? "" : String(value));
   }
   element.append(...children.filter((child) => child !== null && child !== undefined).map(asNode));
