@@ -21,6 +21,8 @@ class Audits:
         """Audits that are complete."""
         self.num_violations = 0
         """Violations that they found."""
+        self.num_violations_of_last = 0
+        """Violations that the last of them found."""
         self._running: asyncio.Task[Audit] | None = None
         self._next: _Shared | None = None
 
@@ -52,6 +54,7 @@ class Audits:
             result = audit.result()
             self.num_audits += 1
             self.num_violations += len(result.violations)
+            self.num_violations_of_last = len(result.violations)
             return result
         finally:
             audit.close()

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .core.block_pool import State
 from .core.budget import Budget
-from .core.description import BlockDescription
+from .core.description import BlockContent, BlockDescription
+from .core.facts import SequenceFacts, WorkerFacts, sequence_facts, worker_facts
 from .core.integrity import Audit, Violation
 from .core.messages import PoolConfig
 from .core.routing import RoutedWorker
-from .core.session import Sequence, Session
+from .core.salts import SaltNumbers
+from .core.session import Session
 from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load
 
 MAX_VIOLATIONS = 256
 """In one answer of Check."""
 
-_BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
+BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
     State.FREE: cache_pb2.BLOCK_STATE_FREE,
     State.CACHED: cache_pb2.BLOCK_STATE_CACHED,
     State.HELD: cache_pb2.BLOCK_STATE_HELD,
     State.RESERVED: cache_pb2.BLOCK_STATE_RESERVED,
 }
-assert _BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
+assert BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
 
 
 def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2.RouteResponse:
@@ -82,31 +83,37 @@ def encode_worker(
     session: Session, blocks: Iterable[BlockDescription], max_sequences: int, now: float
 ) -> cache_pb2.WorkerDescription:
     """A worker, a page of its block map and its first sequences. `now` is the manager's monotonic time in seconds."""
-    registration = session.registration
+    description = encode_facts(worker_facts(session))
+    description.lease_remaining_ms = remaining_ms(session.lease_end, now)
+    description.blocks.extend(map(encode_block, blocks))
+    description.sequences.extend(map(encode_sequence, sequence_facts(session, max_sequences)))
+    return description
+
+
+def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
+    """A worker without its lease, blocks and sequences."""
+    registration = facts.registration
     return cache_pb2.WorkerDescription(
         worker_id=registration.worker_id,
         address=registration.address,
-        session=session.number,
+        session=facts.session,
         incarnation=registration.incarnation,
         model_name=registration.model_name,
         model_fingerprint=registration.model_fingerprint,
         kv_cache_config=encode_config(registration.pool),
         max_model_len=registration.max_model_len,
-        counts=[encode_counts(session.pool.counts())],
-        load=encode_load(session.load),
-        num_sequences=len(session.sequences),
-        lease_remaining_ms=remaining_ms(session.lease_end, now),
-        blocks=map(_encode_block, blocks),
+        counts=[encode_counts(facts.counts)],
+        load=encode_load(facts.load),
+        num_sequences=facts.num_sequences,
         totals=cache_pb2.WorkerTotals(
-            num_prompt_tokens=session.num_prompt_tokens,
-            num_cached_tokens=session.num_cached_tokens,
-            num_evicted_blocks=session.pool.num_evicted,
-            num_calls=session.num_calls,
-            num_generated_tokens=session.num_generated_tokens,
+            num_prompt_tokens=facts.num_prompt_tokens,
+            num_cached_tokens=facts.num_cached_tokens,
+            num_evicted_blocks=facts.num_evicted_blocks,
+            num_calls=facts.num_calls,
+            num_generated_tokens=facts.num_generated_tokens,
         ),
-        draining=session.draining,
-        recovering=session.recovering,
-        sequences=map(_encode_sequence, islice(session.sequences.values(), max_sequences)),
+        draining=facts.draining,
+        recovering=facts.recovering,
     )
 
 
@@ -126,23 +133,25 @@ def encode_budget(budget: Budget) -> cache_pb2.Budget:
     )
 
 
-def _encode_sequence(sequence: Sequence) -> cache_pb2.SequenceDescription:
+def encode_sequence(sequence: SequenceFacts) -> cache_pb2.SequenceDescription:
+    """A live sequence."""
     return cache_pb2.SequenceDescription(
         key=encode_key(sequence.key),
         num_tokens=sequence.num_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=len(sequence.table),
+        num_blocks=sequence.num_blocks,
         fenced=sequence.fenced,
     )
 
 
-def _encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
+def encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
+    """One block."""
     return cache_pb2.BlockDescription(
         group=GROUP,
         tier=TIER,
         block_id=block.block,
-        state=_BLOCK_STATES[block.state],
+        state=BLOCK_STATES[block.state],
         ref_count=block.ref_count,
         generation=block.generation,
         token_count=block.token_count,
@@ -151,6 +160,23 @@ def _encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
         table_index=block.table_index,
         owners=map(encode_key, block.owners),
         free_list_position=block.free_list_position,
+    )
+
+
+def encode_block_content(content: BlockContent, salts: SaltNumbers, epoch: int) -> cache_pb2.DescribeBlockResponse:
+    """One block and what it holds."""
+    root = content.root
+    return cache_pb2.DescribeBlockResponse(
+        epoch=epoch,
+        block=encode_block(content.block),
+        root=None
+        if root is None
+        else common_pb2.Root(
+            model_fingerprint=root.model_fingerprint, adapter=root.adapter, input_digest=root.input_digest
+        ),
+        salt_number=0 if root is None else salts.number(root.tenant_salt),
+        tokens=content.tokens,
+        prefix_block_ids=content.prefix_blocks,
     )
 
 

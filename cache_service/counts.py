@@ -43,6 +43,11 @@ class EdgeCounts:
         self.calls[method, code] += 1
         self.call_seconds[method].observe(seconds)
 
+    def on_stream(self, method: str, code: str) -> None:
+        """A call that is answered by a stream has ended; how long it took says nothing."""
+        self.num_under_way -= 1
+        self.calls[method, code] += 1
+
     def on_unread(self, method: str, reason: str) -> None:
         """A call was refused before its request was parsed. `method`: "/package.Service/Method", of any service."""
         self.unread[reason] += 1

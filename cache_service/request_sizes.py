@@ -34,6 +34,8 @@ def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
         "Drain": SMALL,
         "Route": route,
         "Describe": SMALL,
+        "DescribeBlock": SMALL,
+        "Watch": SMALL,
         "Check": SMALL,
     }
     return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}

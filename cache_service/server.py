@@ -61,7 +61,12 @@ class Server:
         """The port in use, once started."""
         self._grpc = GrpcServer(settings.host, settings.port, settings, clock=clock)
         self._servicer = CacheServicer(
-            self.manager, epochs, keep_alive_seconds=settings.keep_alive_seconds, clock=clock
+            self.manager,
+            epochs,
+            keep_alive_seconds=settings.keep_alive_seconds,
+            clock=clock,
+            max_watchers=settings.max_watchers,
+            max_watch_seconds=settings.max_connection_age,
         )
         self._ticking: asyncio.Task[None] | None = None
         self.metrics: MetricsServer | None = None

@@ -7,8 +7,9 @@ core has one owner.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -20,6 +21,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import client_codec, status, worker_codec
 from .audits import Audits
+from .core.description import describe_block
 from .core.manager import CacheManager
 from .core.messages import Registration
 from .core.refusal import Reason, Refusal, bad_field
@@ -30,6 +32,7 @@ from .epoch import MAX_EPOCH, EpochStore, StateError
 from .foreign_epochs import ForeignEpochs
 from .garbage import collect_young
 from .keys import make_session_key
+from .watching.stream import Watching
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
@@ -75,6 +78,44 @@ def answering(method: Method[Request, Response]) -> Method[Request, Response]:
     return answer
 
 
+StreamContext = grpc.aio.ServicerContext[Request, AsyncIterator[Response]]
+Stream = Callable[["CacheServicer", Request, StreamContext[Request, Response]], AsyncGenerator[Response, None]]
+
+
+def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Response]:
+    """Likewise for a method that answers with a stream: an asynchronous generator, of which the result is one too."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def answer(
+        self: CacheServicer, request: Request, context: StreamContext[Request, Response]
+    ) -> AsyncGenerator[Response, None]:
+        self.counts.on_begun()
+        code = code_pb2.CANCELLED  # if nothing else is raised
+        try:
+            try:
+                self.require_serving()
+                async with contextlib.aclosing(method(self, request, context)) as messages:
+                    async for message in messages:
+                        yield message
+                code = code_pb2.OK
+                return
+            except Refusal as refusal:
+                self.counts.refusals[refusal.reason] += 1
+                found = status.of_refusal(refusal)
+            except status.Unavailable as error:
+                found = status.of_unavailable(error)
+            except Exception:
+                log.exception("call failed", method=name)
+                found = status.of_bug()
+            code = found.code
+            set_status(context, found)
+        finally:
+            self.counts.on_stream(name, code_pb2.Code.Name(code))
+
+    return answer
+
+
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """The RPCs. `clock` gives the monotonic seconds that leases are measured in, `make_key` the secret of each new session."""
 
@@ -85,6 +126,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         *,
         keep_alive_seconds: float,
         clock: Callable[[], float],
+        max_watchers: int = 64,
+        max_watch_seconds: float = 0.0,
         make_key: Callable[[], SessionKey] = make_session_key,
     ) -> None:
         self._manager = manager
@@ -95,6 +138,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         )
         self.audits = Audits(manager)
         self.counts = EdgeCounts()
+        self.watching = Watching(manager, self.audits, max_watchers=max_watchers, max_seconds=max_watch_seconds)
         self._lease_ms = round(manager.lease_seconds * 1000)
         self._keep_alive_ms = round(keep_alive_seconds * 1000)
         self.clock = clock
@@ -109,8 +153,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise status.Unavailable("the manager is shutting down: register again when it is back")
 
     def refuse_calls(self) -> None:
-        """Answer every call from now on with UNAVAILABLE, before the connection closes."""
+        """Answer every call from now on with UNAVAILABLE, before the connection closes, and end the streams so."""
         self._stopping = True
+        self.watching.stop()
 
     # -- sessions
 
@@ -309,19 +354,24 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             former_lease_remaining_ms=client_codec.remaining_ms(self._former_lease_end, now),
         )
 
+    @answering
     async def DescribeBlock(
         self, request: cache_pb2.DescribeBlockRequest, context: Context[Any, Any]
     ) -> cache_pb2.DescribeBlockResponse:
-        raise NotImplementedError
+        manager = self._manager
+        content = describe_block(manager.worker(request.worker_id), request.block_id)
+        return client_codec.encode_block_content(content, manager.salts, manager.epoch)
 
     async def Explain(self, request: cache_pb2.ExplainRequest, context: Context[Any, Any]) -> cache_pb2.ExplainResponse:
         raise NotImplementedError
 
+    @answering_stream
     async def Watch(
-        self, request: cache_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[cache_pb2.WatchResponse]:
-        raise NotImplementedError
-        yield cache_pb2.WatchResponse()
+        self, request: cache_pb2.WatchRequest, context: StreamContext[Any, Any]
+    ) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
+        async with contextlib.aclosing(self.watching.serve(request)) as messages:
+            async for message in messages:
+                yield message
 
     @answering
     async def Check(self, request: cache_pb2.CheckRequest, context: Context[Any, Any]) -> cache_pb2.CheckResponse:

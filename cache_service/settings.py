@@ -54,6 +54,9 @@ class ManagerSettings(ServerSettings):
         description="Token slots of the granted blocks of all workers and, counted apart, tokens of all live sequences. At the "
         "limit pools stop growing, and new sequences wait. A token takes 4 bytes of the manager's memory in each of the two.",
     )
+    max_watchers: int = Field(
+        default=64, ge=0, le=4096, description="Streams of Watch at the same time; 0: none is served."
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=0,

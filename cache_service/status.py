@@ -35,6 +35,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.NOT_TRIED: _Row(code_pb2.ABORTED),
     Reason.TOO_MANY_SEQUENCES: _Row(code_pb2.RESOURCE_EXHAUSTED, retry_seconds=1.0, quota="sequences per worker"),
     Reason.TOO_MANY_WORKERS: _Row(code_pb2.RESOURCE_EXHAUSTED, retry_seconds=5.0, quota="workers"),
+    Reason.TOO_MANY_WATCHERS: _Row(code_pb2.RESOURCE_EXHAUSTED, retry_seconds=5.0, quota="watchers"),
     Reason.TOO_MANY_BLOCKS: _Row(code_pb2.RESOURCE_EXHAUSTED, retry_seconds=0.5, quota="blocks of all workers"),
     Reason.TOO_MANY_TOKENS: _Row(code_pb2.RESOURCE_EXHAUSTED, retry_seconds=0.5, quota="tokens of all workers"),
     Reason.UNKNOWN_SEQUENCE: _Row(code_pb2.NOT_FOUND),

@@ -39,8 +39,10 @@ from .errors import (
 from .messages import Message, as_messages
 from .model import Model
 from .options import GenerateOptions
+from .picture_view import PictureView, WorkerView
 from .stream import GenerateStream
 from .sync_client import SyncClient, SyncStream
+from .watch import ManagerAway, WatchUpdate
 
 __all__ = [
     "Aborted",
@@ -57,10 +59,12 @@ __all__ = [
     "GenerateStream",
     "InvalidRequest",
     "KvpoolError",
+    "ManagerAway",
     "Message",
     "Model",
     "NotFound",
     "PermissionDenied",
+    "PictureView",
     "ProtocolError",
     "ResourceExhausted",
     "ServiceError",
@@ -70,5 +74,7 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "WatchUpdate",
+    "WorkerView",
     "as_messages",
 ]

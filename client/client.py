@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Unpack
@@ -21,6 +21,7 @@ from .options import GenerateOptions
 from .request import build_request
 from .stream import GenerateStream
 from .template_process import TemplateProcess
+from .watch import WatchOptions, WatchUpdate, watch
 
 _READ_TIMEOUT_SECONDS: Final = 10.0
 
@@ -105,6 +106,33 @@ class Client:
             max_blocks=max_blocks,
             max_sequences=max_sequences,
         )
+
+    async def describe_block(
+        self, worker_id: str, block_id: int, *, timeout: float | None = None
+    ) -> cache_pb2.DescribeBlockResponse:
+        """One block of a worker: what it holds, the prefix before it and the sequences that share it. NotFound if the worker is
+        not there."""
+        return await self._manager.describe_block(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, block_id)
+
+    def watch(
+        self,
+        *,
+        pictures: bool = True,
+        contents: bool = False,
+        interval: float = 1.0,
+        worker_id: str = "",
+        blocks: bool = False,
+        max_sequences: int = 0,
+    ) -> AsyncGenerator[WatchUpdate, None]:
+        """What the cluster does, for ever: a Picture every `interval` seconds (0.1 to 10), the first one whole and later ones with
+        what has changed, which a PictureView puts together; with `contents` also every content that becomes a hit or is evicted
+        (Contents). `blocks` adds each block, `max_sequences` the first live sequences of each worker (1,000 in all), `worker_id`
+        leaves out all other workers.
+
+        A ManagerAway says that the stream was lost; it is opened again by itself, contents from where they broke off. Use it in
+        `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
+        options = WatchOptions(pictures, contents, interval, worker_id, blocks, max_sequences)
+        return watch(self._channels, self._config, options)
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
         """Audit of the manager's laws; no violations: every law holds."""

@@ -36,7 +36,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class Manager:
-    """Describe, Check, Route and Drain. None of them does more the second time, so all of them may be repeated."""
+    """Describe, DescribeBlock, Check, Route and Drain. None of them does more the second time, so all of them may be repeated."""
 
     def __init__(self, channels: Channels, config: ClientConfig) -> None:
         self._channels = channels
@@ -82,6 +82,15 @@ class Manager:
             max_sequences=max_sequences,
         )
         return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
+
+    async def describe_block(
+        self, deadline: Deadline, worker_id: str, block_id: int
+    ) -> cache_pb2.DescribeBlockResponse:
+        """One block of a worker."""
+        if not 0 <= block_id < 2**32:
+            raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")
+        request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id)
+        return await self._call(self._channels.manager(self._config.manager).DescribeBlock, request, deadline)
 
     async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:
         """Audit of the manager's laws."""

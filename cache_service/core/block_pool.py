@@ -16,9 +16,10 @@ be granted; the others are *withheld*, and grants skip them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
 
+from .block_changes import BlockChanges
 from .budget import Account
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
@@ -54,6 +55,8 @@ class BlockPool:
         """Cached blocks whose content was dropped for a grant."""
         self.signature = tree.new_signature()
         """See Copies."""
+        self.changes: BlockChanges | None = None
+        """What changes, for pictures; None while nobody watches."""
         self.num_known = min(num_blocks, _FIRST_BLOCKS)
         """Blocks, from 0 on, of which there are records. While it is less than `num_blocks`, the last of them was never granted."""
         self.last_granted = 0
@@ -169,6 +172,18 @@ class BlockPool:
                 yield from range(self.num_known, self.num_blocks)
             block = self._next[block]
 
+    # -- looking, for pictures
+
+    def records(self, blocks: Collection[int]) -> Iterator[tuple[int, int, int, Node | None]]:
+        """Of these known blocks: block, state, ref_count, node; as they are now."""
+        return zip(
+            blocks,
+            map(self._state.__getitem__, blocks),
+            map(self._ref_count.__getitem__, blocks),
+            map(self._node.__getitem__, blocks),
+            strict=True,
+        )
+
     # -- looking, for audits
 
     def rows(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int, Node | None]]:
@@ -273,6 +288,8 @@ class BlockPool:
             num_granted = max(blocks) - self.last_granted
             self._account.add_blocks(num_granted)
             self.last_granted += num_granted
+        if self.changes is not None:
+            self.changes.used.update(blocks)
         return blocks
 
     def _grow(self) -> None:
@@ -316,6 +333,8 @@ class BlockPool:
         self._state[block] = HELD
         self._ref_count[block] = 1
         self._num_reserved -= 1
+        if self.changes is not None:
+            self.changes.others.add(block)
 
     def unreserve(self, block: int) -> None:
         """A reserved block goes back to the head of the free list."""
@@ -324,6 +343,8 @@ class BlockPool:
         self._num_reserved -= 1
         self._num_free += 1
         self._push_head(block)
+        if self.changes is not None:
+            self.changes.others.add(block)
 
     def pin(self, block: int) -> None:
         """A hit: one more table names the sealed block."""
@@ -336,12 +357,16 @@ class BlockPool:
         elif count == 1:
             self._num_shared += 1
         self._ref_count[block] = count + 1
+        if self.changes is not None:
+            self.changes.used.add(block)
 
     def release(self, block: int) -> None:
         """One table fewer names the block. At zero it goes to the tail if it serves hits, otherwise, emptied, to the head."""
         count = self._ref_count[block] - 1
         assert count >= 0, "released more often than held"
         self._ref_count[block] = count
+        if self.changes is not None:
+            self.changes.others.add(block)
         if count:
             if count == 1:
                 self._num_shared -= 1
@@ -417,6 +442,8 @@ class BlockPool:
         self._unlink(block)
         self._num_free -= 1
         self._generation[block] = generation
+        if self.changes is not None:
+            self.changes.others.add(block)
         if block > self.last_granted:
             self._account.add_blocks(block - self.last_granted)
             self.last_granted = block

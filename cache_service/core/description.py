@@ -1,12 +1,14 @@
-"""Describe: a page of a worker's block map. Changes nothing."""
+"""Describe and DescribeBlock: a page of a worker's block map, and one block with all that it holds. They change nothing."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from .block_pool import State
-from .messages import SequenceKey
-from .session import Session
+from .messages import TOKEN_BYTES, Root, SequenceKey
+from .prefix_tree import Node, RootNode
+from .refusal import bad_field
+from .session import Sequence, Session
 
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_OWNERS_PER_BLOCK = 16
@@ -68,3 +70,85 @@ def describe_blocks(session: Session, first_block: int, max_blocks: int) -> list
             )
         )
     return blocks
+
+
+class BlockContent(NamedTuple):
+    """One block, and what it holds or is to hold."""
+
+    block: BlockDescription
+    """free_list_position: −1."""
+    root: Root | None
+    """None: it holds nothing, and no sequence is going to fill it."""
+    tokens: bytes
+    """From position 0 to the end of the block, as far as they are known."""
+    prefix_blocks: tuple[int, ...]
+    """Of this pool, from table index 0 on, the block last; 0 where none holds that part any more."""
+
+
+def describe_block(session: Session, block: int) -> BlockContent:
+    """One block of the session's pool. Takes time in proportion to its depth and to the number of live sequences.
+
+    Raises Refusal: BAD_FIELD.
+    """
+    pool = session.pool
+    if not 0 < block < pool.num_blocks:
+        raise bad_field("block_id", f"worker {session.worker_id!r} has blocks 1 to {pool.num_blocks - 1}, got {block}")
+    node = pool.node(block)
+    if node is not None:
+        return _sealed(session, block, node)
+    if pool.ref_count(block):
+        for sequence in session.sequences.values():
+            if block in sequence.table[sequence.num_sealed :]:
+                return _filling(sequence, block, sequence.table.index(block, sequence.num_sealed))
+    return BlockContent(_one(session, block, None, 0, 0, ()), None, b"", ())
+
+
+def _sealed(session: Session, block: int, node: Node) -> BlockContent:
+    pool, depth = session.pool, node.depth
+    owners = tuple(
+        sequence.key
+        for sequence in session.sequences.values()
+        if depth < len(sequence.table) and sequence.table[depth] == block
+    )
+    pieces, blocks = [node.tokens], [block]
+    root = node.parent
+    while root is not None and not isinstance(root, RootNode):
+        pieces.append(root.tokens)
+        blocks.append(root.copy_in(pool))
+        root = root.parent
+    assert root is not None, "a node is cut off from its root"
+    return BlockContent(
+        _one(session, block, node, depth, pool.block_size, owners),
+        root.key[0],
+        b"".join(reversed(pieces)),
+        tuple(reversed(blocks)),
+    )
+
+
+def _filling(sequence: Sequence, block: int, index: int) -> BlockContent:
+    root, size = sequence.root, sequence.pool.block_size
+    assert isinstance(root, RootNode)
+    return BlockContent(
+        _one(sequence.session, block, None, index, sequence.token_count(index), (sequence.key,)),
+        root.key[0],
+        bytes(sequence.tokens[: (index + 1) * size * TOKEN_BYTES]),
+        tuple(sequence.table[: index + 1]),
+    )
+
+
+def _one(
+    session: Session, block: int, node: Node | None, index: int, count: int, owners: tuple[SequenceKey, ...]
+) -> BlockDescription:
+    pool = session.pool
+    return BlockDescription(
+        block=block,
+        state=pool.state(block),
+        ref_count=pool.ref_count(block),
+        generation=pool.generation(block),
+        token_count=count,
+        sealed=node is not None,
+        block_hash=0 if node is None else node.block_hash or 0,
+        table_index=index,
+        owners=owners[:MAX_OWNERS_PER_BLOCK],
+        free_list_position=-1,
+    )

@@ -44,6 +44,7 @@ from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
+from .salts import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
 
@@ -84,6 +85,8 @@ class CacheManager:
         self._attempts = Fencing()
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
         """Of all live sessions together."""
+        self.salts = SaltNumbers()
+        """For displays."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)

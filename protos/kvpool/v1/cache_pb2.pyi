@@ -11,6 +11,7 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   out of blocks now                          RESOURCE_EXHAUSTED   NO_BLOCKS (+ RetryInfo)
   too many live sequences, workers           RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES, TOO_MANY_WORKERS
                                                                   (+ QuotaFailure, RetryInfo)
+  too many streams of Watch                  RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS (+ QuotaFailure, RetryInfo)
   the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
                                                                   (+ QuotaFailure, RetryInfo)
   items after one of these in a batch,       ABORTED              NOT_TRIED
@@ -1849,6 +1850,8 @@ Global___ContentsOptions: _TypeAlias = ContentsOptions  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
+    """Neither of the two: nothing has happened for some seconds, and the stream lives."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PICTURE_FIELD_NUMBER: _builtins.int
@@ -1967,7 +1970,7 @@ class WorkerPicture(_message.Message):
     session: _builtins.int
     @_builtins.property
     def worker(self) -> Global___WorkerDescription:
-        """Without blocks and sequences; unset if nothing in it but the lease has changed."""
+        """Without blocks, sequences and the lease; unset if nothing in it has changed."""
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockPicture]: ...
@@ -2027,7 +2030,9 @@ class BlockPicture(_message.Message):
     """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks are these, ascending; if there are none, first_block and those after it."""
+        """The blocks are these, in any order; if there are none, first_block and those after it. A pool's blocks that are in no list were
+        never granted: they are free.
+        """
 
     def __init__(
         self,

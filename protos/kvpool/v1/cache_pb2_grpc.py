@@ -218,8 +218,8 @@ class CacheServiceServicer:
 
     def Watch(self, request, context):
         """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
-        cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
-        ends it too: call again, for contents with the number that came last. Changes nothing.
+        cache event by event, or both. Ends with UNAVAILABLE when the manager stops, and with OK when it is as old as a connection may
+        be: call again, for contents with the number that came last. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -11,6 +11,7 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   out of blocks now                          RESOURCE_EXHAUSTED   NO_BLOCKS (+ RetryInfo)
   too many live sequences, workers           RESOURCE_EXHAUSTED   TOO_MANY_SEQUENCES, TOO_MANY_WORKERS
                                                                   (+ QuotaFailure, RetryInfo)
+  too many streams of Watch                  RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS (+ QuotaFailure, RetryInfo)
   the budget of all workers is reached       RESOURCE_EXHAUSTED   TOO_MANY_BLOCKS, TOO_MANY_TOKENS
                                                                   (+ QuotaFailure, RetryInfo)
   items after one of these in a batch,       ABORTED              NOT_TRIED
@@ -100,8 +101,8 @@ class CacheServiceStub:
     """
     Watch: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]
     """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
-    cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
-    ends it too: call again, for contents with the number that came last. Changes nothing.
+    cache event by event, or both. Ends with UNAVAILABLE when the manager stops, and with OK when it is as old as a connection may
+    be: call again, for contents with the number that came last. Changes nothing.
     """
     Check: _aio.UnaryUnaryMultiCallable[_cache_pb2.CheckRequest, _cache_pb2.CheckResponse]
     """Audits the manager's laws and names the block, sequence and owner of every violation. Changes nothing."""
@@ -238,8 +239,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.WatchRequest, _abc.AsyncIterator[_cache_pb2.WatchResponse]],
     ) -> _abc.AsyncIterator[_cache_pb2.WatchResponse]:
         """What changes, as it changes, instead of Describe again and again: a picture of all blocks at intervals, or the contents of the
-        cache event by event, or both. Ends with UNAVAILABLE when the manager stops; a connection that has reached its greatest age
-        ends it too: call again, for contents with the number that came last. Changes nothing.
+        cache event by event, or both. Ends with UNAVAILABLE when the manager stops, and with OK when it is as old as a connection may
+        be: call again, for contents with the number that came last. Changes nothing.
         """
 
     @_abc_1.abstractmethod

@@ -31,6 +31,7 @@ from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
+from tests.cache_service.core.picture_follower import PictureFollower
 
 T = TypeVar("T")
 
@@ -226,6 +227,8 @@ class Lockstep:
         self.limits = limits or Limits()
         self.memory: Memory | None = None
         """Set where a simulated worker writes KV: then the content of every sealed block is checked too."""
+        self.pictures: PictureFollower | None = None
+        """Set where somebody watches: then every viewer's view is compared with the manager too."""
         self.epoch = 0
         self.now = 0.0
         self.last_generation = 0
@@ -380,6 +383,8 @@ class Lockstep:
         assert budget.max_tokens - budget.num_sequence_tokens == self.model.tokens_left()
         if not self.manager._retired:
             assert self.manager.num_prefix_nodes == self._num_nodes_expected()
+        if self.pictures is not None:
+            self.pictures.compare(self.manager)
 
     def _compare_session(self, session: Session, modelled: ModelSession) -> None:
         pool, size = session.pool, modelled.block_size

@@ -44,6 +44,7 @@ from tests.cache_service.core.lockstep import (
     token_bytes,
 )
 from tests.cache_service.core.model import Refused
+from tests.cache_service.core.picture_follower import PictureFollower
 
 LIMITS = Limits(
     max_sequences_per_session=5,
@@ -190,6 +191,7 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.lockstep = Lockstep(limits=LIMITS)
         self.memory = self.lockstep.memory = Memory()
+        self.lockstep.pictures = PictureFollower()
         self.workers: list[SimWorker] = []
         self.old_messages: list[Message] = []
         self.num_served = 0

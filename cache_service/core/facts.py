@@ -1,0 +1,99 @@
+"""What displays show of workers, sequences and the cluster, as immutable values: two equal ones need not be sent twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from .manager import CacheManager
+from .messages import BlockCounts, Registration, SequenceKey, WorkerLoad
+from .session import Session
+
+
+class WorkerFacts(NamedTuple):
+    """A session, without its blocks and sequences, and without the lease, which changes all the time."""
+
+    session: int
+    registration: Registration
+    counts: BlockCounts
+    load: WorkerLoad
+    num_sequences: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_evicted_blocks: int
+    num_calls: int
+    num_generated_tokens: int
+    draining: bool
+    recovering: bool
+
+
+class SequenceFacts(NamedTuple):
+    """A live sequence."""
+
+    key: SequenceKey
+    num_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    fenced: bool
+
+
+class ClusterFacts(NamedTuple):
+    """All workers together."""
+
+    num_prefix_nodes: int
+    num_blocks: int
+    max_blocks: int
+    num_slots: int
+    num_sequence_tokens: int
+    max_tokens: int
+    num_audits: int = 0
+    num_violations: int = 0
+    """Of the last audit."""
+
+
+def worker_facts(session: Session) -> WorkerFacts:
+    """As they are now."""
+    return WorkerFacts(
+        session.number,
+        session.registration,
+        session.pool.counts(),
+        session.load,
+        len(session.sequences),
+        session.num_prompt_tokens,
+        session.num_cached_tokens,
+        session.pool.num_evicted,
+        session.num_calls,
+        session.num_generated_tokens,
+        session.draining,
+        session.recovering,
+    )
+
+
+def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
+    """Of the first `most` sequences in the order in which they were granted, as they are now."""
+    for sequence in islice(session.sequences.values(), most):
+        yield SequenceFacts(
+            sequence.key,
+            sequence.num_tokens,
+            sequence.num_cached_tokens,
+            sequence.num_computed_tokens,
+            len(sequence.table),
+            sequence.fenced,
+        )
+
+
+def cluster_facts(manager: CacheManager, num_audits: int = 0, num_violations: int = 0) -> ClusterFacts:
+    """As they are now; audits are counted by the caller."""
+    budget = manager.budget
+    return ClusterFacts(
+        manager.num_prefix_nodes,
+        budget.num_blocks,
+        budget.max_blocks,
+        budget.num_slots,
+        budget.num_sequence_tokens,
+        budget.max_tokens,
+        num_audits,
+        num_violations,
+    )

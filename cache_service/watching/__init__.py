@@ -1,0 +1,1 @@
+"""Watch: what changes, sent as it changes, to those who ask for it."""

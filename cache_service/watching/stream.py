@@ -1,0 +1,118 @@
+"""The streams of Watch: pictures, contents or both over one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
+
+from kvpool.v1 import cache_pb2
+
+from .. import status
+from ..audits import Audits
+from ..core.manager import CacheManager
+from ..core.refusal import Reason, Refusal, bad_field
+from .picture_codec import decode_options
+from .pictures import PictureFeed
+
+Source = AsyncGenerator[cache_pb2.WatchResponse, None]
+
+SILENCE_SECONDS: Final = 2.0
+"""A stream that has nothing to say for so long says that it lives, by an empty message."""
+
+
+class Watching:
+    """All streams of Watch of one manager."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        audits: Audits,
+        *,
+        max_watchers: int,
+        max_seconds: float,
+        contents: Callable[[cache_pb2.ContentsOptions], Source] | None = None,
+    ) -> None:
+        """`max_seconds`: after that a stream ends, and its reader calls again, perhaps at another server; 0: never.
+        `contents`: serves the other half; None: this manager has none."""
+        self._manager = manager
+        self._pictures = PictureFeed(manager, audits)
+        self._contents = contents
+        self._max_watchers = max_watchers
+        self._max_seconds = max_seconds
+        self.num_watchers = 0
+        """Streams that are open."""
+        self._stopping: asyncio.Event | None = None
+        """Made by the first stream, inside the loop."""
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End all streams with UNAVAILABLE, now; for good."""
+        self._is_stopped = True
+        if self._stopping is not None:
+            self._stopping.set()
+
+    async def serve(self, request: cache_pb2.WatchRequest) -> Source:
+        """The messages of one call. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS, UNSUPPORTED) and status.Unavailable."""
+        sources = self._sources(request)
+        if self.num_watchers >= self._max_watchers:
+            raise Refusal(
+                Reason.TOO_MANY_WATCHERS,
+                f"{self.num_watchers} streams of Watch are open, the limit (--max-watchers): end one, or watch through a gateway, "
+                "which has one for all its pages",
+            )
+        self.num_watchers += 1
+        try:
+            async with contextlib.aclosing(self._merge(sources)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self.num_watchers -= 1
+
+    def _sources(self, request: cache_pb2.WatchRequest) -> list[Source]:
+        sources: list[Source] = []
+        if request.HasField("picture"):
+            wish, interval = decode_options(request.picture, self._manager.limits.max_id_bytes)
+            sources.append(self._pictures.follow(wish, interval))
+        if request.HasField("contents"):
+            if self._contents is None:
+                raise Refusal(Reason.UNSUPPORTED, "Watch: this manager does not list contents; ask for pictures")
+            sources.append(self._contents(request.contents))
+        if not sources:
+            raise bad_field("picture", "ask for pictures, for contents or for both: neither is set")
+        return sources
+
+    async def _merge(self, sources: list[Source]) -> Source:
+        """What comes from any source, as it comes; an empty message in silence."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._max_seconds if self._max_seconds else float("inf")
+        if self._stopping is None:
+            self._stopping = asyncio.Event()
+        if self._is_stopped:
+            self._stopping.set()
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        reading: dict[asyncio.Future[Any], Source] = {asyncio.ensure_future(anext(one)): one for one in sources}
+        try:
+            while True:
+                patience = min(SILENCE_SECONDS, max(0.0, end - loop.time()))
+                done, _ = await asyncio.wait(
+                    {stopping, *reading}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._is_stopped:
+                    raise status.Unavailable("the manager is shutting down: watch again when it is back")
+                if loop.time() >= end:
+                    return
+                if not done:
+                    yield cache_pb2.WatchResponse()
+                for read in done:
+                    source = reading.pop(read)
+                    yield read.result()
+                    # Not before: a slow reader is to get a later picture, not one that was made while it read.
+                    reading[asyncio.ensure_future(anext(source))] = source
+        finally:
+            for wait in (stopping, *reading):
+                wait.cancel()
+            await asyncio.gather(stopping, *reading, return_exceptions=True)
+            for source in sources:
+                await source.aclose()

@@ -1,0 +1,136 @@
+"""What a cluster does, as it happens: a stream of the manager that survives the manager."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Final
+
+import grpc.aio
+
+from kvpool.v1 import cache_pb2
+
+from .channels import Channels
+from .config import ClientConfig
+from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable, from_rpc_error
+
+_SILENCE_SECONDS: Final = 6.0
+"""The manager says something every 2 s; one that says nothing for so long is frozen, or cut off."""
+_BACKOFF_SECONDS_MIN: Final = 0.1
+_BACKOFF_SECONDS_MAX: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerAway:
+    """The stream was lost. It is opened again, until the reader closes it; the next picture is a whole one."""
+
+    error: KvpoolError
+    """Why: it restarts, is frozen, or cannot be reached."""
+
+
+WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
+"""What Client.watch yields; see PictureView and cache.proto."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What to watch. Raises InvalidRequest."""
+
+    pictures: bool
+    contents: bool
+    interval: float
+    worker_id: str
+    blocks: bool
+    max_sequences: int
+
+    def __post_init__(self) -> None:
+        if not (self.pictures or self.contents):
+            raise InvalidRequest("watch pictures, contents or both: neither was asked for", reason="BAD_FIELD")
+        if not 0.1 <= self.interval <= 10:
+            raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {self.interval:g}", reason="BAD_FIELD")
+        if not 0 <= self.max_sequences < 2**32:
+            raise InvalidRequest(
+                f"max_sequences must be in 0 … 2**32 − 1, got {self.max_sequences}", reason="BAD_FIELD"
+            )
+
+    def request(self, epoch: int, after: int) -> cache_pb2.WatchRequest:
+        """For contents after the event `after` of the epoch."""
+        request = cache_pb2.WatchRequest()
+        if self.pictures:
+            request.picture.interval_ms = round(self.interval * 1000)
+            request.picture.worker_id = self.worker_id
+            request.picture.include_blocks = self.blocks
+            request.picture.max_sequences = self.max_sequences
+        if self.contents:
+            request.contents.epoch, request.contents.after = epoch, after
+        return request
+
+
+class _Stream:
+    """Opens the stream again and again, each time from where it broke."""
+
+    def __init__(self, channels: Channels, config: ClientConfig, options: WatchOptions) -> None:
+        self._channels = channels
+        self._config = config
+        self._options = options
+        self._silence = max(_SILENCE_SECONDS, 3 * options.interval)
+        self._epoch = 0
+        self._after = 0
+        self._is_between_wholes = True
+        """Whether the contents that came are complete up to `_after`."""
+
+    async def updates(self) -> AsyncGenerator[WatchUpdate, None]:
+        backoff = _BACKOFF_SECONDS_MIN
+        while True:
+            is_resumable = self._is_between_wholes
+            request = self._options.request(*((self._epoch, self._after) if is_resumable else (0, 0)))
+            call = self._channels.manager(self._config.manager).Watch(request)
+            try:
+                while (message := await self._read(call)) is not None:
+                    backoff = _BACKOFF_SECONDS_MIN
+                    kind = message.WhichOneof("message")
+                    if kind == "picture":
+                        yield message.picture
+                    elif kind == "contents":
+                        self._note(message.contents)
+                        yield message.contents
+                continue  # it is as old as a connection may be
+            except KvpoolError as error:
+                if not isinstance(error, Unavailable | DeadlineExceeded | ResourceExhausted):
+                    raise
+                away = error
+            finally:
+                call.cancel()
+            yield ManagerAway(away)
+            await asyncio.sleep(max(backoff, away.retry_after or 0.0))
+            backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX)
+
+    async def _read(
+        self, call: grpc.aio.UnaryStreamCall[cache_pb2.WatchRequest, cache_pb2.WatchResponse]
+    ) -> cache_pb2.WatchResponse | None:
+        """The next message; None at the end. Raises KvpoolError."""
+        who = f"the manager at {self._config.manager}"
+        try:
+            async with asyncio.timeout(self._silence):
+                message = await call.read()
+        except TimeoutError:
+            raise Unavailable(f"{who} has said nothing for {self._silence:g} s", reason="SILENT") from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, who) from error
+        return message if isinstance(message, cache_pb2.WatchResponse) else None
+
+    def _note(self, contents: cache_pb2.Contents) -> None:
+        """Remember where to resume. A whole state that was cut off cannot be."""
+        self._epoch = contents.epoch
+        if contents.whole_begins:
+            self._is_between_wholes = False
+        if contents.events:
+            self._after = contents.events[-1].number
+        if contents.whole_ends:
+            self._is_between_wholes = True
+
+
+def watch(channels: Channels, config: ClientConfig, options: WatchOptions) -> AsyncGenerator[WatchUpdate, None]:
+    """Updates until the reader closes it. Raises KvpoolError only for what trying again does not cure."""
+    return _Stream(channels, config, options).updates()

@@ -1,0 +1,219 @@
+"""Pictures of Watch over a real channel, and the client that follows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+import pytest
+
+from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.server import Server
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WatchUpdate, WorkerView
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import cache_pb2_grpc, common_pb2
+from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration
+
+Stub = cache_pb2_grpc.CacheServiceStub
+
+ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=True, max_sequences=10))
+
+
+async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
+    """Apply messages up to the end of the next picture."""
+    async with asyncio.timeout(20):
+        async for update in updates:
+            if isinstance(update, pb.Picture) and view.apply(update):
+                return
+
+
+async def until(
+    updates: AsyncGenerator[WatchUpdate, None], view: PictureView, is_so: Callable[[PictureView], bool]
+) -> None:
+    """Apply pictures until the view is as wanted."""
+    while True:
+        await next_complete(updates, view)
+        if is_so(view):
+            return
+
+
+async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
+    """Blocks and sequences of the view are those that Describe lists."""
+    request = pb.DescribeRequest(worker_id=view.description.worker_id, include_blocks=True, max_sequences=1000)
+    (worker,) = (await stub.Describe(request)).workers
+    view.grow(worker.kv_cache_config.pools[0].num_blocks)
+    for block in worker.blocks:
+        assert (view.states[block.block_id], view.ref_counts[block.block_id]) == (block.state, block.ref_count)
+    assert list(view.sequences.values()) == list(worker.sequences)
+    assert view.description.counts == worker.counts
+
+
+async def test_a_view_put_together_from_changes_equals_describe(server: Server, stub: Stub, worker: Worker) -> None:
+    """A whole picture first, then only what has changed; sequences and sessions come and go."""
+    view = PictureView()
+    async with Client(f"127.0.0.1:{server.port}") as client:
+        watching = client.watch(interval=0.1, blocks=True, max_sequences=10)
+        async with contextlib.aclosing(watching) as updates:
+            await next_complete(updates, view)
+            await assert_equals_describe(stub, view.workers[worker.session])
+            await worker.allocate(item("a", prompt(10)), wish=2)
+            await until(updates, view, lambda view: bool(view.workers[worker.session].sequences))
+            await assert_equals_describe(stub, view.workers[worker.session])
+            assert view.workers[worker.session].description.num_sequences == 1
+            await worker.free(pb.SequenceUpdate(key=key("a"), num_computed_tokens=10))
+            await until(updates, view, lambda view: not view.workers[worker.session].sequences)
+            await assert_equals_describe(stub, view.workers[worker.session])
+            assert max(view.workers[worker.session].last_used) <= view.number
+            second = await Worker.begin(stub, registration("second"))
+            await worker.deregister()
+            await until(updates, view, lambda view: view.workers.keys() == {second.session})
+
+
+async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(10)))
+    call = stub.Watch(ALL)
+    first = (await call.read()).picture
+    assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
+    second = (await call.read()).picture
+    assert (second.whole, second.complete) == (False, True)
+    assert not second.workers
+    assert not second.HasField("cluster")
+    call.cancel()
+
+
+async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> None:
+    secret = item("a", prompt(10))
+    secret.root.tenant_salt = "the tenant's secret"
+    await worker.allocate(item("b", prompt(5)), secret)
+    call = stub.Watch(ALL)
+    picture = (await call.read()).picture
+    view = PictureView()
+    assert view.apply(picture)
+    assert sorted(view.workers[worker.session].salt_numbers)[-4:] == [0, 1, 1, 1]
+    block = view.workers[worker.session].salt_numbers.index(1)
+    described = await stub.DescribeBlock(pb.DescribeBlockRequest(worker_id="w", block_id=block))
+    assert described.salt_number == 1
+    assert b"secret" not in picture.SerializeToString() + described.SerializeToString()
+    call.cancel()
+
+
+async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Worker, server: Server) -> None:
+    """A viewer that reads late finds few pictures, and the last of them is the present."""
+    await worker.allocate(item("a", prompt(10)))
+    source = server._servicer.watching.serve(ALL)
+    view = PictureView()
+    view.apply((await anext(source)).picture)
+    for number in range(3):
+        await worker.allocate(item(f"more {number}", prompt(3, first=100 * number)))
+        await asyncio.sleep(0.15)
+    missed = (await anext(source)).picture
+    assert view.apply(missed)
+    await assert_equals_describe(stub, view.workers[worker.session])
+    await source.aclose()
+
+
+async def test_nothing_is_kept_once_the_last_viewer_has_left(server: Server, stub: Stub, worker: Worker) -> None:
+    call = stub.Watch(ALL)
+    await call.read()
+    (session,) = server.manager.sessions
+    assert session.pool.changes is not None
+    call.cancel()
+    async with asyncio.timeout(20):
+        while server._servicer.watching.num_watchers:
+            await asyncio.sleep(0.01)
+    assert session.pool.changes is None
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "manager-pictures" and not task.cancelling()]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (pb.WatchRequest(), "BAD_FIELD"),
+        (pb.WatchRequest(picture=pb.PictureOptions(interval_ms=99)), "BAD_FIELD"),
+        (pb.WatchRequest(picture=pb.PictureOptions(interval_ms=10_001)), "BAD_FIELD"),
+        (pb.WatchRequest(picture=pb.PictureOptions(worker_id="w" * 129)), "BAD_FIELD"),
+    ],
+)
+async def test_bad_options_are_refused(stub: Stub, request_: pb.WatchRequest, reason: str) -> None:
+    await refused(stub.Watch(request_).read(), grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
+async def test_more_streams_than_the_limit_are_refused(server: Server, stub: Stub) -> None:
+    server._servicer.watching._max_watchers = 1
+    first = stub.Watch(ALL)
+    await first.read()
+    await refused(stub.Watch(ALL).read(), grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
+    first.cancel()
+
+
+async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: Server, stub: Stub) -> None:
+    call = stub.Watch(pb.WatchRequest(picture=pb.PictureOptions(interval_ms=10_000)))
+    await call.read()
+    server._servicer.refuse_calls()
+    async with asyncio.timeout(5):
+        await refused(call.read(), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
+    server._servicer._stopping = False  # Check, at the end
+
+
+async def test_a_stream_ends_with_the_age_of_a_connection(server: Server, stub: Stub) -> None:
+    server._servicer.watching._max_seconds = 0.2
+    call = stub.Watch(ALL)
+    async with asyncio.timeout(20):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
+    view = PictureView()
+    epochs = EpochStore.open(settings.state_folder)
+    server = Server(settings, epochs)
+    await server.start()
+    again = settings.model_copy(update={"port": server.port, "metrics_port": None})
+    async with (
+        Client(f"127.0.0.1:{server.port}") as client,
+        contextlib.aclosing(client.watch(interval=0.1, blocks=True)) as updates,
+    ):
+        await next_complete(updates, view)
+        epoch = view.epoch
+        await server.stop(notice_seconds=0)
+        epochs.close()
+        async with asyncio.timeout(20):
+            assert [update async for update in _until_away(updates)]
+        epochs = EpochStore.open(settings.state_folder)
+        async with Server(again, epochs):
+            await until(updates, view, lambda view: view.epoch > epoch)
+        epochs.close()
+
+
+async def _until_away(updates: AsyncGenerator[WatchUpdate, None]) -> AsyncGenerator[ManagerAway, None]:
+    async for update in updates:
+        if isinstance(update, ManagerAway):
+            yield update
+            return
+
+
+async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Server, worker: Worker) -> None:
+    """A sealed block, shared by two; a block that is being filled; a free one; and one that does not exist."""
+    granted = (await worker.allocate(item("a", prompt(10)))).results[0].granted
+    table = list(granted.tables[0].block_ids)
+    await worker.append(pb.SequenceUpdate(key=key("a"), start=10, num_computed_tokens=8))
+    await worker.allocate(item("b", prompt(9)))
+    async with Client(f"127.0.0.1:{server.port}") as client:
+        sealed = await client.describe_block("w", table[1])
+        assert sealed.block.sealed
+        assert [owner.sequence_id for owner in sealed.block.owners] == ["a", "b"]
+        assert (sealed.tokens, list(sealed.prefix_block_ids)) == (prompt(8), table[:2])
+        assert sealed.root == common_pb2.Root(model_fingerprint=FINGERPRINT)
+        filling = await client.describe_block("w", table[2])
+        assert (filling.block.sealed, filling.block.table_index, filling.tokens) == (False, 2, prompt(10))
+        assert list(filling.prefix_block_ids) == table
+        free = await client.describe_block("w", 16)
+        assert (free.block.state, free.tokens, free.HasField("root")) == (pb.BLOCK_STATE_FREE, b"", False)
+        with pytest.raises(InvalidRequest, match="blocks 1 to 16"):
+            await client.describe_block("w", 17)
+        with pytest.raises(NotFound):
+            await client.describe_block("stranger", 1)
