@@ -56,7 +56,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         config = ClientConfig(manager=settings.manager, timeout=settings.timeout)
-        async with Client(config=config) as client, open_page(settings.manager) as page:
+        async with Client(config=config) as client, open_page(client) as page:
             app.state.gateway = Gateway(settings, client, clock, metrics, limits)
             app.state.page = page
             yield

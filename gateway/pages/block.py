@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import grpc.aio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,28 +13,20 @@ from kvpool.client import KvpoolError, Model
 from kvpool.v1 import cache_pb2
 
 from ..context import gateway_of
-from ..errors import ApiError
-from .page import page_of
+from ..errors import ApiError, api_error
 
 SECONDS: Final = 5.0
 MAX_TEXTS: Final = 64
 """Blocks whose texts are given: the last ones of the prefix."""
-_STATUSES: Final = {
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.UNAVAILABLE: 503,
-}
 
 
 async def block(request: Request) -> Response:
     """?worker_id=…&block_id=…"""
     worker_id, block_id = _asked(request)
     try:
-        described = await page_of(request).manager.DescribeBlock(
-            cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id), timeout=SECONDS
-        )
-    except grpc.aio.AioRpcError as error:
-        raise ApiError(_STATUSES.get(error.code(), 502), error.details() or error.code().name) from error
+        described = await gateway_of(request).client.describe_block(worker_id, block_id, timeout=SECONDS)
+    except KvpoolError as error:
+        raise api_error(error) from error
     return JSONResponse({**_block_json(described), **await _texts(request, worker_id, described)})
 
 

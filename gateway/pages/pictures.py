@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Final, TypeAlias
 
-import grpc.aio
-
-from kvpool.v1 import cache_pb2, cache_pb2_grpc
+from kvpool.client import Client, ManagerAway
+from kvpool.v1 import cache_pb2
 
 PICTURE_MS: Final = 200
 """Between two pictures of the manager. Browsers may want fewer, and get no more."""
@@ -15,22 +15,19 @@ MAX_SEQUENCES: Final = 200
 """Of each worker."""
 
 Pictures: TypeAlias = Callable[[], AsyncGenerator[cache_pb2.Picture, None]]
-"""Opens a stream of pictures, which begins with a whole one. It ends, or raises ConnectionError, when the manager is away."""
+"""Opens a stream of pictures, which begins with a whole one. Raises ConnectionError when the manager is away."""
 
 
-def manager_pictures(manager: cache_pb2_grpc.CacheServiceStub) -> Pictures:
-    """The pictures of this manager."""
+def manager_pictures(client: Client) -> Pictures:
+    """The pictures of the client's manager."""
 
     async def pictures() -> AsyncGenerator[cache_pb2.Picture, None]:
-        options = cache_pb2.PictureOptions(interval_ms=PICTURE_MS, include_blocks=True, max_sequences=MAX_SEQUENCES)
-        call = manager.Watch(cache_pb2.WatchRequest(picture=options))
-        try:
-            async for response in call:
-                if response.HasField("picture"):
-                    yield response.picture
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionError(error.details() or error.code().name) from error
-        finally:
-            call.cancel()
+        watching = client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)
+        async with aclosing(watching) as updates:
+            async for update in updates:
+                if isinstance(update, ManagerAway):
+                    raise ConnectionError(update.error.message)
+                if isinstance(update, cache_pb2.Picture):
+                    yield update
 
     return pictures
