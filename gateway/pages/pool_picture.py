@@ -15,7 +15,7 @@ _COLUMNS: Final = (("states", "u1"), ("ref_counts", "<u2"), ("last_used", "<u4")
 
 
 class PoolPicture:
-    """All blocks of a pool. A worker of this version has one pool."""
+    """All blocks of a pool that were ever granted; the others are free. A worker of this version has one pool."""
 
     def __init__(self) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, kind) for name, kind in _COLUMNS}
@@ -46,7 +46,8 @@ class PoolPicture:
     def _grow(self, num_blocks: int) -> None:
         more = num_blocks - len(self)
         for name, kind in _COLUMNS:
-            self._columns[name] = np.concatenate([self._columns[name], np.zeros(more, kind)])
+            fill = cache_pb2.BLOCK_STATE_FREE if name == "states" else 0
+            self._columns[name] = np.concatenate([self._columns[name], np.full(more, fill, kind)])
         self._changed_at = np.concatenate([self._changed_at, np.zeros(more, np.uint64)])
 
     def as_json(self, since: int) -> list[dict[str, Any]]:

@@ -9,3 +9,6 @@ export const STATES = [
   { name: "reserved", title: "reserved", css: "--block-reserved" },
   { name: "copying", title: "copying", css: "--block-copying" },
 ];
+
+/** The number of `free`. */
+export const FREE = 1;

@@ -1,5 +1,6 @@
 // What the page knows of one worker's session.
 
+import { FREE } from "./block-states.js";
 import { bytesOf, numbers16Of, numbers32Of } from "./base64.js";
 
 export class WorkerState {
@@ -16,6 +17,7 @@ export class WorkerState {
   /** Take the changes of one picture. @returns {number[]|Uint32Array} the blocks that have changed */
   apply(change) {
     if (change.worker) this.info = change.worker;
+    if (this.info && this.info.num_blocks > this.states.length) this.#grow(this.info.num_blocks);
     for (const ended of change.ended_sequences ?? []) this.sequences.delete(keyOf(ended));
     for (const sequence of change.sequences ?? []) this.sequences.set(keyOf(sequence), sequence);
     const changed = [];
@@ -42,11 +44,13 @@ export class WorkerState {
   }
 
   #grow(length) {
+    const before = this.states.length;
     for (const name of ["states", "refCounts", "lastUsed", "salts"]) {
       const larger = new this[name].constructor(length);
       larger.set(this[name]);
       this[name] = larger;
     }
+    this.states.fill(FREE, before); // what no picture names was never granted
   }
 }
 

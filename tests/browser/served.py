@@ -19,6 +19,8 @@ from tests.cluster.models import make_endless_model
 WORKERS: Final = ("worker-0", "worker-1")
 NUM_BLOCKS: Final = 257
 BLOCK_SIZE: Final = 4
+STEP_SECONDS: Final = 0.01
+"""What a step takes longer: a person must have the time to stop an answer."""
 T = TypeVar("T")
 
 
@@ -47,7 +49,12 @@ class Served:
     async def _start(self) -> None:
         self.cluster = await self._stack.enter_async_context(Cluster(self._folder, lease_seconds=3.0))
         model = make_endless_model(self._folder / "model", tokenizer=True)
-        settings = {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+        settings = {
+            "model": model.path,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": NUM_BLOCKS,
+            "step_seconds": STEP_SECONDS,
+        }
         await self.cluster.start(dict.fromkeys(WORKERS, settings))
         self.client = await self._stack.enter_async_context(Client(self.cluster.address()))
         gateway = GatewayServer(GatewaySettings(manager=self.cluster.address(), port=0))
