@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 
 import pytest
+from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from kvpool.gateway.app import make_app
@@ -106,3 +107,18 @@ def test_a_drain_that_names_no_worker_is_refused(page: TestClient, body: str) ->
 def test_a_block_that_cannot_be_asked_for_is_503(page: TestClient) -> None:
     """No manager answers."""
     assert page.get("/api/block?worker_id=w&block_id=1").status_code == 503
+
+
+def test_with_a_key_the_page_is_for_who_has_logged_in() -> None:
+    """Who opens it is asked for the key; its files and its data are refused before."""
+    key = "a-key-of-this-test"
+    settings = GatewaySettings(manager=NOBODY, port=0, api_key=[SecretStr(key)])
+    with TestClient(make_app(settings), base_url="http://127.0.0.1", follow_redirects=False) as page:
+        opened = page.get("/")
+        assert (opened.status_code, opened.headers["location"]) == (303, "/login")
+        for path in ("/static/main.js", "/api/watch?blocks=2", "/api/block"):
+            assert page.get(path).status_code == 401
+        assert page.get("/static/login.css").status_code == 200
+        assert page.post("/login", data={"key": key}).headers["location"] == "/"
+        assert page.get("/").status_code == page.get("/static/main.js").status_code == 200
+        assert page.get("/api/watch?blocks=2").status_code == 400

@@ -75,6 +75,8 @@ export class BlockDetails {
       ...textOf(block),
       ...ownersOf(block),
     );
+    const text = this.element.querySelector(".prefix-text");
+    if (text !== null) text.scrollTop = text.scrollHeight; // the block's own text is the last
   }
 }
 
@@ -86,7 +88,7 @@ function textOf(block) {
   const cut = block.texts.length < block.prefix_block_ids.length ? "…" : "";
   return [
     heading,
-    make("p", { class: "mono prefix-text" }, make("span", { class: "quiet" }, cut + before), make("mark", {}, block.text)),
+    make("p", { class: "mono prefix-text", tabindex: "0" }, make("span", { class: "quiet" }, cut + before), make("mark", {}, block.text)),
   ];
 }
 

@@ -7,7 +7,7 @@ const SHOWN = 1500; // tokens at most, half of them from the beginning
 
 export class PromptTokens {
   #caption = make("summary", {}, "The prompt's tokens");
-  #tokens = make("p", { class: "tokens mono" });
+  #tokens = make("p", { class: "tokens mono", tabindex: "0" });
   #texts = [];
   #numCached = null;
 
