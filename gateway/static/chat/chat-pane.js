@@ -1,6 +1,7 @@
 // One conversation.
 
 import { make, setText } from "../elements.js";
+import { explain, sentencesOf } from "../why/explanation.js";
 import { ask, tokenTexts } from "./chat-call.js";
 import { PromptTokens } from "./prompt-tokens.js";
 
@@ -64,12 +65,14 @@ export class ChatPane {
     const messages = system === "" ? asked : [{ role: "system", content: system }, ...asked];
     const tokens = new PromptTokens();
     const answer = make("p", { class: "answer" });
-    this.#turns.append(make("p", { class: "question" }, question), tokens.element, answer);
+    const why = make("details", { class: "why", hidden: true }, make("summary", {}, "Why not more?"));
+    this.#turns.append(make("p", { class: "question" }, question), tokens.element, why, answer);
     this.#question.value = "";
     this.#begin();
     try {
       const { signal } = this.#call;
       tokenTexts(model, messages, signal).then((texts) => tokens.showTexts(texts), () => {});
+      await this.#explain({ model, messages }, why, signal);
       for await (const part of ask({ model, messages, maxTokens }, signal)) {
         if (part.text) answer.append(part.text);
         if (part.usage) tokens.showUsage(part.usage);
@@ -82,6 +85,16 @@ export class ChatPane {
     } finally {
       this.#call = null;
       this.#busy(false);
+    }
+  }
+
+  /** Before the request is sent: afterwards its own blocks would be hits. A chat goes on without an explanation. */
+  async #explain(asked, why, signal) {
+    try {
+      why.append(sentencesOf(await explain(asked, signal)));
+      why.hidden = false;
+    } catch (failure) {
+      if (failure.name === "AbortError") throw failure;
     }
   }
 
