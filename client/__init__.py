@@ -42,7 +42,7 @@ from .options import GenerateOptions
 from .picture_view import PictureView, WorkerView
 from .stream import GenerateStream
 from .sync_client import SyncClient, SyncStream
-from .watch import ManagerAway, WatchUpdate
+from .watch import ManagerAway
 
 __all__ = [
     "Aborted",
@@ -74,7 +74,6 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
-    "WatchUpdate",
     "WorkerView",
     "as_messages",
 ]

@@ -17,6 +17,7 @@ class WorkerView:
     """One session of a worker. The lists are by block id; what is not there yet was never granted, and is free."""
 
     session: int
+    """Its number."""
     description: cache_pb2.WorkerDescription = field(default_factory=cache_pb2.WorkerDescription)
     """Without lease, blocks and sequences."""
     states: bytearray = field(default_factory=bytearray)

@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
@@ -19,6 +19,7 @@ from .errors import Cancelled, FailedPrecondition
 from .messages import Message
 from .options import GenerateOptions
 from .stream import GenerateStream
+from .watch import WatchUpdate
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -119,6 +120,14 @@ class SyncStream:
         return self._loop.run(self._stream.collect())
 
 
+async def _next(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:
+    return await anext(updates)
+
+
+async def _close(updates: AsyncGenerator[WatchUpdate, None]) -> None:
+    await updates.aclose()
+
+
 def _blocking(
     method: Callable[Concatenate[Client, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[SyncClient, _P], _T]:
@@ -168,8 +177,35 @@ class SyncClient:
         """Let the assistant speak next; see Client.chat."""
         return SyncStream(self._client.chat(messages, template_arguments=template_arguments, **options), self._loop)
 
+    def watch(
+        self,
+        *,
+        pictures: bool = True,
+        contents: bool = False,
+        interval: float = 1.0,
+        worker_id: str = "",
+        blocks: bool = False,
+        max_sequences: int = 0,
+    ) -> Generator[WatchUpdate, None, None]:
+        """What the cluster does; see Client.watch. Closing the generator ends the stream."""
+        updates = self._client.watch(
+            pictures=pictures,
+            contents=contents,
+            interval=interval,
+            worker_id=worker_id,
+            blocks=blocks,
+            max_sequences=max_sequences,
+        )
+        try:
+            while True:
+                yield self._loop.run(_next(updates))
+        finally:
+            with contextlib.suppress(Cancelled, FailedPrecondition):
+                self._loop.run(_close(updates))
+
     model = _blocking(Client.model)
     describe = _blocking(Client.describe)
+    describe_block = _blocking(Client.describe_block)
     check = _blocking(Client.check)
     route = _blocking(Client.route)
     drain = _blocking(Client.drain)

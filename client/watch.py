@@ -30,7 +30,7 @@ class ManagerAway:
 
 
 WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
-"""What Client.watch yields; see PictureView and cache.proto."""
+"""What Client.watch yields; see PictureView, and protos/kvpool/v1/cache.proto for the fields."""
 
 
 @dataclass(frozen=True, slots=True)

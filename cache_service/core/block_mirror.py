@@ -87,12 +87,15 @@ class BlockMirror:
                 self._last_used[block] = number & 0xFFFFFFFF
             changes.others.difference_update(used)
             self._copy(used)
+            self._changed.update(used)
         elif changes.others:
-            self._copy(_take(changes.others, most))
+            others = _take(changes.others, most)
+            self._copy(others)
+            self._changed.update(others)
         return bool(changes.used or changes.others)
 
     def take_changed(self) -> set[int]:
-        """The blocks that were looked at since this was last asked."""
+        """The blocks that have changed since this was last asked, or since the mirror began; not those that it began with."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -134,7 +137,6 @@ class BlockMirror:
             else:
                 assert state != CACHED, "a cached block holds something"
                 salt_numbers[block] = 0
-        self._changed.update(blocks)
 
     def _salt_of(self, node: Node, known: dict[Node, int], pending: Container[int]) -> int:
         """The salt's number of a chain: that of the nearest ancestor whose block is mirrored, or of the root. `known` remembers the

@@ -16,8 +16,8 @@ from .manager import CacheManager
 from .messages import SequenceKey
 from .session import Session
 
-SLICE_BLOCKS = 1024
-"""Blocks that one step looks at: some 0.5 ms."""
+SLICE_BLOCKS = 512
+"""Blocks that one step looks at: some 0.3 ms."""
 
 MAX_SEQUENCES = 1000
 """In one picture, over all workers."""

@@ -16,10 +16,10 @@ from ..core.pictures import Change, SessionChange, Wish
 from ..core.refusal import bad_field
 from ..worker_codec import GROUP, TIER, encode_key
 
-_PART_WEIGHT: Final = 16_384
-"""Of one message, which delays other calls for some 0.2 ms. A block counts as 1."""
-_SEQUENCE_WEIGHT: Final = 64
-_WORKER_WEIGHT: Final = 512
+_PART_WEIGHT: Final = 4096
+"""Of one message, which delays other calls for some 0.1 ms. A block counts as 1."""
+_SEQUENCE_WEIGHT: Final = 32
+_WORKER_WEIGHT: Final = 256
 
 _MIN_INTERVAL_MS: Final = 100
 _MAX_INTERVAL_MS: Final = 10_000

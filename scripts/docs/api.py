@@ -27,6 +27,7 @@ SECTIONS: Final = {
         "FinishReason",
     ),
     "Models": ("Model",),
+    "Watching": ("PictureView", "WorkerView", "ManagerAway"),
     "Errors": ("KvpoolError",),
 }
 """Headings, and the names that are described in full below them. The other errors are a table."""

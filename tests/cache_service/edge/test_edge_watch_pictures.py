@@ -12,7 +12,9 @@ import pytest
 from kvpool.cache_service.epoch import EpochStore
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, WatchUpdate, WorkerView
+from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, SyncClient, WorkerView
+from kvpool.client import watch as watch_module
+from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration
@@ -20,6 +22,13 @@ from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt
 Stub = cache_pb2_grpc.CacheServiceStub
 
 ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=True, max_sequences=10))
+
+
+async def read(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]) -> pb.Picture:
+    """The next message of a stream of pictures."""
+    message = await call.read()
+    assert isinstance(message, pb.WatchResponse)
+    return message.picture
 
 
 async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
@@ -72,12 +81,28 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
             await until(updates, view, lambda view: view.workers.keys() == {second.session})
 
 
+async def test_the_blocking_client_watches_too(server: Server, worker: Worker) -> None:
+    def look() -> PictureView:
+        view = PictureView()
+        with (
+            SyncClient(f"127.0.0.1:{server.port}") as client,
+            contextlib.closing(client.watch(interval=0.1)) as updates,
+        ):
+            for update in updates:
+                if isinstance(update, pb.Picture) and view.apply(update) and view.number > 1:
+                    break
+        return view
+
+    view = await asyncio.wait_for(asyncio.to_thread(look), 20)
+    assert view.workers.keys() == {worker.session}
+
+
 async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
     await worker.allocate(item("a", prompt(10)))
     call = stub.Watch(ALL)
-    first = (await call.read()).picture
+    first = await read(call)
     assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
-    second = (await call.read()).picture
+    second = await read(call)
     assert (second.whole, second.complete) == (False, True)
     assert not second.workers
     assert not second.HasField("cluster")
@@ -89,7 +114,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
     secret.root.tenant_salt = "the tenant's secret"
     await worker.allocate(item("b", prompt(5)), secret)
     call = stub.Watch(ALL)
-    picture = (await call.read()).picture
+    picture = await read(call)
     view = PictureView()
     assert view.apply(picture)
     assert sorted(view.workers[worker.session].salt_numbers)[-4:] == [0, 1, 1, 1]
@@ -217,3 +242,33 @@ async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Ser
             await client.describe_block("w", 17)
         with pytest.raises(NotFound):
             await client.describe_block("stranger", 1)
+
+
+async def test_a_manager_that_says_nothing_is_noticed_and_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen manager closes no connection; silence is the only sign."""
+    monkeypatch.setattr(watch_module, "_SILENCE_SECONDS", 0.5)
+    serve = server._servicer.watching.serve
+    calls = []
+
+    async def freeze_once(request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+        calls.append(request)
+        async with contextlib.aclosing(serve(request)) as messages:
+            async for message in messages:
+                yield message
+                if len(calls) == 1:
+                    await asyncio.Event().wait()
+
+    monkeypatch.setattr(server._servicer.watching, "serve", freeze_once)
+    view = PictureView()
+    async with (
+        Client(f"127.0.0.1:{server.port}") as client,
+        contextlib.aclosing(client.watch(interval=0.1)) as updates,
+        asyncio.timeout(20),
+    ):
+        await next_complete(updates, view)
+        (away,) = [update async for update in _until_away(updates)]
+        assert away.error.reason == "SILENT"
+        await next_complete(updates, view)
+        assert len(calls) == 2
