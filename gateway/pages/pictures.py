@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, TypeAlias
 
-from kvpool.client import Client, ManagerAway
+from kvpool.client import Client, KvpoolError, ManagerAway
 from kvpool.v1 import cache_pb2
 
 PICTURE_MS: Final = 200
@@ -23,11 +23,15 @@ def manager_pictures(client: Client) -> Pictures:
 
     async def pictures() -> AsyncGenerator[cache_pb2.Picture, None]:
         watching = client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)
-        async with aclosing(watching) as updates:
-            async for update in updates:
-                if isinstance(update, ManagerAway):
-                    raise ConnectionError(update.error.message)
-                if isinstance(update, cache_pb2.Picture):
-                    yield update
+        try:
+            async with aclosing(watching) as updates:
+                async for update in updates:
+                    if isinstance(update, ManagerAway):
+                        raise update.error
+                    if isinstance(update, cache_pb2.Picture):
+                        yield update
+        except KvpoolError as error:
+            # Also what trying again does not cure, as with a manager that is too old: somebody may replace it.
+            raise ConnectionError(error.message) from error
 
     return pictures

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import cast
 
+from kvpool.client import Client, Unimplemented
 from kvpool.gateway.pages.hub import Hub, Viewer
+from kvpool.gateway.pages.pictures import manager_pictures
+from kvpool.v1 import cache_pb2
 from tests.cluster.polling import eventually
 from tests.gateway.browser_mirror import BrowserMirror
 from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
@@ -93,6 +97,25 @@ async def test_a_browser_that_leaves_in_the_middle_leaves_nothing() -> None:
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await eventually(lambda: _async(source.num_open == 0 and hub.num_viewers == 0), "nothing is left")
+
+
+class OldManager:
+    """A client whose manager does not know Watch."""
+
+    async def watch(self, **_: object) -> AsyncGenerator[cache_pb2.Picture, None]:
+        """Fails as the real one does."""
+        raise Unimplemented("this manager has no Watch")
+        yield cache_pb2.Picture()
+
+
+async def test_a_manager_without_watch_is_reported_too() -> None:
+    """The page says why it shows nothing."""
+    hub = Hub(manager_pictures(cast(Client, OldManager())), retry_seconds=0)
+    mirror = BrowserMirror()
+    async with aclosing(viewing(hub)) as events:
+        while "away" not in mirror.manager:
+            mirror.take(await anext(events))
+    assert mirror.numbers == []
 
 
 async def _async(value: bool) -> bool:
