@@ -68,17 +68,21 @@ export class ChatPane {
     const why = make("details", { class: "why", hidden: true }, make("summary", {}, "Why not more?"));
     this.#turns.append(make("p", { class: "question" }, question), tokens.element, why, answer);
     this.#question.value = "";
+    let text = "";
     this.#begin();
     try {
       const { signal } = this.#call;
       tokenTexts(model, messages, signal).then((texts) => tokens.showTexts(texts), () => {});
       await this.#explain({ model, messages }, why, signal);
       for await (const part of ask({ model, messages, maxTokens }, signal)) {
-        if (part.text) answer.append(part.text);
+        if (part.text) {
+          text += part.text;
+          answer.append(part.text);
+        }
         if (part.usage) tokens.showUsage(part.usage);
         if (part.finish === "length") answer.append("…");
       }
-      this.#messages = [...asked, { role: "assistant", content: answer.textContent }];
+      this.#messages = [...asked, { role: "assistant", content: text }];
       setText(this.#said, "");
     } catch (failure) {
       setText(this.#said, failure.name === "AbortError" ? "Stopped." : `No answer: ${failure.message}`);
