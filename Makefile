@@ -16,11 +16,12 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
+	@echo "make test-browser the page in a real Chromium, before a real cluster; a few minutes"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make test-observe every expression of dashboard and alerts on a real Prometheus; needs its binary; minutes"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
@@ -61,6 +62,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
+
+# Not skipped without a browser: a test that did not run must not look green.
+test-browser: $(READY)
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || \
+		test -n "$$CHROMIUM" || { echo "No Chromium: apt-get install chromium, or CHROMIUM=/path/to/its/program"; exit 1; }
+	@$(BIN)/python -c 'import playwright, axe_playwright_python' 2> /dev/null || { \
+		echo "No Playwright: $(BIN)/pip install --constraint constraints.txt --editable '.[browser]'"; exit 1; }
+	KVPOOL_BROWSER_TEST=1 $(BIN)/python -m pytest tests/browser $(ARGUMENTS)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)

@@ -18,6 +18,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
@@ -98,7 +99,7 @@ class Access:
                 self._require_right(scope)
             except ApiError as error:
                 # Here, and not further out, so that a page of an allowed origin may read it.
-                await error.response()(scope, receive, send)
+                await _answer_to(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -150,6 +151,13 @@ class Access:
             f"pages of {(origin or 'another site')[:255]} may not write here: start the gateway with --cors-origin, or send a key",
             code="foreign_origin",
         )
+
+
+def _answer_to(scope: Scope, error: ApiError) -> Response:
+    """Who opens the page without a session is a person, and is asked for the key."""
+    if error.status == HTTPStatus.UNAUTHORIZED and scope["path"] == "/" and scope["method"] == "GET":
+        return RedirectResponse("/login", HTTPStatus.SEE_OTHER)
+    return error.response()
 
 
 def session_of(headers: Headers) -> str:

@@ -24,6 +24,7 @@ from .login import login_routes
 from .metrics import GatewayMetrics
 from .observation import Observation
 from .openai.routes import openai_routes
+from .pages.page import open_page
 from .pages.routes import page_routes
 from .settings import GatewaySettings
 from .state import state_routes
@@ -54,8 +55,10 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with Client(config=ClientConfig(manager=settings.manager, timeout=settings.timeout)) as client:
+        config = ClientConfig(manager=settings.manager, timeout=settings.timeout)
+        async with Client(config=config) as client, open_page(client) as page:
             app.state.gateway = Gateway(settings, client, clock, metrics, limits)
+            app.state.page = page
             yield
 
     middleware = [

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute, Route
 
+from .block import block
+from .drain import drain
 from .explain import explain
+from .files import file_routes
+from .watch import watch
 
 
 def page_routes() -> list[BaseRoute]:
     """All of them."""
-    return [Route("/api/explain", explain, methods=["POST"])]
+    return [
+        Route("/api/watch", watch, methods=["GET"]),
+        Route("/api/block", block, methods=["GET"]),
+        Route("/api/explain", explain, methods=["POST"]),
+        Route("/api/drain", drain, methods=["POST"]),
+        *file_routes(),
+    ]

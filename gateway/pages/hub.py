@@ -1,0 +1,144 @@
+"""Follows the manager while somebody looks at the page, and shares what comes with all who look."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from .cluster_picture import ClusterPicture
+from .pictures import Pictures
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
+
+RETRY_SECONDS: Final = 0.5
+"""Between two tries to reach a manager that is away."""
+SILENCE_SECONDS: Final = 15.0
+"""After which a browser is sent a comment, so that neither it nor a proxy takes the stream for dead."""
+
+
+@dataclass(slots=True)
+class Viewer:
+    """One browser's stream, and what it has seen."""
+
+    include_blocks: bool
+    pause_seconds: float
+    """After each picture, on top of the time to the next."""
+    version: int = 0
+    manager_no: int = 0
+
+
+class Hub:
+    """One per gateway. Its task runs while there is a viewer."""
+
+    def __init__(self, pictures: Pictures, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._pictures = pictures
+        self._retry_seconds = retry_seconds
+        self._picture = ClusterPicture()
+        self._manager: dict[str, str] = {"state": "connecting", "message": ""}
+        self._manager_no = 1
+        self._changed = asyncio.Event()
+        self._viewers: set[int] = set()
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def num_viewers(self) -> int:
+        """Browsers that look now."""
+        return len(self._viewers)
+
+    async def events(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
+        """What one browser is sent, in the form of an event stream: first a whole picture, then changes. The next one is made when
+        the one before has been taken, so a slow browser gets a later picture and never a queue."""
+        self._enter(viewer)
+        try:
+            while True:
+                changed = self._changed
+                for event in self._news(viewer):
+                    yield event
+                if changed.is_set():
+                    continue
+                try:
+                    async with asyncio.timeout(SILENCE_SECONDS):
+                        await changed.wait()
+                except TimeoutError:
+                    yield b": still here\n\n"
+                else:
+                    await asyncio.sleep(viewer.pause_seconds)
+        finally:
+            self._leave(viewer)
+
+    def _news(self, viewer: Viewer) -> list[bytes]:
+        """What this browser has not seen; it has, from now on."""
+        news: list[bytes] = []
+        if viewer.manager_no != self._manager_no:
+            viewer.manager_no = self._manager_no
+            news.append(event_text("manager", json.dumps(self._manager).encode()))
+        if viewer.version != self._picture.version:
+            news.append(
+                event_text("picture", self._picture.changes(viewer.version, include_blocks=viewer.include_blocks))
+            )
+            viewer.version = self._picture.version
+        return news
+
+    def _enter(self, viewer: Viewer) -> None:
+        self._viewers.add(id(viewer))
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow(), name="gateway-pictures")
+
+    def _leave(self, viewer: Viewer) -> None:
+        self._viewers.discard(id(viewer))
+        if not self._viewers and self._following is not None:
+            self._following.cancel()
+            self._following = None
+            # Nothing is kept while nobody looks: who comes next must not see an old picture.
+            self._picture = ClusterPicture()
+            self._manager, self._manager_no = {"state": "connecting", "message": ""}, 1
+
+    async def close(self) -> None:
+        """End the manager's stream."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with aclosing(self._pictures()) as pictures:
+                    async for picture in pictures:
+                        if self._picture.apply(picture):
+                            self._say("up", "")
+                            self._wake()
+                message = "the manager has ended the stream"
+            except ConnectionError as error:
+                message = str(error)
+            except ValueError as error:
+                log.exception("a picture of the manager contradicts itself")
+                message = str(error)
+            self._picture.interrupt()
+            self._say("away", message)
+            await asyncio.sleep(self._retry_seconds)
+
+    def _say(self, state: str, message: str) -> None:
+        said: dict[str, Any] = {"state": state, "message": message}
+        if said != self._manager:
+            self._manager = said
+            self._manager_no += 1
+            self._wake()
+
+    def _wake(self) -> None:
+        """All who wait now, at once; who comes later waits for the next change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def event_text(name: str, data: bytes) -> bytes:
+    """One event of a stream. `data` has no line break."""
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,37 @@
+"""What the routes of one gateway's page share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from starlette.requests import HTTPConnection
+
+from kvpool.client import Client
+
+from .hub import Hub
+from .pictures import manager_pictures
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Made in the app's lifespan."""
+
+    hub: Hub
+
+
+@asynccontextmanager
+async def open_page(client: Client) -> AsyncIterator[Page]:
+    """The page of the client's cluster. It asks the manager only while somebody looks."""
+    hub = Hub(manager_pictures(client))
+    try:
+        yield Page(hub)
+    finally:
+        await hub.close()
+
+
+def page_of(connection: HTTPConnection) -> Page:
+    """The page that this request belongs to."""
+    return cast(Page, connection.app.state.page)

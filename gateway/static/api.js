@@ -1,0 +1,44 @@
+// Calls of the gateway that are no streams.
+
+/** An answer that is none: `message` is the gateway's own. */
+export class ApiFailure extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** GET; the answer's JSON. Throws ApiFailure. */
+export function getJson(path, parameters = {}, signal = undefined) {
+  const query = new URLSearchParams(parameters).toString();
+  return answerOf(fetch(query ? `${path}?${query}` : path, { signal }));
+}
+
+/** POST of JSON; the answer's JSON. Throws ApiFailure. */
+export function postJson(path, body, signal = undefined) {
+  return answerOf(sendJson(path, body, signal));
+}
+
+/** POST of JSON; the answer as it comes, for one that is read bit by bit. */
+export function sendJson(path, body, signal = undefined) {
+  const headers = { "Content-Type": "application/json" };
+  return fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+/** The failure that an answer which is not ok stands for. */
+export async function failureOf(answer) {
+  const body = await answer.json().catch(() => null);
+  return new ApiFailure(answer.status, body?.error?.message ?? `the gateway answered ${answer.status}`);
+}
+
+async function answerOf(promise) {
+  let answer;
+  try {
+    answer = await promise;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiFailure(0, "the gateway does not answer");
+  }
+  if (!answer.ok) throw await failureOf(answer);
+  return answer.json();
+}

@@ -1,0 +1,71 @@
+"""A manager's pictures, sent when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpool.v1 import cache_pb2, common_pb2
+
+LOST = "lost"
+
+
+class ScriptedPictures:
+    """`open` is what the hub follows."""
+
+    def __init__(self) -> None:
+        self.num_opened = 0
+        self.num_open = 0
+        self._next: asyncio.Queue[cache_pb2.Picture | str] = asyncio.Queue()
+
+    def send(self, *pictures: cache_pb2.Picture) -> None:
+        """To the stream that is open, or the one that is opened next."""
+        for picture in pictures:
+            self._next.put_nowait(picture)
+
+    def lose(self) -> None:
+        """The manager goes away."""
+        self._next.put_nowait(LOST)
+
+    async def open(self) -> AsyncGenerator[cache_pb2.Picture, None]:
+        """A stream."""
+        self.num_opened += 1
+        self.num_open += 1
+        try:
+            while True:
+                sent = await self._next.get()
+                if isinstance(sent, str):
+                    raise ConnectionError("the manager is away")
+                yield sent
+        finally:
+            self.num_open -= 1
+
+
+Block = tuple[int, int, int, int]
+"""State, ref count, last used, salt number."""
+
+
+def blocks_picture(blocks: Mapping[int, Block]) -> cache_pb2.BlockPicture:
+    """These blocks, named one by one."""
+    ids = sorted(blocks)
+    columns: list[Any] = [[blocks[block][column] for block in ids] for column in range(4)]
+    return cache_pb2.BlockPicture(
+        group=0,
+        tier=common_pb2.TIER_DEVICE,
+        block_ids=ids,
+        states=bytes(columns[0]),
+        ref_counts=np.array(columns[1], "<u2").tobytes(),
+        last_used=np.array(columns[2], "<u4").tobytes(),
+        salt_numbers=np.array(columns[3], "<u2").tobytes(),
+    )
+
+
+def one_worker(number: int, blocks: Mapping[int, Block], *, whole: bool, session: int = 1) -> cache_pb2.Picture:
+    """A complete picture in which this worker's blocks have changed."""
+    worker = cache_pb2.WorkerPicture(session=session, blocks=[blocks_picture(blocks)])
+    if whole:
+        worker.worker.worker_id = f"worker-{session}"
+    return cache_pb2.Picture(epoch=7, number=number, whole=whole, complete=True, workers=[worker])

@@ -1,0 +1,124 @@
+"""The page's files, and the answers of its routes to what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+
+import pytest
+from pydantic import SecretStr
+from starlette.testclient import TestClient
+
+from kvpool.gateway.app import make_app
+from kvpool.gateway.pages.files import page_files
+from kvpool.gateway.settings import GatewaySettings
+
+NOBODY = "127.0.0.1:9"
+"""Where no manager is."""
+
+
+@pytest.fixture
+def page() -> Iterator[TestClient]:
+    """A gateway without a cluster."""
+    with TestClient(make_app(GatewaySettings(manager=NOBODY, port=0)), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def test_the_page_and_all_its_files_are_served_with_their_types(page: TestClient) -> None:
+    """Under a policy that lets nothing else run."""
+    types = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    for path in ["/", *(f"/static/{name}" for name in page_files())]:
+        answer = page.get(path)
+        suffix = ".html" if path == "/" else re.sub(r".*(?=\.)", "", path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(types.get(suffix, "application/json"))
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+
+
+def test_a_browser_that_has_a_file_gets_it_no_second_time(page: TestClient) -> None:
+    """It asks with the tag of the file; another tag gets the file."""
+    tag = page.get("/static/main.js").headers["etag"]
+    assert page.get("/static/main.js", headers={"If-None-Match": tag}).status_code == 304
+    assert page.get("/static/main.js", headers={"If-None-Match": f'"other", W/{tag}'}).status_code == 304
+    assert page.get("/static/main.js", headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/", "/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd", "/static/none.js"]
+)
+def test_no_path_leads_out_of_the_page(page: TestClient, path: str) -> None:
+    """404, in the form of all errors."""
+    answer = page.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"]
+
+
+def test_every_module_and_style_that_is_named_is_there() -> None:
+    """Imports are relative, everything else is below /static; nothing comes from elsewhere."""
+    known = page_files()
+    root = files("kvpool.gateway") / "static"
+    for name in known:
+        if not name.endswith((".js", ".html", ".css")):
+            continue
+        text = (root / name).read_text()
+        folder = name.rpartition("/")[0]
+        for imported in re.findall(r'(?:from|import) "([^"]+)"', text) if name.endswith(".js") else ():
+            parts = [part for part in folder.split("/") if part]
+            for part in imported.split("/"):
+                if part == "..":
+                    parts.pop()
+                elif part != ".":
+                    parts.append(part)
+            assert "/".join(parts) in known, f"{name} imports {imported}"
+        for path in re.findall(r'"/static/([^"]+)"', text):
+            assert path in known, f"{name} names {path}"
+        assert not re.search(r"(?:src|href|url|from|import|fetch)\W{1,3}https?://", text), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/api/watch?interval_ms=99", "interval_ms"),
+        ("/api/watch?interval_ms=10001", "interval_ms"),
+        ("/api/watch?interval_ms=²", "interval_ms"),
+        ("/api/watch?blocks=2", "blocks"),
+        ("/api/block?block_id=1", "worker_id"),
+        ("/api/block?worker_id=w&block_id=-1", "block_id"),
+        ("/api/block?worker_id=w&block_id=0", "block_id"),
+    ],
+)
+def test_a_wrong_parameter_is_named(page: TestClient, path: str, param: str) -> None:
+    """400."""
+    answer = page.get(path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "{}", '{"worker_id": 1}', '{"worker_id": ""}', '{"worker_id": "w", "grace": -1}']
+)
+def test_a_drain_that_names_no_worker_is_refused(page: TestClient, body: str) -> None:
+    """400, before anything is asked of the manager."""
+    assert page.post("/api/drain", content=body).status_code == 400
+
+
+def test_a_block_that_cannot_be_asked_for_is_an_answer_too(page: TestClient) -> None:
+    """No manager answers."""
+    assert page.get("/api/block?worker_id=w&block_id=1").status_code in (503, 504)
+
+
+def test_with_a_key_the_page_is_for_who_has_logged_in() -> None:
+    """Who opens it is asked for the key; its files and its data are refused before."""
+    key = "a-key-of-this-test"
+    settings = GatewaySettings(manager=NOBODY, port=0, api_key=[SecretStr(key)])
+    with TestClient(make_app(settings), base_url="http://127.0.0.1", follow_redirects=False) as page:
+        opened = page.get("/")
+        assert (opened.status_code, opened.headers["location"]) == (303, "/login")
+        for path in ("/static/main.js", "/api/watch?blocks=2", "/api/block"):
+            assert page.get(path).status_code == 401
+        assert page.get("/static/login.css").status_code == 200
+        assert page.post("/login", data={"key": key}).headers["location"] == "/"
+        assert page.get("/").status_code == page.get("/static/main.js").status_code == 200
+        assert page.get("/api/watch?blocks=2").status_code == 400

@@ -1,0 +1,122 @@
+"""One stream of the manager for all browsers of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+from kvpool.client import Client, Unimplemented
+from kvpool.gateway.pages.hub import Hub, Viewer
+from kvpool.gateway.pages.pictures import manager_pictures
+from kvpool.v1 import cache_pb2
+from tests.cluster.polling import eventually
+from tests.gateway.browser_mirror import BrowserMirror
+from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
+
+
+def viewing(hub: Hub) -> AsyncGenerator[bytes, None]:
+    """One more browser."""
+    return hub.events(Viewer(include_blocks=True, pause_seconds=0))
+
+
+async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror, number: int) -> None:
+    """Take events until that picture has come."""
+    while not mirror.numbers or mirror.numbers[-1] != number:
+        mirror.take(await anext(events))
+
+
+async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them() -> None:
+    """And who comes later gets a whole picture of now."""
+    source = ScriptedPictures()
+    hub = Hub(source.open, retry_seconds=0)
+    mirrors = [BrowserMirror() for _ in range(3)]
+    source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    async with aclosing(viewing(hub)) as first, aclosing(viewing(hub)) as second:
+        await take_until(first, mirrors[0], 1)
+        await take_until(second, mirrors[1], 1)
+        assert source.num_opened == source.num_open == 1
+    await eventually(lambda: _async(source.num_open == 0), "the stream is closed")
+    assert hub.num_viewers == 0
+    source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))
+    async with aclosing(viewing(hub)) as third:
+        await take_until(third, mirrors[2], 1)
+    assert mirrors[2].workers["1"]["blocks"][1][0] == 3
+
+
+async def test_a_slow_browser_gets_a_later_picture_and_no_queue() -> None:
+    """It takes two pictures while another one takes a hundred."""
+    source = ScriptedPictures()
+    hub = Hub(source.open, retry_seconds=0)
+    quick, slow = BrowserMirror(), BrowserMirror()
+    source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    async with aclosing(viewing(hub)) as quick_events, aclosing(viewing(hub)) as slow_events:
+        await take_until(slow_events, slow, 1)
+        await take_until(quick_events, quick, 1)
+        for number in range(2, 101):
+            source.send(one_worker(number, {number: (3, 1, number, 0)}, whole=False))
+            await take_until(quick_events, quick, number)
+        await take_until(slow_events, slow, 100)
+    assert len(quick.numbers) == 100
+    assert slow.numbers == [1, 100]
+    assert slow.workers == quick.workers
+
+
+async def test_a_manager_that_goes_away_is_reported_and_its_return_too() -> None:
+    """The old picture stays until the new one comes."""
+    source = ScriptedPictures()
+    hub = Hub(source.open, retry_seconds=0)
+    mirror = BrowserMirror()
+    source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    async with aclosing(viewing(hub)) as events:
+        await take_until(events, mirror, 1)
+        source.lose()
+        while mirror.manager[-1] != "away":
+            mirror.take(await anext(events))
+        assert mirror.workers["1"]["blocks"][1][0] == 2
+        source.send(one_worker(1, {2: (3, 0, 0, 0)}, whole=True, session=9))
+        while mirror.manager[-1] != "up" or "9" not in mirror.workers:
+            mirror.take(await anext(events))
+    assert set(mirror.workers) == {"9"}
+    assert source.num_opened == 2
+
+
+async def test_a_browser_that_leaves_in_the_middle_leaves_nothing() -> None:
+    """Also one that waits for a picture that never comes."""
+    source = ScriptedPictures()
+    hub = Hub(source.open, retry_seconds=0)
+
+    async def look() -> None:
+        async with aclosing(viewing(hub)) as events:
+            async for _ in events:
+                pass
+
+    waiting = asyncio.create_task(look())
+    await eventually(lambda: _async(source.num_open == 1), "the stream is open")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await eventually(lambda: _async(source.num_open == 0 and hub.num_viewers == 0), "nothing is left")
+
+
+class OldManager:
+    """A client whose manager does not know Watch."""
+
+    async def watch(self, **_: object) -> AsyncGenerator[cache_pb2.Picture, None]:
+        """Fails as the real one does."""
+        raise Unimplemented("this manager has no Watch")
+        yield cache_pb2.Picture()
+
+
+async def test_a_manager_without_watch_is_reported_too() -> None:
+    """The page says why it shows nothing."""
+    hub = Hub(manager_pictures(cast(Client, OldManager())), retry_seconds=0)
+    mirror = BrowserMirror()
+    async with aclosing(viewing(hub)) as events:
+        while "away" not in mirror.manager:
+            mirror.take(await anext(events))
+    assert mirror.numbers == []
+
+
+async def _async(value: bool) -> bool:
+    return value

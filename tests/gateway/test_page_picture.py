@@ -1,0 +1,129 @@
+"""The gateway's picture of the cluster, and what browsers make of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.gateway.pages import cluster_picture
+from kvpool.gateway.pages.cluster_picture import ClusterPicture
+from kvpool.gateway.pages.hub import event_text
+from kvpool.v1 import cache_pb2, common_pb2
+from tests.gateway.browser_mirror import BrowserMirror
+from tests.gateway.scripted_pictures import Block, blocks_picture, one_worker
+
+FREE = (cache_pb2.BLOCK_STATE_FREE, 0, 0, 0)
+"""What no picture names."""
+BLOCKS = st.tuples(st.integers(1, 5), st.integers(0, 65535), st.integers(0, 2**32 - 1), st.integers(0, 65535))
+CHANGES = st.dictionaries(st.integers(1, 40), BLOCKS, max_size=6)
+SEQUENCES = st.sets(st.sampled_from("abcdef"), max_size=4)
+WORKER_CHANGES = st.tuples(st.integers(1, 3), CHANGES, SEQUENCES, st.booleans())
+STEPS = st.lists(
+    st.tuples(st.lists(WORKER_CHANGES, max_size=3), st.sets(st.integers(0, 2)), st.booleans()), max_size=12
+)
+
+
+class Truth:
+    """The cluster that the pictures are made of."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, dict[int, Block]] = {}
+        self.sequences: dict[str, set[str]] = {}
+        self._number = 0
+        self._num_ended = 0
+
+    def picture(self, changes: list[tuple[int, dict[int, Block], set[str], bool]], whole: bool) -> cache_pb2.Picture:
+        """Change, and say what has changed; of two changes of one worker the later counts. A session never comes back."""
+        self._number += 1
+        picture = cache_pb2.Picture(epoch=1, number=self._number, whole=whole, complete=True)
+        if whole:
+            self.workers.clear()
+            self.sequences.clear()
+        for worker_no, blocks, sequences, ends in {change[0]: change for change in changes}.values():
+            session = worker_no + 3 * self._num_ended
+            name = str(session)
+            if ends and not whole:
+                if self.workers.pop(name, None) is not None:
+                    del self.sequences[name]
+                    picture.ended_sessions.append(session)
+                    self._num_ended += 1
+                continue
+            worker = picture.workers.add(session=session, blocks=[blocks_picture(blocks)])
+            worker.worker.worker_id = name
+            self.workers.setdefault(name, {}).update(blocks)
+            known = self.sequences.setdefault(name, set())
+            worker.ended_sequences.extend(common_pb2.SequenceKey(sequence_id=gone) for gone in known - sequences)
+            for new in sequences - known:
+                worker.sequences.add(key=common_pb2.SequenceKey(sequence_id=new), num_tokens=5)
+            self.sequences[name] = set(sequences)
+        return picture
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
+    steps: list[tuple[list[tuple[int, dict[int, Block], set[str], bool]], set[int], bool]],
+) -> None:
+    """Three browsers take pictures when they like; each then has the whole truth."""
+    truth, picture = Truth(), ClusterPicture()
+    mirrors, versions = [BrowserMirror() for _ in range(3)], [0, 0, 0]
+    for changes, readers, whole in steps:
+        assert picture.apply(truth.picture(changes, whole or picture.version == 0))
+        for reader in readers:
+            changed = picture.changes(versions[reader], include_blocks=True)
+            mirrors[reader].take(event_text("picture", changed))
+            versions[reader] = picture.version
+            shown = mirrors[reader].workers
+            assert set(shown) == set(truth.workers)
+            for name, blocks in truth.workers.items():
+                known = shown[name]["blocks"]
+                assert all(known.get(block, FREE) == blocks.get(block, FREE) for block in range(1, 41))
+                assert set(shown[name]["sequences"]) == truth.sequences[name]
+
+
+def test_a_picture_in_parts_is_shown_when_it_is_complete() -> None:
+    """A part alone changes nothing, and one of a stream that was lost is forgotten."""
+    picture = ClusterPicture()
+    assert picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    before = picture.changes(0, include_blocks=True)
+    part = one_worker(2, {1: (3, 1, 0, 0)}, whole=False)
+    part.complete = False
+    assert not picture.apply(part)
+    assert picture.changes(0, include_blocks=True) == before
+    picture.interrupt()
+    assert picture.apply(one_worker(3, {2: (4, 1, 0, 0)}, whole=False))
+    mirror = BrowserMirror()
+    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    shown = mirror.workers["1"]["blocks"]
+    assert (shown[1][0], shown[2][0]) == (2, 4)
+
+
+def test_a_picture_whose_lists_differ_in_length_is_refused() -> None:
+    """Nothing of it is shown."""
+    broken = one_worker(1, {1: (2, 0, 0, 0)}, whole=True)
+    broken.workers[0].blocks[0].ref_counts = b"\0\0\0\0"
+    with pytest.raises(ValueError, match="different lengths"):
+        ClusterPicture().apply(broken)
+
+
+def test_more_ends_than_are_remembered_give_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory for slow browsers is bounded, and none of them sees a sequence that has ended."""
+    monkeypatch.setattr(cluster_picture, "MAX_ENDED", 3)
+    truth, picture, mirror = Truth(), ClusterPicture(), BrowserMirror()
+    picture.apply(truth.picture([(1, {}, set("abcdef"), False)], whole=True))
+    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    seen = picture.version
+    picture.apply(truth.picture([(1, {}, set(), False)], whole=False))
+    mirror.take(event_text("picture", picture.changes(seen, include_blocks=True)))
+    assert (mirror.wholes, mirror.workers["1"]["sequences"]) == (2, {})
+
+
+def test_without_blocks_the_rest_is_the_same() -> None:
+    """As the view Cluster needs it."""
+    picture = ClusterPicture()
+    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    mirror = BrowserMirror()
+    mirror.take(event_text("picture", picture.changes(0, include_blocks=False)))
+    assert mirror.workers["1"]["worker"]["worker_id"] == "worker-1"
+    assert mirror.workers["1"]["blocks"] == {}
