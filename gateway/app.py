@@ -19,7 +19,7 @@ from kvpool.client import Client, ClientConfig
 from .access import Access, Keys
 from .connection import ConnectionLimits
 from .context import Gateway
-from .errors import ApiError
+from .errors import ApiError, on_api_error
 from .login import login_routes
 from .metrics import GatewayMetrics
 from .observation import Observation
@@ -75,7 +75,7 @@ def make_app(
         routes=routes,
         lifespan=lifespan,
         middleware=middleware,
-        exception_handlers={HTTPException: _on_http_exception, ApiError: _on_api_error},
+        exception_handlers={HTTPException: _on_http_exception, ApiError: on_api_error},
     )
 
 
@@ -105,8 +105,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         405: f"{path} does not take {method}",
     }.get(error.status_code, error.detail)
     return ApiError(error.status_code, said, code=_CODES.get(error.status_code), headers=error.headers).response()
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()

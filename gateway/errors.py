@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from kvpool.client import (
     AlreadyExists,
@@ -71,6 +72,12 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The whole answer."""
         return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    """Answers with the error; for an application's table of handlers."""
+    assert isinstance(error, ApiError)
+    return error.response()
 
 
 def http_status(error: KvpoolError) -> int:

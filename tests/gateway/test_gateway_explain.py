@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 
 from kvpool.gateway.app import connection_limits
 from kvpool.gateway.context import Gateway
+from kvpool.gateway.errors import ApiError, on_api_error
 from kvpool.gateway.metrics import GatewayMetrics
-from kvpool.gateway.pages import explain as explain_module
 from kvpool.gateway.pages.routes import page_routes
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.v1 import cache_pb2
@@ -27,7 +27,7 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
-        app = Starlette(routes=page_routes())
+        app = Starlette(routes=page_routes(), exception_handlers={ApiError: on_api_error})
         settings = GatewaySettings()
         app.state.gateway = Gateway(
             settings, client, lambda: 0.0, metrics=GatewayMetrics(), limits=connection_limits(settings)
@@ -77,11 +77,3 @@ async def test_what_is_wrong_is_refused_with_a_message(body: bytes, status: int)
         answer = await browser.post("/api/explain", content=body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
-
-
-async def test_a_body_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "MAX_BODY_BYTES", 100)
-    async with page() as (manager, browser):
-        answer = await browser.post("/api/explain", json={"prompt": "the " * 100})
-        assert answer.status_code == 413
-        assert manager.explains == []
