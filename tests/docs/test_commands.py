@@ -71,6 +71,8 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         port = free_port()
+        self._http_port = str(free_port())
+        """Instead of the documents' 8000."""
         self._environment = {
             **os.environ,
             "KVPOOL_UP_PORT": str(port),
@@ -84,18 +86,23 @@ class Shell:
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
         done = subprocess.run(
-            ["bash", "-c", here(command)],
+            ["bash", "-c", self._here(command)],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def up(self, command: str = ".venv/bin/kvpool up --workers 2") -> str:
+    def _here(self, command: str) -> str:
+        """With this environment's programs, and a port of its own."""
+        command = re.sub(r"(?<=--http )8000\b", self._http_port, here(command))
+        return command.replace("127.0.0.1:8000", f"127.0.0.1:{self._http_port}")
+
+    def up(self, command: str = ".venv/bin/kvpool up --workers 2 --http 8000") -> str:
         """Start the cluster unless it runs; returns its log, up to where it is ready at least."""
         if self._cluster is None:
             with self._log.open("wb") as output:
                 self._cluster = subprocess.Popen(
-                    ["bash", "-c", f"exec {here(command)}"],
+                    ["bash", "-c", f"exec {self._here(command)}"],
                     cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip
         end = time.monotonic() + 240
