@@ -21,7 +21,9 @@ from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, Cluste
 from kvpool.client.errors import Unavailable
 from tests.scrape import Scrape, scrape
 
-NOT_FOR_REQUESTS: Final = frozenset({"Register", "KeepAlive", "Deregister", "Drain", "Describe", "Check"})
+NOT_FOR_REQUESTS: Final = frozenset(
+    {"Register", "KeepAlive", "Deregister", "Drain", "Describe", "DescribeBlock", "Explain", "Watch", "Check"}
+)
 """RPCs to the manager that do not grow with the load: those of sessions, and those of observers."""
 IDLE_SECONDS: Final = 60.0
 """For the manager to be notified of the end of every request."""

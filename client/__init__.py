@@ -38,7 +38,7 @@ from .errors import (
     Unimplemented,
 )
 from .explanation import ClosestPrompt, Explanation, Miss, MissCause, WorkerExplanation
-from .messages import Message, as_messages
+from .messages import Message
 from .model import Model
 from .options import GenerateOptions
 from .picture_view import PictureView, WorkerView
@@ -84,5 +84,4 @@ __all__ = [
     "Usage",
     "WorkerExplanation",
     "WorkerView",
-    "as_messages",
 ]

@@ -25,9 +25,11 @@ class ContentNode:
     tokens: bytes
     """block_size little-endian uint32 token ids."""
     block_hash: int
+    """xxh64 of the chain. A name, never a proof."""
     sessions: dict[int, str] = field(default_factory=dict)
     """Sessions whose worker has it, with the worker's name; empty: it is listed for what comes after it."""
     children: dict[int, ContentNode] = field(default_factory=dict)
+    """By number."""
     num_served_tokens: int = 0
     """Tokens of prompts that ended here with what the cache had for them, since the view began."""
 
@@ -44,7 +46,9 @@ class ContentsView:
 
     def __init__(self) -> None:
         self.nodes: dict[int, ContentNode] = {}
+        """By number: what some worker has, and what it comes after."""
         self.epoch = 0
+        """Of the manager; changes with its restart."""
         self.number = 0
         """Of the last event applied."""
         self.is_complete = False

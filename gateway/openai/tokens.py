@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvpool.client import InvalidRequest, KvpoolError, as_messages
+from kvpool.client import InvalidRequest, KvpoolError
+from kvpool.client.messages import as_messages
 
 from ..context import gateway_of
 from ..errors import ApiError

@@ -40,7 +40,7 @@ from tests.client.fakes import (
 )
 
 NASTY = "[/x] [bold]\x1b]0;PWN\x07\x1b[2J\x9b31m\u202egnp\u2028\n\r\x7f:smile:"
-BECOME_ANOTHER_PROCESS = {"manager", "worker", "walkthrough"}
+BECOME_ANOTHER_PROCESS = {"manager", "worker", "gateway", "walkthrough"}
 """Commands that call nobody: they become a process whose output is its log."""
 
 
@@ -91,6 +91,17 @@ async def nasty_cluster(*answers: Sequence[object], model: FakeModel | None = No
         manager.blocks = [
             cache_pb2.BlockDescription(block_id=1, state=cache_pb2.BLOCK_STATE_HELD, ref_count=1, owners=[owner])
         ]
+        manager.explanation = cache_pb2.ExplainResponse(
+            num_workers=1,
+            workers=[
+                cache_pb2.WorkerExplanation(
+                    worker_id=f"worker {NASTY}",
+                    miss=cache_pb2.Miss(
+                        cause=cache_pb2.MISS_CAUSE_EVICTED, evicted_for=owner, other_worker_id=f"other {NASTY}"
+                    ),
+                )
+            ],
+        )
         manager.violations = [
             cache_pb2.Violation(law=NASTY, worker_id=NASTY, block_id=3, sequence=owner, message=NASTY)
         ]
@@ -126,6 +137,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "blocks": [["blocks"], ["blocks", "--json"], ["blocks", "--worker", "unknown"]],
     "check": [["check"], ["check", "--json"]],
     "drain": [["drain", f"worker {NASTY}"], ["drain", f"worker {NASTY}", "--no-wait"], ["drain", f"unknown {NASTY}"]],
+    "explain": [["explain", "the cat"], ["explain", "the cat", "--json"], ["explain", "x", "--worker", f"unknown {NASTY}"]],
     "bench": [["bench", "serve", "--requests", "2", "--own-tokens", "4", "--prefix-tokens", "0", "--generated-tokens", "3",
                "--no-warm-up"], ["bench", "serve", "--model", "unknown", "--requests", "1"]],
 }  # fmt: skip
