@@ -1,0 +1,99 @@
+"""Workers that die in the middle of an answer: the reader over HTTP gets the undisturbed text, and never notices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
+from tests.cluster.two_workers import WORKERS, TwoWorkers
+from tests.gateway.serving import serving
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+PROMPT = [14, *range(10)]
+NUM_TOKENS = 150
+NUM_BEFORE = 10
+
+
+@dataclass(frozen=True)
+class Served(TwoWorkers):
+    """Two workers, a gateway, and the undisturbed answer."""
+
+    openai: AsyncOpenAI
+    url: str
+    expected: list[int]
+
+    async def stream(self) -> AsyncIterator[int]:
+        """The ids of one answer, as they come."""
+        answer: Any = await self.openai.completions.create(
+            model="", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, stream=True,
+            extra_body={"model": None, "ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        async for chunk in answer:
+            for token_id in chunk.choices[0].to_dict()["token_ids"]:
+                yield token_id
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    folder = tmp_path_factory.mktemp("faults")
+    model = make_endless_model(folder / "model", tokenizer=True)
+    async with Cluster(folder, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
+        settings = {"model": model.path, "block_size": 4, "num_blocks": 257, "step_seconds": 0.005}
+        await cluster.start(dict.fromkeys(WORKERS, settings))
+        async with cluster.client() as client, serving(cluster.address()) as gateway:
+            own = await client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True).collect()
+            async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as openai:
+                yield Served(cluster, openai, gateway.url, list(own.token_ids))
+
+
+async def holder(served: Served) -> str:
+    """The worker that has the sequence."""
+    async with served.cluster.client() as client:
+        found = [worker.worker_id for worker in (await client.describe()).workers if worker.num_sequences]
+    (name,) = found
+    return name
+
+
+async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
+    async with served.lent():
+        ids: list[int] = []
+        async for token_id in served.stream():
+            ids.append(token_id)
+            if len(ids) == NUM_BEFORE:
+                served.cluster.kill(await holder(served))
+        assert ids == served.expected
+
+
+async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Served) -> None:
+    async with served.lent():
+        ids: list[int] = []
+        async for token_id in served.stream():
+            ids.append(token_id)
+            if len(ids) == NUM_BEFORE:
+                served.cluster.kill(MANAGER)
+                await served.cluster.start_manager()
+        assert ids == served.expected
+
+
+async def test_without_a_worker_requests_are_503_and_health_says_why(served: Served) -> None:
+    async with served.lent(), httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        for name in WORKERS:
+            served.cluster.kill(name)
+
+        async def is_noticed() -> bool:
+            return (await client.get("/health")).status_code == 503
+
+        await eventually(is_noticed, "the workers' leases end")
+        assert "worker" in (await client.get("/health")).json()["why"]
+        refused = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+        assert refused.status_code == 503, refused.text
