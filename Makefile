@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-browser test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -38,6 +38,7 @@ help:
 	@echo "make wheel        a wheel in dist/ with the native step prebuilt for all targets; installs ziglang, 400 MB"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
+	@echo "make stories      write the stories of the page Learn out of the manager's core"
 	@echo "make docs         write docs/API.md from the client's docstrings, and the pictures in docs/images"
 	@echo "make bench        measure the manager's core against vLLM's, a cluster against transformers; minutes"
 	@echo "make bench-serve  measure an engine and a cluster under load against the engines of bench-peers; hours"
@@ -114,6 +115,7 @@ check: $(READY)
 	PYTHONPATH=common $(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py lint
 	$(BIN)/python scripts/protos.py check
+	$(BIN)/python -m scripts.stories --check
 
 # The checkout itself compiles the step for its own CPU.
 wheel: $(READY)
@@ -122,6 +124,9 @@ wheel: $(READY)
 	rm -rf build
 	$(BIN)/python -m build --wheel --outdir dist
 	rm -rf build worker_service/native/builds
+
+stories: $(READY)
+	$(BIN)/python -m scripts.stories
 
 proto: $(READY)
 	$(BIN)/python scripts/protos.py generate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,13 +14,16 @@ from rich.text import Text
 
 import kvpool.process.quiet_start  # noqa: F401
 
-from . import allocation, chain, eviction, prefix
+from . import allocation, chain, eviction, pool, prefix, sharing
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
+from .story import as_object
 from .viewer import view
 from .worker import UnexpectedAnswer
 
-CASES: Final[dict[str, Case]] = {case.name: case for case in (allocation.CASE, prefix.CASE, chain.CASE, eviction.CASE)}
+CASES: Final[dict[str, Case]] = {
+    case.name: case for case in (pool.CASE, sharing.CASE, allocation.CASE, prefix.CASE, chain.CASE, eviction.CASE)
+}
 """In the order in which they are best read."""
 
 EXIT_BROKEN: Final = 1
@@ -39,17 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("case", nargs="?", metavar="CASE", help="one of the cases below; without it they are listed")
     parser.add_argument("--plain", action="store_true", help="print all steps at once, without colours or keys")
+    parser.add_argument("--json", action="store_true", help="print the case as one JSON object")
     options = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        return _run(options.case, plain=options.plain)
+        return _run(options.case, plain=options.plain, as_json=options.json)
     except BrokenPipeError:
         # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN
 
 
-def _run(name: str | None, *, plain: bool) -> int:
+def _run(name: str | None, *, plain: bool, as_json: bool) -> int:
     if name is None:
         print("kvpool walkthrough CASE shows the manager's real core, one operation at a time. The cases:\n")
         print("\n".join(_case_lines()))
@@ -65,6 +70,10 @@ def _run(name: str | None, *, plain: bool) -> int:
     except UnexpectedAnswer as error:
         print(f"kvpool walkthrough: {name}: {error}", file=sys.stderr)
         return EXIT_BROKEN
+    if as_json:
+        print(json.dumps(as_object(case, steps)))
+        sys.stdout.flush()
+        return EXIT_BROKEN if any(step.violations for step in steps) else 0
     console = Console(highlight=False)
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not console.is_dumb_terminal
     if interactive and not plain:

@@ -4,6 +4,7 @@ import "./cluster/cluster-view.js";
 import "./blocks/blocks-view.js";
 import "./chat/chat-view.js";
 import "./why/why-view.js";
+import "./learn/learn-view.js";
 
 import { startStatus } from "./shell/status.js";
 import { store } from "./store.js";

@@ -44,6 +44,7 @@ NOT_RUN = {
     "make check": "CI runs it before this",
     "make format": "would write into the checkout",
     "make proto": "would write into the checkout; make check runs the same generator",
+    "make stories": "would write into the checkout; make check runs the same generator",
     "make docs": "would write into the checkout; tests/docs/test_generated.py runs the same generator",
     "make test-browser": "needs a browser, and is itself a test",
     "make test-compose": "needs a container engine, and is itself a test",

@@ -59,7 +59,7 @@ def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pyte
     assert [audit.num_blocks for audit in audits] == [16] * len(steps)
     for number, step in enumerate(steps, 1):
         assert step.violations == ()
-        assert step.calls
+        assert step.calls or number == 1, "a story may begin before the first call"
         if number > 1:
             assert step.before is steps[number - 2].after
         granted = {
@@ -67,7 +67,7 @@ def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pyte
             for block, old in zip(step.after.blocks, step.before.blocks, strict=True)
             if block.generation != old.generation
         }
-        assert granted <= {number}
+        assert granted <= {number if steps[0].calls else number - 1}
     first = steps[0].before
     assert (first.counts.capacity, first.counts.free, len(first.blocks)) == (16, 16, 17)
     assert first.free_list == tuple(range(1, 17))

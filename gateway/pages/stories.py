@@ -1,0 +1,30 @@
+"""GET /api/stories: the stories of the page Learn, which `make stories` has written out of the manager's core."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+_FIRST: Final = ("pool", "sharing", "allocation", "prefix", "chain", "eviction")
+"""The order in which they are best read; others follow by name."""
+
+
+async def stories(request: Request) -> JSONResponse:
+    """Name, summary and number of steps of each."""
+    return JSONResponse({"stories": found_stories()})
+
+
+@cache
+def found_stories() -> list[dict[str, str | int]]:
+    """All that are there."""
+    folder = files("kvpool.gateway") / "static" / "stories"
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.iterdir() if file.name.endswith(".json")]
+    found.sort(
+        key=lambda story: (_FIRST.index(story["name"]) if story["name"] in _FIRST else len(_FIRST), story["name"])
+    )
+    return [{"name": story["name"], "summary": story["summary"], "num_steps": len(story["steps"])} for story in found]

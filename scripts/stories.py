@@ -1,0 +1,53 @@
+"""The stories of the page Learn, out of the manager's real core.
+
+`python -m scripts.stories` writes them, with --check it only compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvpool.cache_service.walkthrough.__main__ import CASES
+from kvpool.cache_service.walkthrough.recording import record
+from kvpool.cache_service.walkthrough.story import as_object
+
+FOLDER: Final = Path(__file__).parents[1] / "gateway" / "static" / "stories"
+
+
+def stories() -> dict[str, str]:
+    """The content of each file by its name."""
+    files = {}
+    for case in CASES.values():
+        story = as_object(case, record(case))
+        broken = [step["title"] for step in story["steps"] if step["violations"]]
+        assert not broken, f"the story {case.name} breaks a law at {broken}"
+        files[f"{case.name}.json"] = json.dumps(story, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return files
+
+
+def committed() -> dict[str, str]:
+    """What is there."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.json"))}
+
+
+def main() -> int:
+    """Write, or compare; returns the exit status."""
+    made = stories()
+    if "--check" in sys.argv[1:]:
+        if committed() == made:
+            return 0
+        print("gateway/static/stories differs from what the core tells: run `make stories` and commit", file=sys.stderr)
+        return 1
+    FOLDER.mkdir(exist_ok=True)
+    for name in committed().keys() - made.keys():
+        (FOLDER / name).unlink()
+    for name, content in made.items():
+        (FOLDER / name).write_text(content, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The stories of the page are those of the core, and the page finds all of them."""
+
+from __future__ import annotations
+
+import httpx
+
+from scripts.stories import committed, stories
+from tests.gateway.serving import serving
+
+
+def test_the_stories_are_what_the_core_tells() -> None:
+    assert committed() == stories(), "run `make stories` and commit"
+
+
+async def test_the_page_lists_each_story_and_serves_it() -> None:
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        listed = (await client.get("/api/stories")).json()["stories"]
+        assert {f"{story['name']}.json" for story in listed} == stories().keys()
+        assert [story["name"] for story in listed[:2]] == ["pool", "sharing"]
+        for story in listed:
+            served = (await client.get(f"/static/stories/{story['name']}.json")).json()
+            assert len(served["steps"]) == story["num_steps"]
