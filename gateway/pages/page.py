@@ -13,6 +13,7 @@ from kvpool.client import Client
 
 from .hub import Hub
 from .pictures import manager_pictures
+from .prefix_follower import Prefixes, follow_contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,18 @@ class Page:
     """Made in the app's lifespan."""
 
     hub: Hub
+    prefixes: Prefixes
 
 
 @asynccontextmanager
 async def open_page(client: Client) -> AsyncIterator[Page]:
     """The page of the client's cluster. It asks the manager only while somebody looks."""
     hub = Hub(manager_pictures(client))
+    prefixes = Prefixes(follow_contents(client))
     try:
-        yield Page(hub)
+        yield Page(hub, prefixes)
     finally:
+        await prefixes.close()
         await hub.close()
 
 

@@ -8,6 +8,7 @@ from .block import block
 from .drain import drain
 from .explain import explain
 from .files import file_routes
+from .prefixes import prefixes
 from .stories import stories
 from .watch import watch
 
@@ -19,6 +20,7 @@ def page_routes() -> list[BaseRoute]:
         Route("/api/block", block, methods=["GET"]),
         Route("/api/explain", explain, methods=["POST"]),
         Route("/api/drain", drain, methods=["POST"]),
+        Route("/api/prefixes", prefixes, methods=["GET"]),
         Route("/api/stories", stories, methods=["GET"]),
         *file_routes(),
     ]

@@ -14,7 +14,7 @@ NAMES = sorted(name.removesuffix(".json") for name in stories())
 def test_a_story_runs_to_its_end_and_back_by_the_arrow_keys(watched: Watched, name: str) -> None:
     page = watched.open("learn")
     page.locator(f'[data-story="{name}"]').click()
-    page.wait_for_function("name => location.hash.includes(`story=${name}`)", arg=name)
+    page.locator(f'[data-story="{name}"][aria-pressed="true"]').wait_for()
     place = page.locator(".story-place")
     num_steps = int(place.inner_text().split()[3])
     titles = []

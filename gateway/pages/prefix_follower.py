@@ -1,0 +1,71 @@
+"""Keeps the tree of prefixes up to date while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+from kvpool.client import Client
+from kvpool.client.watch import WatchUpdate
+from kvpool.v1 import cache_pb2
+
+from .prefix_tree import PrefixTree
+
+LINGER_SECONDS: Final = 30.0
+"""The contents are followed for so long after the last request."""
+PATIENCE_SECONDS: Final = 5.0
+"""For the whole state to come, at the first request."""
+
+
+class Prefixes:
+    """The tree of one gateway, kept up to date while somebody looks."""
+
+    def __init__(self, follow: Callable[[], AsyncGenerator[WatchUpdate, None]]) -> None:
+        """`follow` begins to follow the contents."""
+        self._follow = follow
+        self.tree = PrefixTree()
+        self._following: asyncio.Task[None] | None = None
+        self._ending: asyncio.TimerHandle | None = None
+        self._has_come = asyncio.Event()
+
+    async def look(self) -> PrefixTree:
+        """The tree, complete if the manager is there. Raises KvpoolError."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._end)
+        if self._following is None or self._following.done():
+            self.tree = PrefixTree()
+            self._has_come.clear()
+            self._following = asyncio.create_task(self._read(), name="gateway-prefixes")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await self._has_come.wait()
+        return self.tree
+
+    async def close(self) -> None:
+        """Follow no more."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._end()
+        if self._following is not None:
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    def _end(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _read(self) -> None:
+        async with contextlib.aclosing(self._follow()) as updates:
+            async for update in updates:
+                if isinstance(update, cache_pb2.Contents):
+                    self.tree.apply(update)
+                    if self.tree.is_complete:
+                        self._has_come.set()
+                    await asyncio.sleep(0)  # many messages may be there at once
+
+
+def follow_contents(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
+    """Follows the contents of a client's cluster."""
+    return lambda: client.watch(pictures=False, contents=True)

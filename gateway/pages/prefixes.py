@@ -1,0 +1,83 @@
+"""GET /api/prefixes: the cached prefixes as a tree, a level at a time."""
+
+from __future__ import annotations
+
+import array
+import sys
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvpool.client import Client, KvpoolError
+
+from ..context import gateway_of
+from ..errors import ApiError
+from .page import page_of
+from .prefix_tree import PrefixEntry, PrefixTree
+
+MAX_ENTRIES: Final = 200
+
+
+async def prefixes(request: Request) -> JSONResponse:
+    """The entries after `node` (0: the beginnings), at most `limit`. Raises ApiError."""
+    number, limit = _number(request, "node", 0, 2**63), _number(request, "limit", 50, MAX_ENTRIES)
+    tree = await page_of(request).prefixes.look()
+    if not tree.is_complete:
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the manager has not listed what it holds yet: ask again",
+            code="unavailable",
+        )
+    node = tree.find(number) if number else None
+    is_gone = bool(number) and node is None
+    entries, total = ([], 0) if is_gone else tree.children(node, limit)
+    client = gateway_of(request).client
+    return JSONResponse(
+        {
+            "num_nodes": tree.num_nodes,
+            "is_gone": is_gone,
+            "total": total,
+            "entries": [await _encode(tree, entry, client) for entry in entries],
+        }
+    )
+
+
+async def _encode(tree: PrefixTree, entry: PrefixEntry, client: Client) -> dict[str, Any]:
+    root, salt_number = tree.root_of(entry.first)
+    return {
+        "node": str(entry.last.node),
+        "text": await _text(entry, "" if root is None else root.model_fingerprint, client),
+        "num_blocks": entry.num_blocks,
+        "num_tokens": entry.num_blocks * (len(entry.first.tokens) // 4),
+        "num_saved_tokens": entry.num_saved_tokens,
+        "workers": sorted(entry.first.sessions.values()),
+        "num_children": len(entry.last.children),
+        "salt_number": salt_number,
+    }
+
+
+async def _text(entry: PrefixEntry, fingerprint: str, client: Client) -> str | None:
+    """The beginning of the entry's text; None if its model has no tokenizer, or no worker serves it now."""
+    try:
+        model = await client.model(fingerprint)
+    except KvpoolError:
+        return None
+    if model.tokenizer is None:
+        return None
+    ids = array.array("I")
+    ids.frombytes(entry.tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    text: str = model.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    return text
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    given = request.query_params.get(name, str(default))
+    if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= most):
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST, f"{name}: needed 0 to {most}, got {given[:32]!r}", param=name, code="invalid_value"
+        )
+    return int(given)
