@@ -1,0 +1,33 @@
+"""A gateway that listens, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvpool.gateway.server import GatewayServer
+from kvpool.gateway.settings import GatewaySettings
+
+NOBODY = "127.0.0.1:1"
+"""Where no manager is."""
+
+
+@asynccontextmanager
+async def serving(manager: str = NOBODY, **settings: Any) -> AsyncIterator[GatewayServer]:
+    """Serve on a free port of the loopback."""
+    chosen = {"manager": manager, "port": 0, "grace_seconds": 0, **settings}
+    async with GatewayServer(GatewaySettings(**chosen)) as server:
+        yield server
+
+
+async def exchange(port: int, raw: bytes, seconds: float = 20) -> bytes:
+    """Send bytes as they are; returns what comes back until the gateway closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(raw)
+        async with asyncio.timeout(seconds):
+            return await reader.read()
+    finally:
+        writer.close()
