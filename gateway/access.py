@@ -14,7 +14,6 @@ import ipaddress
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -162,12 +161,13 @@ def _answer_to(scope: Scope, error: ApiError) -> Response:
 
 def session_of(headers: Headers) -> str:
     """The page's session that came with the request; empty if none did."""
-    try:
-        cookies = SimpleCookie(headers.get("cookie", ""))
-    except CookieError:
-        return ""
-    found = cookies.get(COOKIE)
-    return found.value if found is not None else ""
+    # Not http.cookies: it gives up at the first cookie that is not written as it likes, and cookies do not keep to one port, so
+    # those of every other server of this machine come along.
+    for cookie in headers.get("cookie", "").split(";"):
+        name, _, value = cookie.partition("=")
+        if name.strip() == COOKIE:
+            return value.strip()
+    return ""
 
 
 def session_cookie(session: str) -> str:

@@ -17,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import ApiError
 
+ENDLESS_PATHS: Final = frozenset({"/api/watch"})
+"""Whose answers have no end of their own."""
 MAX_HEAD_BYTES: Final = 64 << 10
 _CLOSING_SECONDS: Final = 1.0
 
@@ -72,11 +74,12 @@ class BoundedConnection(HttpToolsProtocol):
         if self._stage == "idle":
             self._num_head_bytes = 0
             self._enter("head", self.limits.head_seconds)
-        if self._stage == "head":
+        if self._stage in ("head", ""):
             self._num_head_bytes += len(data)
         super().data_received(data)
-        # A body that came with its head is counted too, so the limit holds only while the head is not complete.
-        if self._stage == "head" and self._num_head_bytes > MAX_HEAD_BYTES:
+        # A body that came with its head is counted too, so the limit holds only while the head is not complete. A head may also
+        # come while the request before it is still answered.
+        if self._stage in ("head", "") and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 "head",
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -89,7 +92,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._leave_stage()
+        self._num_head_bytes = 0
         super().on_message_complete()
+        if self.cycle.response_complete and not self.pipeline:
+            # It was refused before its body had come.
+            self._enter("idle", self.limits.idle_seconds)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -97,6 +104,14 @@ class BoundedConnection(HttpToolsProtocol):
             # uvicorn's own timer ends with the first byte after it, even with one that begins no request.
             self._unset_keepalive_if_required()
             self._enter("idle", self.limits.idle_seconds)
+        self._limit_closing()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.cycle.scope["path"] in ENDLESS_PATHS:
+            # Its answer would last for the whole grace. A browser asks again, as after any lost connection.
+            self.transport.close()
+        self._limit_closing()
 
     def _enter(self, stage: str, seconds: float) -> None:
         self._leave_stage()
@@ -117,11 +132,13 @@ class BoundedConnection(HttpToolsProtocol):
         if stage == "idle":
             self.limits.ended["idle"] += 1
             self.transport.close()
+            self._limit_closing()
             return
         seconds = self.limits.head_seconds if stage == "head" else self.limits.body_seconds
         self._refuse(
             stage, HTTPStatus.REQUEST_TIMEOUT, f"a request's {stage} must come within {seconds:g} s: send it in one go"
         )
+        self._limit_closing()
 
     def _refuse(self, limit: str, status: HTTPStatus, message: str) -> None:
         """Answer, if no answer has begun, and close."""
@@ -155,11 +172,21 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reader_timer = self.loop.call_later(self.limits.reader_seconds, self._on_slow_reader)
+        self._start_reader_timer()
 
     def resume_writing(self) -> None:
         self._stop_reader_timer()
         super().resume_writing()
+        self._limit_closing()
+
+    def _limit_closing(self) -> None:
+        """A connection that closes does so only when its last bytes are taken: that too has a time."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._start_reader_timer()
+
+    def _start_reader_timer(self) -> None:
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self.limits.reader_seconds, self._on_slow_reader)
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:

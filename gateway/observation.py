@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +23,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An id that a caller may choose: visible ASCII."""
 UNKNOWN_ROUTE: Final = "other"
+_MAX_LOGGED_PATH: Final = 256
 _QUIET: Final = frozenset({"/health", "/metrics"})
 """Routes that are asked all the time: their lines are for debugging."""
 
@@ -53,6 +55,7 @@ class Observation:
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid4().hex
         scope["kvpool.request_id"] = request_id
+        logged_path = scope["path"][:_MAX_LOGGED_PATH]
         began = self._clock()
         status = 0
         num_received = 0
@@ -82,8 +85,10 @@ class Observation:
             if status:
                 raise
             await error.response()(scope, receive, send_observed)
+        except ClientDisconnect:
+            pass  # it left before its body was complete: nobody is there to answer, and nothing failed here
         except Exception:
-            log.exception("request failed", method=scope["method"], path=scope["path"], request_id=request_id)
+            log.exception("request failed", method=scope["method"], path=logged_path, request_id=request_id)
             if status:
                 raise  # the connection breaks off: the reader must not take the answer for complete
             failed = ApiError(
@@ -101,7 +106,7 @@ class Observation:
             line(
                 "request",
                 method=scope["method"],
-                path=scope["path"],
+                path=logged_path,
                 status=status,
                 ms=round(seconds * 1000, 1),
                 request_id=request_id,
@@ -122,9 +127,10 @@ def _declared_bytes(headers: Headers) -> int:
 
 
 def _too_large(most: int) -> ApiError:
+    # The connection stays open and drops the rest of the body: to close it while the caller sends would reset it, and the caller
+    # would see a broken connection and not this answer.
     return ApiError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"a request's body may have {most} bytes (--max-body-bytes): send less",
         code="request_too_large",
-        headers={"Connection": "close"},
     )

@@ -32,6 +32,13 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which ends the whole process if the application does not start."""
+        try:
+            await super().serve(sockets)
+        except SystemExit:
+            raise RuntimeError("the gateway's application did not start; the log says why") from None
+
 
 class GatewayServer:
     """Listens and serves. `async with` starts and stops it; make it inside the loop that runs it."""
@@ -62,9 +69,8 @@ class GatewayServer:
         listener = listen(settings.host, settings.port)
         self.port = listener.getsockname()[1]
         limits = connection_limits(settings)
-        for name in ("uvicorn.error", "uvicorn.access"):
-            # What it says of requests and their failures the application says itself.
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        uvicorns_log = logging.getLogger("uvicorn.error")
+        uvicorns_log.setLevel(logging.ERROR)  # only here it says why the application did not start
         config = uvicorn.Config(
             make_app(settings, limits),
             http=bounded(limits),
@@ -82,9 +88,12 @@ class GatewayServer:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="gateway-http")
         while not self._server.started:
             if self._serving.done():
+                listener.close()
                 self._serving.result()
                 raise RuntimeError("the HTTP server has ended before it started")
             await asyncio.sleep(_POLL_SECONDS)
+        # From here on, what it says of requests and their failures the application says itself.
+        uvicorns_log.setLevel(logging.CRITICAL + 1)
         log.info("listening", url=self.url, manager=settings.manager, keys=len(settings.keys))
         if not is_loopback(settings.host):
             log.warning("listening beyond loopback without encryption", host=settings.host)

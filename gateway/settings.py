@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 from pydantic import Field, PrivateAttr, SecretStr, StringConstraints, field_validator, model_validator
 from pydantic_settings import CliToggleFlag, NoDecode, SettingsConfigDict
 
+from kvpool.client import ClientConfig, KvpoolError
 from kvpool.process.address import DEFAULT_MANAGER, is_loopback
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.settings import ProcessSettings
@@ -18,7 +19,7 @@ DEFAULT_PORT: Final = 8000
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 
 Words = Annotated[list[str], NoDecode]
-"""By a flag that may be repeated, or by a variable: one word, or a JSON list."""
+"""By a flag that may be repeated, or by a variable: words with commas between them, or a JSON list."""
 
 
 class GatewaySettings(ProcessSettings):
@@ -95,10 +96,30 @@ class GatewaySettings(ProcessSettings):
 
     @field_validator("api_key", "allowed_host", "cors_origin", mode="before")
     @classmethod
-    def _one_word_or_a_list(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return json.loads(value) if value.startswith("[") else [value]
-        return value
+    def _words(cls, value: Any) -> Any:
+        """A flag that was repeated comes as one text too, with commas between its values."""
+        if not isinstance(value, str):
+            return value
+        if not value.startswith("["):
+            words = [word.strip() for word in value.split(",")]
+            if "" in words:
+                # E.g. of a variable that is not set: nobody must believe that there is a key.
+                raise ValueError("a value is empty: give it, or leave the setting out")
+            return words
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            # Never the value itself: it may be a key.
+            raise ValueError('give one word, words with commas between them, or a JSON list: ["one", "two"]') from None
+
+    @field_validator("manager")
+    @classmethod
+    def _manager_is_an_address(cls, manager: str) -> str:
+        try:
+            ClientConfig(manager=manager)
+        except KvpoolError:
+            raise ValueError("the manager's address must be host:port, e.g. 127.0.0.1:50051") from None
+        return manager
 
     @field_validator("api_key")
     @classmethod
@@ -130,7 +151,11 @@ class GatewaySettings(ProcessSettings):
 def _read_keys(path: Path) -> list[str]:
     try:
         with path.expanduser().open("rb") as file:
-            found = file.read(MAX_KEY_FILE_BYTES)
+            found = file.read(MAX_KEY_FILE_BYTES + 1)
+        if len(found) > MAX_KEY_FILE_BYTES:
+            raise ValueError(
+                f"--api-key-file {path} has more than {MAX_KEY_FILE_BYTES} bytes: give a file of keys, one on each line"
+            )
         keys = [line for line in found.decode().splitlines() if line.strip() and not line.startswith("#")]
     except OSError as error:
         raise ValueError(f"--api-key-file {path} cannot be read: {error.strerror}") from None
@@ -144,6 +169,6 @@ def _read_keys(path: Path) -> list[str]:
 
 
 def _require_key(key: str, place: str) -> None:
-    if not 8 <= len(key) <= 512 or not key.isascii() or not key.isprintable() or " " in key:
+    if not 8 <= len(key) <= 512 or not key.isascii() or not key.isprintable() or " " in key or "," in key:
         # Never the key itself: the message goes to a terminal or a log.
-        raise ValueError(f"{place}a key has 8 to 512 printable ASCII characters without spaces")
+        raise ValueError(f"{place}a key has 8 to 512 printable ASCII characters, without spaces and commas")
