@@ -107,6 +107,8 @@ class Contents:
         """The first event of this journal."""
         self.last_number = last_number
         self.last_node = last_node
+        self._read = last_number
+        """The last event that somebody may know of: it must not change any more."""
         self._salts = salts
         self._nodes: dict[Node, _Listed] = {}
         """Nodes with a number, parents before children."""
@@ -174,8 +176,8 @@ class Contents:
         if listed is None:
             return
         last = self._ring[self.last_number % self._capacity]
-        if isinstance(last, Removed) and last.node == listed.node and self.last_number >= self._first:
-            # As nearly always: an eviction prunes its node. One event is enough.
+        if isinstance(last, Removed) and last.node == listed.node and self.last_number > self._read:
+            # As nearly always: an eviction prunes its node. One event is enough, unless it was read before the node went.
             self._ring[self.last_number % self._capacity] = last._replace(forgotten=True)
         else:
             self._add(Removed(self.last_number + 1, listed.node, 0, forgotten=True))
@@ -280,12 +282,14 @@ class Contents:
         if not oldest - 1 <= number <= self.last_number:
             return None
         last = min(self.last_number, number + most)
+        self._read = max(self._read, last)
         found = [self._ring[n % self._capacity] for n in range(number + 1, last + 1)]
         return [event for event in found if event is not None]
 
     def whole(self) -> Whole:
         """All that is listed now, to be taken in parts. Then follow the events after its `number`."""
-        return Whole(self, self.last_number, list(self._nodes.items()))
+        self._read = self.last_number
+        return Whole(self, self.last_number, list(self._nodes), list(self._nodes.values()))
 
     def _stored_everywhere(self, node: Node, listed: _Listed) -> list[Stored]:
         """The node as it is now: once for each session that holds it, once without one if none does."""
@@ -309,17 +313,21 @@ class Whole:
     followed.
     """
 
-    def __init__(self, contents: Contents, number: int, nodes: list[tuple[Node, _Listed]]) -> None:
+    def __init__(self, contents: Contents, number: int, nodes: list[Node], listed: list[_Listed]) -> None:
         self._contents = contents
         self.number = number
         """Of the last event before."""
+        # Two lists, because a list of pairs of 100,000 nodes takes several times as long.
         self._nodes = nodes
+        self._listed = listed
         self._position = 0
 
     def part(self, count: int) -> list[Stored]:
         """The next `count` nodes; empty after the last."""
         begin, self._position = self._position, self._position + count
         found = []
-        for node, listed in self._nodes[begin : self._position]:
+        for node, listed in zip(
+            self._nodes[begin : self._position], self._listed[begin : self._position], strict=True
+        ):
             found += [stored._replace(number=self.number) for stored in self._contents._stored_everywhere(node, listed)]
         return found
