@@ -73,8 +73,8 @@ class ContentsView:
         elif kind == "removed":
             self._remove(event.removed)
         elif kind == "cleared":
-            for node in self.nodes.values():
-                node.sessions.pop(event.cleared.session, None)
+            for holder in self.nodes.values():
+                holder.sessions.pop(event.cleared.session, None)
         elif kind == "served" and (node := self.nodes.get(event.served.node)) is not None:
             node.num_served_tokens += event.served.num_cached_tokens
 

@@ -37,7 +37,9 @@ def test_a_node_that_goes_after_its_removal_was_read_is_reported_as_forgotten() 
     assert isinstance(events[-1], Removed)
     assert not events[-1].forgotten
     other.free("computing")
-    assert contents.since(events[-1].number, 100) == [Removed(events[-1].number + 1, events[-1].node, 0, forgotten=True)]
+    assert contents.since(events[-1].number, 100) == [
+        Removed(events[-1].number + 1, events[-1].node, 0, forgotten=True)
+    ]
 
 
 def test_a_whole_state_that_has_a_node_is_followed_by_the_event_that_it_goes() -> None:
