@@ -2,9 +2,9 @@
 
 python -m bench.followed [--runs N] [--json]
 
-The replay of bench.manager_core, in one process and in turn: nobody follows, and somebody does. CPU time of the thread, without the
-cyclic collector, as in the manager's process. `reading` is what one follower adds at the edge: all events taken from the journal and
-encoded, in messages of 256. (bench.before_after shows what it costs that somebody could follow, against a commit without a journal.)
+The replay of bench.manager_core, in one process and in turn: nobody follows, and somebody does. CPU time of the thread, without
+the cyclic collector, as in the manager's process. `reading` is what one follower adds at the edge: all events taken from the
+journal and encoded, in messages of 256. (bench.before_after compares with a commit that had no journal.)
 """
 
 from __future__ import annotations
