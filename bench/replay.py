@@ -39,9 +39,11 @@ def registration(worker_id: str, block_size: int, num_blocks: int) -> Registrati
 class OurReplay:
     """kvpool's core executes the recorded calls. The time includes building its messages from token lists and block ids."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, num_events: int = 0) -> None:
+        """`num_events`: that a journal of contents keeps; 0: nobody follows them."""
         self._trace = trace = recording.trace
         self._recording = recording
+        self._num_events = num_events
         self._tokens = trace.all_tokens()
         self._root = Root(FINGERPRINT)
         self.manager = CacheManager(1)
@@ -54,6 +56,9 @@ class OurReplay:
             registration("bench", self._trace.block_size, self._trace.num_blocks), 0.0
         ).session
         calls = self._recording.calls
+        if self._num_events:
+            while manager.follow_contents(self._num_events).list_some(self._trace.num_blocks):
+                pass
         gc.collect()
         began = time.thread_time()
         for call in calls:

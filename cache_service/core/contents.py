@@ -7,12 +7,15 @@ A node is listed for a pool when its first block there is sealed, and removed wh
 another block of the pool takes over is no event. A session whose report is not complete is not listed: look-ups do not see it. When
 it is, and when a journal begins, what the pools hold already is listed in slices (`list_some`); events of these pools come in
 between, in an order in which parents come before children. A node that was listed is forgotten when the tree prunes it.
+
+To note an event is part of every Allocate and Append while somebody follows, so the ring keeps what cannot change of the two kinds
+that are frequent, in plain tuples; the events themselves are made for who reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 from .messages import Root, SequenceKey
@@ -68,20 +71,22 @@ class Served(NamedTuple):
 Event = Stored | Removed | Cleared | Served
 
 
-class _Listed(NamedTuple):
-    """The number of a node, and that of its parent (0: a root)."""
+_Listed = tuple[int, int, RootNode | None, int]
+"""The number of a node, that of its parent (0: a root), the root if it is the parent, and then the number of the salt."""
 
-    node: int
-    parent: int
+_NAMELESS = (0, "")
+"""In place of a session's number and worker_id, where there is no session."""
 
 
 class _Pool:
     """A pool that look-ups see."""
 
-    __slots__ = ("listed", "pool", "position", "session")
+    __slots__ = ("listed", "name", "pool", "position", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.name = (session.number, session.worker_id)
+        """Kept with events, which must not keep a session that has ended."""
         self.pool: BlockPool = session.pool
         self.position = 1
         """The first block that `list_some` has not looked at."""
@@ -102,11 +107,15 @@ class Contents:
         """`capacity`: events kept for followers that are late; `sessions`: those that look-ups see. `last_number` and `last_node`:
         where its numbers continue, because those of an earlier journal of this epoch must not come again."""
         self._capacity = capacity
-        self._ring: list[Event | None] = [None] * capacity
+        self._ring: list[tuple[Any, ...] | None] = [None] * capacity
+        """Events; of a Stored only (node, what is listed of it, number and worker_id of the session, sequence), and of a Removed
+        (number of the node, session, forgotten)."""
         self._first = last_number + 1
         """The first event of this journal."""
         self.last_number = last_number
         self.last_node = last_node
+        self._read = last_number
+        """The last event that somebody may know of: it must not change any more."""
         self._salts = salts
         self._nodes: dict[Node, _Listed] = {}
         """Nodes with a number, parents before children."""
@@ -140,20 +149,40 @@ class Contents:
             self._pending.pop(pool, None)
             self._add(Cleared(self.last_number + 1, session.number, session.worker_id))
 
-    def sealed(self, key: SequenceKey, pool: Holder, nodes: Iterable[Node]) -> None:
-        """The pool has its first copy of each of these nodes, computed by the sequence."""
+    def sealed(self, key: SequenceKey, pool: Holder, nodes: list[Node], table: list[int], begin: int, end: int) -> None:
+        """The sequence has computed nodes[begin:end], in the blocks of its table at the same places. Where another block of the
+        pool has the content already, nothing has changed."""
         of = self._pools.get(pool)
-        if of is not None:
-            for node in nodes:
+        if of is None:
+            return
+        name, known, is_complete = of.name, self._nodes, of.listed is None
+        for index in range(begin, end):
+            node = nodes[index]
+            if node.copy_in(pool) != table[index]:
+                continue
+            listed = known.get(node)
+            if listed is None and is_complete:
+                # All that the pool holds is listed, so a parent with a number needs no event.
+                if isinstance(node.parent, RootNode):
+                    listed = self._number(node)
+                elif node.parent is not None and (above := known.get(node.parent)):
+                    self.last_node = number = self.last_node + 1
+                    listed = known[node] = (number, above[0], None, 0)
+            if listed is None or not is_complete:
                 self._list(of, node, key)
+            else:
+                self._add((node, listed, name, key))
 
     def removed(self, node: Node, pool: Holder) -> None:
         """The pool is about to lose its last copy of the node. To be called before the copy is dropped."""
         of = self._pools.get(pool)
-        if of is not None and of.has_listed(node):
-            if of.listed is not None:
-                of.listed.discard(node)
-            self._add(Removed(self.last_number + 1, self._nodes[node].node, of.session.number))
+        if of is None:
+            return
+        if of.listed is not None:
+            if node not in of.listed:
+                return
+            of.listed.discard(node)
+        self._add((self._nodes[node][0], of.name[0], False))
 
     def served(
         self, key: SequenceKey, pool: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
@@ -164,8 +193,9 @@ class Contents:
             return
         number = 0
         if node is not None:
-            self._list(of, node, None)
-            number = self._nodes[node].node
+            if of.listed is not None:
+                self._list(of, node, None)
+            number = self._nodes[node][0]
         self._add(Served(self.last_number + 1, key, of.session.number, number, num_cached_tokens, num_prompt_tokens))
 
     def dropped(self, node: Node) -> None:
@@ -173,12 +203,13 @@ class Contents:
         listed = self._nodes.pop(node, None)
         if listed is None:
             return
-        last = self._ring[self.last_number % self._capacity]
-        if isinstance(last, Removed) and last.node == listed.node and self.last_number >= self._first:
-            # As nearly always: an eviction prunes its node. One event is enough.
-            self._ring[self.last_number % self._capacity] = last._replace(forgotten=True)
+        place = self.last_number % self._capacity
+        last = self._ring[place]
+        if last is not None and self.last_number > self._read and len(last) == 3 and last[0] == listed[0]:
+            # As nearly always: an eviction prunes its node. One event is enough, unless it was read before the node went.
+            self._ring[place] = (last[0], last[1], True)
         else:
-            self._add(Removed(self.last_number + 1, listed.node, 0, forgotten=True))
+            self._add((listed[0], 0, True))
 
     # -- listing
 
@@ -231,48 +262,34 @@ class Contents:
         return node.copy_in(of.pool) == 0 or of.has_listed(node)
 
     def _list_one(self, of: _Pool, node: Node, key: SequenceKey | None) -> None:
-        parent = node.parent
-        assert parent is not None, "a listed node is in the tree"
         if node not in self._nodes:
-            self.last_node += 1
-            above = 0 if isinstance(parent, RootNode) else self._nodes[parent].node
-            self._nodes[node] = _Listed(self.last_node, above)
+            self._number(node)
+        name = _NAMELESS
         if node.copy_in(of.pool):
             if of.listed is not None:
                 of.listed.add(node)
-            session = of.session
-            self._add(self._stored(self.last_number + 1, node, session.number, session.worker_id, key))
+            name = of.name
         else:
-            self._add(self._stored(self.last_number + 1, node))
+            key = None
+        self._add((node, self._nodes[node], name, key))
 
-    def _stored(
-        self, number: int, node: Node, session: int = 0, worker_id: str = "", key: SequenceKey | None = None
-    ) -> Stored:
-        listed, parent = self._nodes[node], node.parent
-        root, salt_number, block_size = None, 0, 0
+    def _number(self, node: Node) -> _Listed:
+        """Give a node its number; its parent has one or is a root."""
+        parent = node.parent
+        assert parent is not None, "a listed node is in the tree"
+        self.last_node = number = self.last_node + 1
         if isinstance(parent, RootNode):
-            root, block_size = parent.key
-            salt_number = self._salts.number(root.tenant_salt)
-            root = root._replace(tenant_salt="")
-        return Stored(
-            number,
-            listed.node,
-            listed.parent,
-            root,
-            salt_number,
-            node.tokens,
-            node.block_hash or 0,
-            block_size,
-            session,
-            worker_id,
-            key,
-        )
+            listed: _Listed = (number, 0, parent, self._salts.number(parent.key[0].tenant_salt))
+        else:
+            listed = (number, self._nodes[parent][0], None, 0)
+        self._nodes[node] = listed
+        return listed
 
     # -- following
 
-    def _add(self, event: Event) -> None:
-        self.last_number += 1
-        self._ring[self.last_number % self._capacity] = event
+    def _add(self, kept: tuple[Any, ...]) -> None:
+        self.last_number = number = self.last_number + 1
+        self._ring[number % self._capacity] = kept
 
     def since(self, number: int, most: int) -> list[Event] | None:
         """The events after `number`, at most `most`; None if they are not kept any more, or `number` is none that was given."""
@@ -280,26 +297,65 @@ class Contents:
         if not oldest - 1 <= number <= self.last_number:
             return None
         last = min(self.last_number, number + most)
-        found = [self._ring[n % self._capacity] for n in range(number + 1, last + 1)]
-        return [event for event in found if event is not None]
+        self._read = max(self._read, last)
+        return [_event(n, self._ring[n % self._capacity]) for n in range(number + 1, last + 1)]
 
     def whole(self) -> Whole:
         """All that is listed now, to be taken in parts. Then follow the events after its `number`."""
-        return Whole(self, self.last_number, list(self._nodes.items()))
+        self._read = self.last_number
+        return Whole(self, self.last_number, list(self._nodes), list(self._nodes.values()))
 
     def _stored_everywhere(self, node: Node, listed: _Listed) -> list[Stored]:
         """The node as it is now: once for each session that holds it, once without one if none does."""
         if self._nodes.get(node) is not listed:
             # Pruned since, and the event that says so follows. Until then others may name it as their parent.
-            return [Stored(self.last_number, listed.node, listed.parent, None, 0, node.tokens, node.block_hash or 0, 0)]
-        sessions = [
-            self._pools[pool].session
+            return [_stored(self.last_number, node, listed)]
+        names = [
+            self._pools[pool].name
             for pool in node.pools()
             if pool in self._pools and self._pools[pool].has_listed(node)
         ]
-        if not sessions:
-            return [self._stored(self.last_number, node)]
-        return [self._stored(self.last_number, node, one.number, one.worker_id) for one in sessions]
+        return [_stored(self.last_number, node, listed, name) for name in names or (_NAMELESS,)]
+
+
+def _event(number: int, kept: tuple[Any, ...] | None) -> Event:
+    """An event out of what the ring keeps of it."""
+    assert kept is not None, "an event of this journal"
+    if isinstance(kept, Stored | Removed | Cleared | Served):
+        return kept
+    if len(kept) == 3:
+        node, session, forgotten = kept
+        return Removed(number, node, session, forgotten)
+    content, listed, name, key = kept
+    return _stored(number, content, listed, name, key)
+
+
+def _stored(
+    number: int,
+    node: Node,
+    listed: _Listed,
+    name: tuple[int, str] = _NAMELESS,
+    key: SequenceKey | None = None,
+) -> Stored:
+    node_number, parent, root_node, salt_number = listed
+    root, block_size = None, 0
+    if root_node is not None:
+        root, block_size = root_node.key
+        root = root._replace(tenant_salt="")
+    session, worker_id = name
+    return Stored(
+        number,
+        node_number,
+        parent,
+        root,
+        salt_number,
+        node.tokens,
+        node.block_hash or 0,
+        block_size,
+        session,
+        worker_id,
+        key,
+    )
 
 
 class Whole:
@@ -309,17 +365,19 @@ class Whole:
     followed.
     """
 
-    def __init__(self, contents: Contents, number: int, nodes: list[tuple[Node, _Listed]]) -> None:
+    def __init__(self, contents: Contents, number: int, nodes: list[Node], listed: list[_Listed]) -> None:
         self._contents = contents
         self.number = number
         """Of the last event before."""
+        # Two lists, because a list of pairs of 100,000 nodes takes several times as long.
         self._nodes = nodes
+        self._listed = listed
         self._position = 0
 
     def part(self, count: int) -> list[Stored]:
         """The next `count` nodes; empty after the last."""
         begin, self._position = self._position, self._position + count
         found = []
-        for node, listed in self._nodes[begin : self._position]:
+        for node, listed in zip(self._nodes[begin : self._position], self._listed[begin : self._position], strict=True):
             found += [stored._replace(number=self.number) for stored in self._contents._stored_everywhere(node, listed)]
         return found

@@ -9,7 +9,7 @@ that reference counting alone frees a dropped node (the process runs without the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import reduce
 from hashlib import blake2b
 from itertools import islice
@@ -40,8 +40,8 @@ class Holder(Protocol):
 class Journal(Protocol):
     """What is notified of changes in what look-ups find, while somebody follows them."""
 
-    def sealed(self, key: SequenceKey, pool: Holder, nodes: Iterable[Node]) -> None:
-        """A pool has its first copy of each of these nodes."""
+    def sealed(self, key: SequenceKey, pool: Holder, nodes: list[Node], table: list[int], begin: int, end: int) -> None:
+        """A sequence has computed nodes[begin:end], in the blocks of its table at the same places."""
 
     def removed(self, node: Node, pool: Holder) -> None:
         """A pool is about to lose its last copy of a node."""

@@ -172,9 +172,8 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
         tree.name(node)
         pool.seal(sequence.table[index], node)
         node.drop_leader(sequence)
-    if tree.journal is not None:
-        fresh = zip(sequence.table[sequence.num_sealed : num_full], nodes[sequence.num_sealed : num_full], strict=True)
-        tree.journal.sealed(sequence.key, pool, [node for block, node in fresh if node.copy_in(pool) == block])
+    if tree.journal is not None and num_full > sequence.num_sealed:
+        tree.journal.sealed(sequence.key, pool, nodes, sequence.table, sequence.num_sealed, num_full)
     sequence.num_sealed = max(sequence.num_sealed, num_full)
 
 

@@ -117,6 +117,8 @@ class ContentsFollower:
             for session in known.sessions:
                 found.setdefault(session, set()).add(self._path(known))
         assert found == held_by(manager), "what the events say is not what look-ups find"
+        assert manager.contents is not None
+        assert len(self._nodes) == manager.contents.num_nodes, "a node was forgotten, and no event says so"
 
     def _path(self, known: _Known) -> tuple[int, Path]:
         tokens = [known.tokens]

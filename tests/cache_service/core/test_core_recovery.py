@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.contents import Stored
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -107,6 +108,24 @@ def test_until_the_report_is_complete_nothing_else_is_answered_and_nobody_is_rou
     (routed,) = manager.route(ROOT, token_bytes(range(9)))
     assert routed.num_cached_tokens == 8
     assert manager.allocate(worker.uplink(), [])[0] == []
+
+
+def test_a_report_is_listed_for_followers_of_the_contents_once_it_is_complete() -> None:
+    """Look-ups do not see it before."""
+    worker = Reporter()
+    worker.report(last=False, contents=(run(3, 4),))
+    contents = worker.manager.follow_contents(100)
+    worker.check()
+    assert contents.is_complete
+    assert contents.since(0, 100) == []
+    worker.report(1, contents=(run(7, first=9),))
+    worker.check()
+    events = contents.since(0, 100)
+    assert events is not None
+    stored = [event for event in events if isinstance(event, Stored)]
+    assert [event.number for event in stored] == [1, 2, 3]
+    assert [event.tokens for event in stored] == [token_bytes(range(at, at + SIZE)) for at in (0, SIZE, 9 * SIZE)]
+    assert {event.session for event in stored} == {worker.number}
 
 
 def test_complete_blocks_are_hits_with_their_old_generation() -> None:
