@@ -9,7 +9,7 @@ that reference counting alone frees a dropped node (the process runs without the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import reduce
 from hashlib import blake2b
 from itertools import islice
