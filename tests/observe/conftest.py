@@ -13,7 +13,7 @@ __all__ = ["one_thread", "pytest_runtest_makereport"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Without the binary there is nothing to see, which is a failure and no reason to leave tests out. Other tests do not need it."""
+    """Without the binary there is nothing to see: a failure, and no reason to leave tests out. Other tests do not need it."""
     here = Path(__file__).parent
     if any(here in item.path.parents for item in session.items) and (why := missing()):
         pytest.exit(why, returncode=1)
