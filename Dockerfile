@@ -1,7 +1,8 @@
-# The images of kvpool. Targets: `manager` (no torch, no numpy), `worker` (all of it, and the native step prebuilt; also runs the
+# The images of kvpool. Targets: `manager` (no torch, no numpy), `gateway` (no torch), `worker` (all of it, and the native step prebuilt; also runs the
 # command line `kvpool`) and `worker-gpu` (the same, and a C compiler).
 #
 #   docker build --target manager --tag kvpool-manager:local .
+#   docker build --target gateway --tag kvpool-gateway:local .
 #   docker build --target worker --tag kvpool-worker:local --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
 # Without PIP_EXTRA_INDEX_URL the worker gets PyPI's torch, which is built for CUDA and several times as large.
@@ -31,6 +32,7 @@ base, extras = project['dependencies'], project['optional-dependencies']; \
 manager = ('googleapis-', 'grpcio', 'prometheus-client', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
 open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager))); \
 open('worker.txt', 'w').write('\n'.join(base + extras['worker'])); \
+open('gateway.txt', 'w').write('\n'.join(base + extras['gateway'])); \
 open('compiler.txt', 'w').write('\n'.join(extras['compiler']))"
 
 
@@ -90,6 +92,23 @@ COPY --from=kvpool /opt/venv /opt/venv
 RUN python -c "import kvpool.cache_service.__main__" && kvpool-health --help >/dev/null && rm /opt/venv/bin/kvpool
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.cache_service"]
+
+
+FROM pip AS gateway-packages
+COPY --from=requirements /requirements/gateway.txt /requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --requirement /requirements/gateway.txt
+
+
+# Without torch. The program that its health check runs is one line of Python.
+FROM base AS gateway
+COPY --from=gateway-packages /opt/venv /opt/venv
+COPY --from=kvpool /opt/venv /opt/venv
+RUN printf '#!/opt/venv/bin/python\nimport sys, urllib.request\nurllib.request.urlopen(sys.argv[1], timeout=4)\n' > /opt/venv/bin/kvpool-alive \
+    && chmod 755 /opt/venv/bin/kvpool-alive \
+    && python -c "import kvpool.gateway.server"
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "kvpool.gateway"]
 
 
 FROM kvpool AS kvpool-worker

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvpool.cache_service.settings import ManagerSettings
+from kvpool.gateway.settings import GatewaySettings
 from kvpool.worker_service.settings import WorkerSettings
 from tests.compose.project import COMPOSE_FILE, ROOT
 
@@ -23,7 +24,7 @@ OBSERVERS = [name for name in SERVICES if "observe" in SERVICES[name].get("profi
 """Other projects' images, which read metrics."""
 OURS = [name for name in SERVICES if name not in OBSERVERS]
 SERVERS = [name for name in OURS if name != "client"]
-WORKERS = [name for name in SERVERS if name != "manager"]
+WORKERS = [name for name in SERVERS if name not in ("manager", "gateway")]
 GPU_WORKERS = [name for name in WORKERS if "deploy" in SERVICES[name]]
 BUILT = {service["image"]: service["build"]["target"] for service in SERVICES.values() if "build" in service}
 
@@ -81,7 +82,7 @@ def test_only_declared_volumes_are_mounted(name: str) -> None:
     assert {volume.partition(":")[0] for volume in SERVICES[name].get("volumes", [])} <= set(FILE["volumes"])
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", ["manager", *WORKERS])
 def test_a_server_has_one_port_on_loopback_and_a_health_check_for_it(name: str) -> None:
     service, environment = SERVICES[name], SERVICES[name]["environment"]
     inside = environment["KVPOOL_MANAGER_PORT" if name == "manager" else "KVPOOL_WORKER_PORT"]
@@ -92,6 +93,22 @@ def test_a_server_has_one_port_on_loopback_and_a_health_check_for_it(name: str) 
     assert "network_mode" not in service
     assert service["healthcheck"]["test"][:3] == ["CMD", "kvpool-health", f"127.0.0.1:{inside}"]
     assert re.fullmatch(r"\d+g", service["mem_limit"])
+
+
+def test_the_gateway_is_on_the_machines_loopback_unless_a_key_is_given() -> None:
+    """It has the machine's network, because the workers' addresses are the machine's; without a key it refuses any other address."""
+    service, environment = SERVICES["gateway"], SERVICES["gateway"]["environment"]
+    assert (service["network_mode"], "ports" in service) == ("host", False)
+    assert environment["KVPOOL_GATEWAY_HOST"] == "127.0.0.1"
+    assert "KVPOOL_GATEWAY_NO_API_KEY" not in environment
+    assert environment["KVPOOL_GATEWAY_MANAGER"] == SERVICES["client"]["environment"]["KVPOOL_MANAGER"]
+    assert service["healthcheck"]["test"][-1].endswith(f":{environment['KVPOOL_GATEWAY_PORT']}/version")
+    assert re.fullmatch(r"\d+g", service["mem_limit"])
+
+
+def test_the_gateways_image_has_no_torch() -> None:
+    assert "worker" not in stage("gateway")
+    assert "kvpool.gateway.server" in stage("gateway"), "the build fails if a package is missing"
 
 
 def test_prometheus_and_grafana_are_there_and_start_only_if_asked_for() -> None:
@@ -141,6 +158,7 @@ def test_grafana_has_no_account_and_asks_no_other_machine() -> None:
 def test_the_environment_sets_settings_that_exist(name: str) -> None:
     """A server ignores variables that it does not know."""
     fields = {f"KVPOOL_MANAGER_{field.upper()}" for field in ManagerSettings.model_fields}
+    fields |= {f"KVPOOL_GATEWAY_{field.upper()}" for field in GatewaySettings.model_fields}
     fields |= {f"KVPOOL_WORKER_{field.upper()}" for field in WorkerSettings.model_fields}
     assert {variable for variable in SERVICES[name]["environment"] if variable.startswith("KVPOOL_")} <= fields
 
@@ -164,7 +182,7 @@ def test_the_manager_restarts_and_the_client_does_not() -> None:
 
 def test_no_two_services_share_a_port_a_worker_id_or_a_gpu() -> None:
     for values in (
-        [SERVICES[name]["ports"][0].rpartition(":")[0] for name in [*SERVERS, *OBSERVERS]],
+        [SERVICES[name]["ports"][0].rpartition(":")[0] for name in ["manager", *WORKERS, *OBSERVERS]],
         [SERVICES[name]["environment"]["KVPOOL_WORKER_WORKER_ID"] for name in WORKERS],
         [str(SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]) for name in GPU_WORKERS],
     ):
