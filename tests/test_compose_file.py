@@ -96,7 +96,7 @@ def test_a_server_has_one_port_on_loopback_and_a_health_check_for_it(name: str) 
 
 
 def test_the_gateway_is_on_the_machines_loopback_unless_a_key_is_given() -> None:
-    """It has the machine's network, because the workers' addresses are the machine's; without a key it refuses any other address."""
+    """It has the machine's network, because the workers' addresses are the machine's; other addresses need a key."""
     service, environment = SERVICES["gateway"], SERVICES["gateway"]["environment"]
     assert (service["network_mode"], "ports" in service) == ("host", False)
     assert environment["KVPOOL_GATEWAY_HOST"] == "127.0.0.1"

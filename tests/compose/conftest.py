@@ -48,7 +48,7 @@ def images() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _remove()  # of a run that was killed
     try:
-        if _compose("build", "manager", "worker-0", captured=False).returncode != 0:
+        if _compose("build", "manager", "gateway", "worker-0", captured=False).returncode != 0:
             pytest.exit("make test-compose: the images could not be built; see above", returncode=1)
         yield
     finally:

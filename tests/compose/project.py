@@ -12,7 +12,7 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 
 NAME = "kvpool-test"
 TAG = "test"
-PORTS = {"manager": 25051, "worker-0": 25061, "worker-1": 25062}
+PORTS = {"manager": 25051, "worker-0": 25061, "worker-1": 25062, "gateway": 25080}
 """On 127.0.0.1; not the defaults, so that a user's own cluster can run at the same time."""
 
 _SETTINGS = {

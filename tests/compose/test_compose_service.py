@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 
 from kvpool.client import Client, Completion, FinishReason, KvpoolError
@@ -168,6 +169,18 @@ async def test_the_command_line_works_outside_and_as_a_container(containers: Con
         assert (
             await containers.try_(sys.executable, "-m", "kvpool.client.cli", "health", address(service))
         ).status == 0
+
+
+async def test_the_gateway_answers_over_http_without_torch(containers: Containers) -> None:
+    """On the machine's loopback, and it reaches the workers at the machine's ports."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
+    assert (await containers.inside("gateway", "python", "-c", program)).status == 0
+    async with httpx.AsyncClient(base_url=f"http://{address('gateway')}", timeout=60) as client:
+        assert (await client.get("/health")).json() == {"status": "ok", "workers": 2}
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = await client.post("/v1/chat/completions", json={"messages": question, "temperature": 0})
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+        assert "kvpool" in (await client.get("/")).text
 
 
 async def test_a_worker_that_is_stopped_lets_its_streams_end(containers: Containers) -> None:
