@@ -82,7 +82,7 @@ class Recorder:
         while self._num_ended < self._trace.num_requests or not self._cache.is_idle:
             self._arrive()
             self._take_events()
-            batch = self._scheduler.schedule()
+            batch = self._scheduler.schedule(now)
             self._cache.timed(partial(self._cache.begin_step, [part.sequence for part in batch]))
             self._talk(now, now + STEP_SECONDS)
             now += STEP_SECONDS

@@ -16,7 +16,7 @@ The default temperature is 0: always the most likely token. `Client` has the sam
 client.chat(…)`, and `await client.chat(…).collect()`. All errors are subclasses of `KvpoolError`.
 """
 
-from .chunk import Chunk, FinishReason, TokenLogprobs, Usage
+from .chunk import Chunk, FinishReason, Times, TokenLogprobs, Usage
 from .client import Client
 from .completion import Completion
 from .config import ClientConfig
@@ -78,6 +78,7 @@ __all__ = [
     "ServiceError",
     "SyncClient",
     "SyncStream",
+    "Times",
     "TokenLogprobs",
     "Unavailable",
     "Unimplemented",

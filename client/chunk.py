@@ -37,6 +37,22 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Where the time of a finished request went, in milliseconds. Together at most the time from the call to the last chunk."""
+
+    before_ms: int
+    """Until it was sent to the worker that finished it: tokenising, routing, and attempts on workers that went away."""
+    waiting_ms: int
+    """From then until that worker had blocks for it."""
+    prefill_ms: int
+    """From then until the first token was computed."""
+    decode_ms: int
+    """From the first token to the last."""
+    preempted_ms: int
+    """Without blocks after preemptions, and until it was as far as before. In none of the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What one request used."""
 
@@ -49,6 +65,8 @@ class Usage:
     """Tokens generated so far, over all attempts."""
     num_preemptions: int
     """How often the sequence was preempted and recomputed by the worker of this chunk."""
+    times: Times | None = None
+    """In the last chunk; None before, without a token, and if the worker went away after the last one or does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +151,21 @@ def _logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     )
 
 
+def _times_from_proto(message: worker_pb2.Times) -> Times:
+    return Times(
+        before_ms=0,  # no worker knows it
+        waiting_ms=message.waiting_ms,
+        prefill_ms=message.prefill_ms,
+        decode_ms=message.decode_ms,
+        preempted_ms=message.preempted_ms,
+    )
+
+
 def _usage_from_proto(message: worker_pb2.Usage) -> Usage:
     return Usage(
         num_prompt_tokens=message.num_prompt_tokens,
         num_cached_tokens=message.num_cached_tokens,
         num_generated_tokens=message.num_generated_tokens,
         num_preemptions=message.num_preemptions,
+        times=_times_from_proto(message.times) if message.HasField("times") else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .chunk import Chunk, FinishReason, TokenLogprobs, Usage
+from .chunk import Chunk, FinishReason, Times, TokenLogprobs, Usage
 from .errors import ProtocolError
 
 
@@ -34,6 +34,8 @@ class Completion:
     """Workers tried, this one included."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One per token of the prompt if they were asked for; None for the first, which has nothing before it."""
+    times: Times | None = None
+    """Where the time went; None without a token, and if the worker does not say."""
 
 
 class CompletionBuilder:
@@ -97,4 +99,5 @@ class CompletionBuilder:
             num_preemptions=usage.num_preemptions,
             num_attempts=last.attempt,
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
+            times=usage.times,
         )

@@ -35,6 +35,11 @@ class Account:
 
     def __init__(self) -> None:
         self._num_cached = 0
+        self._before_ms = 0
+
+    def begin(self, elapsed_ms: float) -> None:
+        """An attempt begins, `elapsed_ms` after the start of the call."""
+        self._before_ms = int(elapsed_ms)
 
     def join(self, usage: Usage, base: int) -> Usage:
         """`usage` of an attempt that began after `base` delivered tokens, as the answer's.
@@ -49,6 +54,7 @@ class Account:
             num_prompt_tokens=usage.num_prompt_tokens - base,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=base + usage.num_generated_tokens,
+            times=None if usage.times is None else replace(usage.times, before_ms=self._before_ms),
         )
 
     def at_the_end(self, num_prompt: int, num_delivered: int) -> Usage:

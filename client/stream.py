@@ -251,6 +251,7 @@ class GenerateStream:
                 f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}", reason="NEVER_FITS"
             )
         self._gate.open(target.attempt)
+        self._account.begin(deadline.elapsed() * 1000)
         return WatchedCall(
             self._channels.generate(target.address, request),
             target,

@@ -12,6 +12,7 @@ from kvpool.v1 import worker_pb2
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
+from .engine.request_times import Times
 from .engine.sampling_params import SamplingParams, TokenLogprobs
 from .engine.stream import Chunk, FinishReason, Usage
 from .model.facts import BatchInvariance
@@ -140,6 +141,17 @@ def encode_usage(usage: Usage) -> worker_pb2.Usage:
         num_cached_tokens=usage.num_cached_tokens,
         num_generated_tokens=usage.num_generated_tokens,
         num_preemptions=usage.num_preemptions,
+        times=None if usage.times is None else _encode_times(usage.times),
+    )
+
+
+def _encode_times(times: Times) -> worker_pb2.Times:
+    """Rounded down: together at most the time that the stream took."""
+    return worker_pb2.Times(
+        waiting_ms=int(times.waiting * 1000),
+        prefill_ms=int(times.prefill * 1000),
+        decode_ms=int(times.decode * 1000),
+        preempted_ms=int(times.preempted * 1000),
     )
 
 

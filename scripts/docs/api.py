@@ -23,6 +23,7 @@ SECTIONS: Final = {
         "Completion",
         "Chunk",
         "Usage",
+        "Times",
         "TokenLogprobs",
         "FinishReason",
     ),

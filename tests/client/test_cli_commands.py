@@ -66,6 +66,7 @@ async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str
         "worker_id": "w",
         "num_attempts": 1,
         "num_preemptions": 0,
+        "times": None,
     }
 
 

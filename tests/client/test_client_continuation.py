@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Unpack
 
 import pytest
@@ -10,9 +11,10 @@ from google.rpc import code_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
+from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Times, Unavailable
+from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import error_status, fake_cluster
+from tests.client.fakes import THE, UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
 
 PROMPT = tuple(b"tell me")
@@ -105,6 +107,28 @@ async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
         (7, 6),
         (7, len(WORDS) + 1),
     ]
+
+
+async def test_the_times_of_an_answer_are_those_of_the_worker_that_finished_it() -> None:
+    """What came before it is counted here, because no worker knows it."""
+    late = asyncio.Event()
+    first = FakeWorker("w1", [*answer(THE)[:1], late, UNAVAILABLE])
+    end = worker_pb2.GenerateResponse(usage=usage(num_generated=1), finish_reason=worker_pb2.FINISH_REASON_STOP)
+    end.usage.times.CopyFrom(worker_pb2.Times(waiting_ms=2, prefill_ms=3, decode_ms=5, preempted_ms=7))
+    second = FakeWorker("w2", [end])
+    async with (
+        fake_cluster(first, second) as manager,
+        quick(manager) as client,
+        client.generate("the dog", max_tokens=9) as stream,
+    ):
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        late.set()
+        completion = await stream.collect()
+    assert completion.worker_id == "w2"
+    assert completion.times is not None
+    assert completion.times.before_ms >= 50
+    assert replace(completion.times, before_ms=0) == Times(0, 2, 3, 5, 7)
 
 
 async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_ended() -> None:

@@ -176,7 +176,7 @@ class SchedulerWorld:
         could_all_decode = not self.cache.is_away and sum(
             self.cache.num_needed(request.sequence) for request in decoding
         ) <= len(self.cache.blocks)
-        self.batch = self.scheduler.schedule()
+        self.batch = self.scheduler.schedule(now=0.0)
         preempted = [request for request in running if request not in self.scheduler._running]
         assert self.scheduler.num_preemptions == num_preemptions + len(preempted)
         self.check_batch(running, decoding, preempted, could_all_decode)

@@ -86,7 +86,7 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
         if how == "cancelled":
             world.engine.abort(leader)
         elif how == "preempted":
-            world.engine.scheduler._preempt(leader)
+            world.engine.scheduler._preempt(leader, world.wire.now())
         else:
             elsewhere = World(num_blocks=600, block_size=16, worker_id="w1", wire=world.wire)
             async with elsewhere.running():

@@ -82,11 +82,11 @@ async def test_what_a_preempted_request_held_is_evicted_from_its_end() -> None:
         schedule = scheduler.schedule
         held: list[int] = []
 
-        def preempting() -> object:
+        def preempting(now: float) -> object:
             if request.num_generated == 4 and not held:
                 held.extend(request.sequence.table)
-                scheduler._preempt(request)
-            return schedule()
+                scheduler._preempt(request, now)
+            return schedule(now)
 
         scheduler.schedule = preempting  # type: ignore[method-assign, assignment]
         request = world.submit(list(range(22)), 30)

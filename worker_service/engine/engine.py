@@ -262,7 +262,7 @@ class Engine:
             while True:
                 self._wake.clear()
                 self._take_events()
-                batch = self.scheduler.schedule()
+                batch = self.scheduler.schedule(self._clock())
                 self.changed_for_link.set()
                 if batch:
                     await self._run_step(batch)
@@ -318,6 +318,7 @@ class Engine:
             self._fail(request, _error_of(result.bad_logits))
             return
         request.on_prompt_logprobs(result.prompt_logprobs)
+        request.times.on_computed(request.sequence.num_computed_tokens, now)
         if result.token is not None:
             self.stats.on_token(request, now)
             if request.take(result.token):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from ..cache.sequence import CacheSequence
 from .detokenizer import TextDecoder
+from .request_times import RequestTimes
 from .sampling_params import SamplingParams, TokenLogprobs
 from .step import PromptRows, SampledToken, SequencePart
 from .stream import Chunk, FinishReason, TokenStream, Usage
@@ -114,8 +115,14 @@ class Request:
         return len(self.sequence.tokens) - self.sequence.num_computed_tokens
 
     def usage(self) -> Usage:
-        """Token counts and preemptions so far."""
-        return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated, self.num_preemptions)
+        """Token counts and preemptions so far; where the time went once it has finished."""
+        return Usage(
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_generated,
+            self.num_preemptions,
+            times=None if self.finish_reason is None else self.times.totals(),
+        )
 
     def on_granted(self) -> None:
         """Its sequence has a block table; the first time, report to the reader how much the cache served."""
@@ -207,16 +214,3 @@ class Payer(NamedTuple):
 
     level: int
     tenant: str
-
-
-class RequestTimes:
-    """Timestamps of one request, in monotonic seconds."""
-
-    __slots__ = ("arrived_at", "first_token_at", "granted_at", "last_token_at")
-
-    def __init__(self) -> None:
-        self.arrived_at = 0.0
-        self.granted_at: float | None = None
-        """When it first got a block table."""
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0

@@ -147,22 +147,23 @@ class Scheduler:
 
     # -- steps
 
-    def schedule(self) -> list[Scheduled]:
-        """The next batch; empty if nothing can run now. Preempts requests, last in rank first, while the pool is exhausted."""
+    def schedule(self, now: float) -> list[Scheduled]:
+        """The next batch; empty if nothing can run now. Preempts requests, last in rank first, while the pool is exhausted. `now`,
+        in monotonic seconds, decides nothing: it is noted where one is preempted."""
         assert len(self._running) <= self.max_num_seqs
-        decodes = self._schedule_decodes()
+        decodes = self._schedule_decodes(now)
         batch = decodes + self._schedule_prefills(decodes)
         self._fairness.charge((part.request, part.num_tokens) for part in batch)
         return batch
 
-    def _schedule_decodes(self) -> list[Scheduled]:
+    def _schedule_decodes(self, now: float) -> list[Scheduled]:
         return [
             Scheduled(request, request.sequence, 1, True)
             for request in list(self._running)
             # One before it in this loop may have preempted it.
             if request.sequence.state is SequenceState.LIVE
             and request.num_uncomputed_tokens == 1
-            and self._make_room(request)
+            and self._make_room(request, now)
         ]
 
     def _schedule_prefills(self, decodes: list[Scheduled]) -> list[Scheduled]:
@@ -185,18 +186,19 @@ class Scheduler:
                 break
         return prefills
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, now: float) -> bool:
         """Get a slot for the token to be computed. If the pool is exhausted, preempt the last in rank."""
         sequence = request.sequence
         if self._cache.extend(sequence, len(sequence.tokens)):
             return True
         if self._cache.is_exhausted and len(self._running) > 1:
-            self._preempt(self._running.last)
+            self._preempt(self._running.last, now)
         return False
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
         """Return a request to its place in the queue; its KV is computed again."""
         self._running.remove(request)
+        request.times.on_preempted(request.sequence.num_computed_tokens, now)
         request.sequence = self._cache.preempt(request.sequence)
         request.num_preemptions += 1
         self.num_preemptions += 1

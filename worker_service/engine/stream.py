@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from .errors import EngineError
+from .request_times import Times
 from .sampling_params import TokenLogprobs
 from .step import SampledToken
 
@@ -26,12 +27,14 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts and preemptions of a request so far."""
+    """What a request has used so far."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     num_preemptions: int
+    times: Times | None = None
+    """Of a finished request; None before, and without a token."""
 
 
 @dataclass(slots=True)

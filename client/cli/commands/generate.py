@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -48,6 +49,7 @@ def completion_object(completion: Completion) -> dict[str, object]:
         "num_attempts": completion.num_attempts,
         "num_preemptions": completion.num_preemptions,
         "time_to_first_token_ms": round(completion.time_to_first_token_ms, 3),
+        "times": None if completion.times is None else asdict(completion.times),
     }
     if completion.logprobs is not None:
         found["logprobs"] = [_logprobs_object(entry) for entry in completion.logprobs]

@@ -749,7 +749,7 @@ class Usage(_message.Message):
     """How often the sequence was preempted and recomputed."""
     @_builtins.property
     def times(self) -> Global___Times:
-        """Where the time of this stream went; complete in the last message. Together at most the time that the stream took."""
+        """Where the time of this stream went; in the last message, if there was a token. Together at most the time that it took."""
 
     def __init__(
         self,
@@ -779,11 +779,11 @@ class Times(_message.Message):
     waiting_ms: _builtins.int
     """Until the first block table was granted."""
     prefill_ms: _builtins.int
-    """From then, until the first token was computed."""
+    """From then until the first token was computed, without the time that the sequence was preempted."""
     decode_ms: _builtins.int
     """From the first token to the last, without the time that the sequence was preempted."""
     preempted_ms: _builtins.int
-    """Without blocks after a preemption, and until the sequence was as far as before."""
+    """From each preemption until the sequence was as far as before."""
     def __init__(
         self,
         *,

@@ -1,0 +1,73 @@
+"""Where the time of one request goes: waiting, prefill, decode, preempted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Times(NamedTuple):
+    """Seconds of a finished request. Together at most the time from its arrival to its last token."""
+
+    waiting: float
+    """Until the first block table was granted."""
+    prefill: float
+    """From then until the first token was computed, without the time that it was preempted."""
+    decode: float
+    """From the first token to the last, without the time that it was preempted."""
+    preempted: float
+    """From each preemption until the request was as far as before."""
+
+
+class RequestTimes:
+    """Timestamps of one request, in monotonic seconds."""
+
+    __slots__ = (
+        "_num_computed_before",
+        "_preempted_at",
+        "_preempted_decode",
+        "_preempted_prefill",
+        "arrived_at",
+        "first_token_at",
+        "granted_at",
+        "last_token_at",
+    )
+
+    def __init__(self) -> None:
+        self.arrived_at = 0.0
+        self.granted_at: float | None = None
+        """When it first got a block table."""
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self._preempted_at: float | None = None
+        """None: it is as far as it was."""
+        self._num_computed_before = 0
+        self._preempted_prefill = 0.0
+        self._preempted_decode = 0.0
+
+    def on_preempted(self, num_computed_tokens: int, now: float) -> None:
+        """It lost its blocks, and with them the KV of so many tokens. One that was not as far again goes on waiting for that."""
+        if self._preempted_at is None:
+            self._preempted_at = now
+            self._num_computed_before = num_computed_tokens
+
+    def on_computed(self, num_computed_tokens: int, now: float) -> None:
+        """After a step that computed some of its tokens."""
+        if self._preempted_at is None or num_computed_tokens < self._num_computed_before:
+            return
+        seconds = now - self._preempted_at
+        self._preempted_at = None
+        if self.first_token_at is None:
+            self._preempted_prefill += seconds
+        else:
+            self._preempted_decode += seconds
+
+    def totals(self) -> Times | None:
+        """Where the time went; None without a token."""
+        if self.granted_at is None or self.first_token_at is None:
+            return None
+        return Times(
+            waiting=self.granted_at - self.arrived_at,
+            prefill=self.first_token_at - self.granted_at - self._preempted_prefill,
+            decode=self.last_token_at - self.first_token_at - self._preempted_decode,
+            preempted=self._preempted_prefill + self._preempted_decode,
+        )
