@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -176,9 +176,9 @@ class Explanation:
 
     def as_object(self) -> dict[str, Any]:
         """The same as JSON values, the prompt's tokens as their number; the names are part of the interface."""
-        found = asdict(self)
-        found["num_prompt_tokens"] = len(found.pop("token_ids"))
-        return found
+        found = asdict(replace(self, token_ids=()))  # which would copy them one by one
+        del found["token_ids"]
+        return found | {"num_prompt_tokens": len(self.token_ids)}
 
     def sentences(self, tokenizer: Tokenizer | None = None) -> list[str]:
         """The explanation in plain words: one sentence for each worker, then one about the closest prompt. Tokens are shown as

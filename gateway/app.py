@@ -26,6 +26,7 @@ from .observation import Observation
 from .openai.routes import openai_routes
 from .pages.page import open_page
 from .pages.routes import page_routes
+from .request_log import RequestLog
 from .settings import GatewaySettings
 from .state import state_routes
 
@@ -56,8 +57,9 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         config = ClientConfig(manager=settings.manager, timeout=settings.timeout)
-        async with Client(config=config) as client, open_page(client) as page:
-            app.state.gateway = Gateway(settings, client, clock, metrics, limits)
+        log = RequestLog(settings.kept_requests, clock)
+        async with Client(config=config) as client, open_page(client, log) as page:
+            app.state.gateway = Gateway(settings, client, clock, metrics, limits, log)
             app.state.page = page
             yield
 

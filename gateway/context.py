@@ -12,6 +12,7 @@ from kvpool.client import Client
 
 from .connection import ConnectionLimits
 from .metrics import GatewayMetrics
+from .request_log import RequestLog
 from .settings import GatewaySettings
 
 
@@ -25,6 +26,7 @@ class Gateway:
     """Monotonic seconds."""
     metrics: GatewayMetrics
     limits: ConnectionLimits
+    request_log: RequestLog
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:

@@ -64,6 +64,13 @@ class GatewaySettings(ProcessSettings):
         description="Ignore fields of a request that kvpool does not have, and list them in the header X-Kvpool-Ignored. Default: "
         "refuse the request.",
     )
+    kept_requests: int = Field(
+        default=128,
+        ge=0,
+        le=10_000,
+        description="Answers that have ended and are still listed on the page, each with why its prompt was not cached; 0: none, "
+        "and the manager is not asked why.",
+    )
     max_connections: int = Field(default=4096, ge=1, le=1 << 20, description="Connections at the same time.")
     max_streams: int = Field(
         default=1024, ge=1, le=1 << 20, description="Answers that are generated at the same time; more get 429."

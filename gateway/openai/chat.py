@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from kvpool.client import KvpoolError, Model, TokenLogprobs
 
-from ..context import gateway_of
+from ..context import gateway_of, request_id_of
 from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
 from .event_stream import EventStream, data
@@ -37,7 +37,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
         headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
         n = body.n or 1
         check_count(gateway, n)
-        options = chat_options(body, gateway.settings.timeout)
+        options = chat_options(body, gateway.settings)
         try:
             streams = [
                 gateway.client.chat(
@@ -47,7 +47,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
             ]
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
-        generation = Generation(gateway, streams)
+        generation = Generation(gateway, streams, request_id=request_id_of(request))
         answer = ChatAnswer(body, generation, known)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from kvpool.client import Chunk, GenerateOptions, GenerateStream, KvpoolError, Model, TokenLogprobs
 
-from ..context import Gateway, gateway_of
+from ..context import Gateway, gateway_of, request_id_of
 from ..errors import ApiError
 from .bodies import CompletionBody, read_body
 from .errors import openai_error
@@ -39,12 +39,12 @@ def completion_route(known: TokenBytesOfModels) -> Route:
         headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
         prompts = _prompts(body)
         check_count(gateway, body.n or 1, len(prompts))
-        options = completion_options(body, gateway.settings.timeout)
+        options = completion_options(body, gateway.settings)
         try:
             streams = _streams(gateway, prompts, body.n or 1, options)
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
-        generation = Generation(gateway, streams)
+        generation = Generation(gateway, streams, request_id=request_id_of(request))
         answer = CompletionAnswer(body, generation, known)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers

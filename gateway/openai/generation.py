@@ -8,10 +8,11 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kvpool.client import Chunk, GenerateStream, Model, Usage
+from kvpool.client import Chunk, GenerateStream, KvpoolError, Model, Usage
 
 from ..context import Gateway
 from ..errors import ApiError
+from ..request_log import AnswerRecord
 
 
 class Piece(NamedTuple):
@@ -25,8 +26,10 @@ class Generation:
     """Streams, of which the reader sees one sequence of pieces. Use it as `async with`: leaving it ends those that still run, and
     their blocks are free."""
 
-    def __init__(self, gateway: Gateway, streams: Sequence[GenerateStream]) -> None:
+    def __init__(self, gateway: Gateway, streams: Sequence[GenerateStream], *, request_id: str) -> None:
         self._gateway = gateway
+        self._request_id = request_id
+        self._records: list[AnswerRecord] = []
         self.streams = streams
         self._began = gateway.clock()
         self._first: Piece | None = None
@@ -45,12 +48,16 @@ class Generation:
                 headers={"Retry-After": "1"},
             )
         metrics.open_streams += len(self.streams)
+        log = self._gateway.request_log
+        self._records = [log.begin(self._request_id, choice, stream) for choice, stream in enumerate(self.streams)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._gateway.metrics.open_streams -= len(self.streams)
+        for record in self._records:
+            record.close()
         await self._pieces.aclose()
         for stream in self.streams:
             await stream.aclose()
@@ -75,8 +82,12 @@ class Generation:
             yield piece
 
     async def _alone(self) -> AsyncGenerator[Piece, None]:
-        async for chunk in self.streams[0]:
-            yield self._noted(Piece(0, chunk))
+        try:
+            async for chunk in self.streams[0]:
+                yield self._noted(Piece(0, chunk))
+        except KvpoolError as error:
+            self._records[0].on_error(error)
+            raise
 
     async def _merged(self) -> AsyncGenerator[Piece, None]:
         # One piece waits for the reader at most; the streams wait with it.
@@ -97,6 +108,9 @@ class Generation:
             while num_running:
                 found = await ready.get()
                 if isinstance(found, BaseException):
+                    if isinstance(found, KvpoolError):
+                        for record in self._records:
+                            record.on_error(found)
                     raise found
                 if found is None:
                     num_running -= 1
@@ -108,6 +122,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _noted(self, piece: Piece) -> Piece:
+        self._records[piece.choice].on_chunk(piece.chunk)
         if piece.chunk.usage is not None:
             self.usages[piece.choice] = piece.chunk.usage
         if not self._has_token and piece.chunk.token_ids:

@@ -8,6 +8,7 @@ from typing import Final
 from kvpool.client import GenerateOptions
 
 from ..errors import ApiError
+from ..settings import GatewaySettings
 from .bodies import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -15,11 +16,12 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 _SEEDS: Final = 2**64
 
 
-def common_options(body: GenerationBody, timeout: float) -> GenerateOptions:
+def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
     """Those of all answers of a request. Raises ApiError."""
     options: GenerateOptions = {
         "temperature": DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
-        "timeout": timeout,
+        "timeout": settings.timeout,
+        "explain": settings.kept_requests > 0,
         "model": body.model,
         "tenant": body.user or "",
         "tenant_salt": body.cache_salt or "",
@@ -50,9 +52,9 @@ def common_options(body: GenerationBody, timeout: float) -> GenerateOptions:
     return options
 
 
-def chat_options(body: ChatBody, timeout: float) -> GenerateOptions:
+def chat_options(body: ChatBody, settings: GatewaySettings) -> GenerateOptions:
     """Of a chat."""
-    options = common_options(body, timeout)
+    options = common_options(body, settings)
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
     if options.get("max_tokens") == 0:
@@ -68,9 +70,9 @@ def chat_options(body: ChatBody, timeout: float) -> GenerateOptions:
     return options
 
 
-def completion_options(body: CompletionBody, timeout: float) -> GenerateOptions:
+def completion_options(body: CompletionBody, settings: GatewaySettings) -> GenerateOptions:
     """Of a completion."""
-    options = common_options(body, timeout)
+    options = common_options(body, settings)
     if body.max_tokens is None:
         options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
     elif body.max_tokens == 0:
@@ -92,11 +94,10 @@ def completion_options(body: CompletionBody, timeout: float) -> GenerateOptions:
 
 
 def for_choice(options: GenerateOptions, index: int) -> GenerateOptions:
-    """Those of the answer with that index: each draws with a seed of its own."""
+    """Those of the answer with that index: each draws with a seed of its own, and only the first asks why its prompt misses."""
+    own: GenerateOptions = {**options, "explain": options.get("explain", False) and index == 0}
     seed = options.get("seed")
-    if seed is None:
-        return options
-    return {**options, "seed": (seed + index) % _SEEDS}
+    return own if seed is None else {**own, "seed": (seed + index) % _SEEDS}
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -14,6 +14,7 @@ import structlog
 
 from .cluster_picture import ClusterPicture
 from .pictures import Pictures
+from .request_feed import RequestFeed
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
@@ -32,13 +33,18 @@ class Viewer:
     """After each picture, on top of the time to the next."""
     version: int = 0
     manager_no: int = 0
+    requests_version: int | None = None
+    """None: nothing."""
 
 
 class Hub:
     """One per gateway. Its task runs while there is a viewer."""
 
-    def __init__(self, pictures: Pictures, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(
+        self, pictures: Pictures, requests: RequestFeed | None = None, *, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
         self._pictures = pictures
+        self._requests = requests
         self._retry_seconds = retry_seconds
         self._picture = ClusterPicture()
         self._manager: dict[str, str] = {"state": "connecting", "message": ""}
@@ -84,18 +90,25 @@ class Hub:
                 event_text("picture", self._picture.changes(viewer.version, include_blocks=viewer.include_blocks))
             )
             viewer.version = self._picture.version
+        if self._requests is not None and viewer.requests_version != self._requests.version:
+            news.append(event_text("requests", self._requests.changes(viewer.requests_version)))
+            viewer.requests_version = self._requests.version
         return news
 
     def _enter(self, viewer: Viewer) -> None:
         self._viewers.add(id(viewer))
         if self._following is None:
             self._following = asyncio.create_task(self._follow(), name="gateway-pictures")
+            if self._requests is not None:
+                self._requests.start(self._wake)
 
     def _leave(self, viewer: Viewer) -> None:
         self._viewers.discard(id(viewer))
         if not self._viewers and self._following is not None:
             self._following.cancel()
             self._following = None
+            if self._requests is not None:
+                self._requests.stop()
             # Nothing is kept while nobody looks: who comes next must not see an old picture.
             self._picture = ClusterPicture()
             self._manager, self._manager_no = {"state": "connecting", "message": ""}, 1

@@ -11,9 +11,11 @@ from starlette.requests import HTTPConnection
 
 from kvpool.client import Client
 
+from ..request_log import RequestLog
 from .hub import Hub
 from .pictures import manager_pictures
 from .prefix_follower import Prefixes, follow_contents
+from .request_feed import RequestFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,9 @@ class Page:
 
 
 @asynccontextmanager
-async def open_page(client: Client) -> AsyncIterator[Page]:
+async def open_page(client: Client, log: RequestLog) -> AsyncIterator[Page]:
     """The page of the client's cluster. It asks the manager only while somebody looks."""
-    hub = Hub(manager_pictures(client))
+    hub = Hub(manager_pictures(client), RequestFeed(log))
     prefixes = Prefixes(follow_contents(client))
     try:
         yield Page(hub, prefixes)

@@ -9,6 +9,7 @@ from .drain import drain
 from .explain import explain
 from .files import file_routes
 from .prefixes import prefixes
+from .requests import requests
 from .stories import stories
 from .watch import watch
 
@@ -21,6 +22,7 @@ def page_routes() -> list[BaseRoute]:
         Route("/api/explain", explain, methods=["POST"]),
         Route("/api/drain", drain, methods=["POST"]),
         Route("/api/prefixes", prefixes, methods=["GET"]),
+        Route("/api/requests", requests, methods=["GET"]),
         Route("/api/stories", stories, methods=["GET"]),
         *file_routes(),
     ]

@@ -15,6 +15,7 @@ from kvpool.gateway.context import Gateway
 from kvpool.gateway.errors import ApiError, on_api_error
 from kvpool.gateway.metrics import GatewayMetrics
 from kvpool.gateway.pages.routes import page_routes
+from kvpool.gateway.request_log import RequestLog
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.v1 import cache_pb2
 from tests.client.clients import quick
@@ -30,7 +31,12 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
         app = Starlette(routes=page_routes(), exception_handlers={ApiError: on_api_error})
         settings = GatewaySettings()
         app.state.gateway = Gateway(
-            settings, client, lambda: 0.0, metrics=GatewayMetrics(), limits=connection_limits(settings)
+            settings,
+            client,
+            lambda: 0.0,
+            metrics=GatewayMetrics(),
+            limits=connection_limits(settings),
+            request_log=RequestLog(8, lambda: 0.0),
         )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as browser:

@@ -70,8 +70,17 @@ async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
         async for token_id in served.stream():
             ids.append(token_id)
             if len(ids) == NUM_BEFORE:
-                served.cluster.kill(await holder(served))
+                killed = await holder(served)
+                served.cluster.kill(killed)
         assert ids == served.expected
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            *_, last = (await client.get("/api/requests")).json()["requests"]
+    (other,) = set(WORKERS) - {killed}
+    parts = [(part["state"], part["worker_id"]) for part in last["parts"]]
+    assert parts[0] == ("waiting", "")
+    assert ("decode", killed) in parts[: parts.index(("moving", other))]
+    assert parts[-1] == ("decode", other)
+    assert last["times"]["before_ms"] > 0
 
 
 async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Served) -> None:

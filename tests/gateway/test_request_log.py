@@ -1,0 +1,153 @@
+"""What the gateway remembers of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from kvpool.gateway.pages.hub import Hub, Viewer
+from kvpool.gateway.pages.request_feed import RequestFeed
+from kvpool.gateway.request_log import RequestLog
+from tests.cluster.polling import eventually
+from tests.gateway.conftest import Front
+from tests.gateway.scripted_pictures import ScriptedPictures
+from tests.gateway.serving import serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def listed(front: Front, **query: Any) -> Any:
+    """What the page is given."""
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        return (await client.get("/api/requests", params=query)).json()
+
+
+async def last_of(front: Front) -> Any:
+    """The newest one."""
+    return (await listed(front))["requests"][-1]
+
+
+async def chat(front: Front, text: str, **options: Any) -> Any:
+    """One chat, with the header of its answer."""
+    return await front.openai.chat.completions.with_raw_response.create(
+        model=front.model, messages=[{"role": "user", "content": text}], temperature=0, **options
+    )
+
+
+async def test_an_answer_is_listed_with_its_tokens_and_where_its_time_went(front: Front) -> None:
+    """The same numbers as in its usage; the second time its prompt is cached."""
+    for _ in range(2):
+        answer = await chat(front, "what the log says of an answer", max_tokens=5)
+        usage = answer.parse().usage
+        found = await last_of(front)
+        assert found["request_id"] == answer.headers["x-request-id"]
+        assert (found["outcome"], found["reason"], found["model"]) == ("finished", "length", front.model)
+        assert found["num_prompt_tokens"] == usage.prompt_tokens
+        assert found["num_cached_tokens"] == usage.prompt_tokens_details.cached_tokens
+        assert found["num_generated_tokens"] == 5
+        states = [part["state"] for part in found["parts"]]
+        assert (states[0], states[-1]) == ("waiting", "decode")
+        starts = [part["start_ms"] for part in found["parts"]]
+        assert starts == sorted(starts)
+        assert sum(found["times"].values()) <= found["end_ms"] + 1
+        assert starts[-1] <= found["end_ms"] + 1
+    assert found["num_cached_tokens"] > 0
+
+
+async def test_why_it_missed_is_kept_as_it_was_before_it_was_computed(front: Front) -> None:
+    """Afterwards its own blocks would be hits."""
+    await chat(front, "a prompt that nobody has sent before it is explained", max_tokens=2)
+    number = (await last_of(front))["number"]
+    found = await listed(front, number=number)
+    (worker,) = found["explanation"]["workers"]
+    assert worker["num_cached_tokens"] == found["num_cached_tokens"]
+    assert worker["miss"]["cause"] == "never_seen"
+    assert "never seen" in found["explanation"]["sentences"][0]
+
+
+async def test_each_answer_to_one_prompt_has_its_own_entry_and_one_explanation(front: Front) -> None:
+    answer = await chat(front, "three of them", max_tokens=2, n=3)
+    found = [one for one in (await listed(front))["requests"] if one["request_id"] == answer.headers["x-request-id"]]
+    assert [one["choice"] for one in found] == [0, 1, 2]
+    assert [one["explained"] for one in found] == [True, False, False]
+
+
+async def test_a_reader_that_leaves_and_a_request_that_fails_are_listed_as_such(front: Front) -> None:
+    stream = await front.openai.completions.create(
+        model=front.model, prompt="and then it left", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    assert (await last_of(front))["outcome"] == "running"
+    await stream.close()
+
+    async def has_left() -> bool:
+        return bool((await last_of(front))["outcome"] == "left")
+
+    await eventually(has_left, "the reader is gone")
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        refused = await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1 << 20})
+    assert refused.status_code == 400
+    found = await last_of(front)
+    assert found["outcome"] == "failed"
+    assert "max_tokens" in found["reason"]
+
+
+async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
+    """And with none of them the manager is not asked why."""
+    address = f"127.0.0.1:{front.cluster.manager.port}"
+    for most in (0, 2):
+        async with serving(address, kept_requests=most) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            for _ in range(4):
+                await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 1})
+            found = (await client.get("/api/requests")).json()["requests"]
+            assert [one["number"] for one in found] == ([3, 4] if most else [])
+            assert all(one["explained"] for one in found)
+            missing = await client.get("/api/requests", params={"number": 1})
+            assert (missing.status_code, "--kept-requests" in missing.text) == (404, True)
+
+
+@pytest.mark.parametrize("number", ["", "0x1", "-1", "1" * 16])
+async def test_a_number_that_is_none_is_refused(front: Front, number: str) -> None:
+    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+        assert (await client.get("/api/requests", params={"number": number})).status_code == 400
+
+
+async def next_requests(events: AsyncGenerator[bytes, None]) -> Any:
+    """The next event about them."""
+    while not (event := await anext(events)).startswith(b"event: requests\n"):
+        pass
+    return json.loads(event.split(b"data: ", 1)[1])
+
+
+class FakeStream:
+    """What a record needs of a stream that has not begun."""
+
+    sequence_id = "s"
+    model = None
+    explanation = None
+
+
+async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
+    """Changes of half a second come together; what is no longer kept is no longer named."""
+    log = RequestLog(1, clock=lambda: 0.0)
+    source = ScriptedPictures()
+    hub = Hub(source.open, RequestFeed(log, collect_seconds=0.01), retry_seconds=0)
+    first = log.begin("r1", 0, FakeStream())  # type: ignore[arg-type]
+    async with aclosing(hub.events(Viewer(include_blocks=False, pause_seconds=0))) as events:
+        whole = await next_requests(events)
+        assert (whole["whole"], [one["number"] for one in whole["requests"]]) == (True, [1])
+        second = log.begin("r2", 0, FakeStream())  # type: ignore[arg-type]
+        first.close()
+        second.close()
+        changes = await next_requests(events)
+        assert changes["whole"] is False
+        assert [(one["number"], one["outcome"]) for one in changes["requests"]] == [(2, "left")]
+        assert changes["numbers"] == [2]
+    await asyncio.sleep(0)
+    assert log.on_change is None, "nobody looks"
