@@ -13,6 +13,12 @@ export function share(part, total) {
   return Number(total) > 0 ? `${Math.round((100 * Number(part)) / Number(total))} %` : "–";
 }
 
+/** Milliseconds: 3.2 → "3 ms", 1234 → "1.2 s", 90000 → "90 s" */
+export function duration(ms) {
+  if (ms < 1000) return `${whole.format(Math.round(ms))} ms`;
+  return `${ms < 10_000 ? tenths.format(ms / 1000) : whole.format(Math.round(ms / 1000))} s`;
+}
+
 /** 612.3 → "612"; 3.21 → "3.2" */
 export function rate(value) {
   return value >= 10 ? whole.format(Math.round(value)) : tenths.format(value);

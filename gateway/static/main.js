@@ -3,6 +3,7 @@
 import "./cluster/cluster-view.js";
 import "./blocks/blocks-view.js";
 import "./prefixes/prefixes-view.js";
+import "./requests/requests-view.js";
 import "./chat/chat-view.js";
 import "./why/why-view.js";
 import "./learn/learn-view.js";

@@ -1,6 +1,6 @@
 // What the page knows of the cluster: one event stream of the gateway, kept as state. Views read it and listen for changes.
 //
-// Events of `store`: "picture" (detail: {whole, changed: Map of session → blocks}), "manager", "request" (detail: as sent).
+// Events of `store`: "picture" (detail: {whole, changed: Map of session → blocks}), "manager", "requests".
 
 import { Rates } from "./rates.js";
 import { WorkerState } from "./worker-state.js";
@@ -19,6 +19,8 @@ class Store extends EventTarget {
   workers = new Map();
   /** @type {Map<string, Rates>} by session; "" is all of them */
   rates = new Map();
+  /** @type {Map<number, Object>} answers of this gateway by number, oldest first: as sent, and `began_at` of performance.now() */
+  requests = new Map();
   #source = null;
 
   /** Open the stream, and keep it open. */
@@ -26,9 +28,7 @@ class Store extends EventTarget {
     this.#source = new EventSource("/api/watch");
     this.#source.addEventListener("picture", (event) => this.#onPicture(JSON.parse(event.data)));
     this.#source.addEventListener("manager", (event) => this.#onManager(JSON.parse(event.data)));
-    this.#source.addEventListener("request", (event) =>
-      this.dispatchEvent(new CustomEvent("request", { detail: JSON.parse(event.data) })),
-    );
+    this.#source.addEventListener("requests", (event) => this.#onRequests(JSON.parse(event.data)));
     this.#source.addEventListener("error", () => this.#onError());
   }
 
@@ -64,6 +64,15 @@ class Store extends EventTarget {
     }
     this.#sampleRates();
     this.dispatchEvent(new CustomEvent("picture", { detail: { whole: picture.whole, changed } }));
+  }
+
+  #onRequests({ whole, requests, numbers }) {
+    if (whole) this.requests.clear();
+    const now = performance.now();
+    for (const request of requests) this.requests.set(request.number, { ...request, began_at: now - request.age_ms });
+    const kept = new Set(numbers);
+    for (const number of this.requests.keys()) if (!kept.has(number)) this.requests.delete(number);
+    this.dispatchEvent(new Event("requests"));
   }
 
   #sampleRates() {

@@ -8,7 +8,7 @@ from axe_playwright_python.sync_playwright import Axe
 from tests.browser.served import WORKERS, Served
 from tests.browser.watched import Watched
 
-VIEWS = ("cluster", "blocks", "prefixes", "chat", "why", "learn")
+VIEWS = ("cluster", "blocks", "prefixes", "requests", "chat", "why", "learn")
 
 
 def test_the_cluster_shows_each_worker_with_its_counts(watched: Watched, served: Served) -> None:
