@@ -31,8 +31,8 @@ class GatewayMetrics:
         self.sent_bytes = 0
         """Of bodies of answers."""
 
-    def fill(self, page: MetricsPage, limits: ConnectionLimits) -> None:
-        """Fill the page."""
+    def fill(self, page: MetricsPage, limits: ConnectionLimits, *, num_viewers: int) -> None:
+        """Fill the page. `num_viewers`: browsers that follow the cluster."""
         page.gauge("kvpool_gateway_info", "Version of the process.", 1, version=installed_version())
         for (route, status), count in sorted(self.requests.items()):
             page.counter(
@@ -49,6 +49,7 @@ class GatewayMetrics:
             self.first_token_seconds,
         )
         page.gauge("kvpool_gateway_open_streams", "Answers that are being generated.", self.open_streams)
+        page.gauge("kvpool_gateway_viewers", "Browsers that follow the cluster.", num_viewers)
         page.counter(
             "kvpool_gateway_lost_readers", "Answers whose reader went away before their end.", self.lost_readers
         )

@@ -18,6 +18,7 @@ from kvpool.v1 import cache_pb2
 
 from .context import gateway_of
 from .errors import api_error
+from .pages.page import page_of
 
 HEALTH_SECONDS: Final = 2.0
 """For the manager to answer: a probe of Kubernetes waits one second by default, Docker's thirty."""
@@ -103,6 +104,6 @@ async def metrics(request: Request) -> Response:
     """For Prometheus."""
     gateway = gateway_of(request)
     page = MetricsPage()
-    gateway.metrics.fill(page, gateway.limits)
+    gateway.metrics.fill(page, gateway.limits, num_viewers=page_of(request).hub.num_viewers)
     # In a thread, because a long page takes milliseconds to write; it is complete by now.
     return Response(await run_in_threadpool(generate_latest, page), media_type=CONTENT_TYPE)

@@ -488,6 +488,24 @@ GATEWAY: Final = Row(
             "Bps",
             (Query(_rate("kvpool_gateway_sent_bytes_total", "instance"), "{{instance}}"),),
         ),
+        Panel(
+            "Connections",
+            "Open ones, and browsers among them that follow the cluster.",
+            "short",
+            (
+                Query("sum by (instance) (kvpool_gateway_connections)", "{{instance}}"),
+                Query("sum by (instance) (kvpool_gateway_viewers)", "{{instance}} pages"),
+            ),
+        ),
+        Panel(
+            "Cut off",
+            "Per second: connections that reached a limit, and answers whose reader went away.",
+            "ops",
+            (
+                Query(_rate("kvpool_gateway_connections_ended_total", "limit"), "{{limit}}"),
+                Query("sum(rate(kvpool_gateway_lost_readers_total[$__rate_interval]))", "reader left"),
+            ),
+        ),
     ),
 )
 

@@ -10,6 +10,9 @@ from kvpool.cache_service.audits import Audits
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.counts import EdgeCounts
 from kvpool.cache_service.metrics import ManagerMetrics
+from kvpool.gateway.app import connection_limits
+from kvpool.gateway.metrics import GatewayMetrics
+from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.metrics import MetricsPage
 from kvpool.worker_service.metrics import WorkerMetrics
 from tests.cache_service.edge.peer import registration
@@ -59,4 +62,7 @@ async def test_the_document_lists_what_there_is() -> None:
     ManagerMetrics(manager, counts, Audits(manager), lambda: 0).fill(managers, 0.0)
     world = one_world()
     WorkerMetrics(world.engine, world.link, FACTS, BYTES_PER_BLOCK, lambda: 0).fill(workers)
-    assert listed() == on(managers) | on(workers)
+    gateways, counted = MetricsPage(), GatewayMetrics()
+    counted.requests["/health", 200] += 1
+    counted.fill(gateways, connection_limits(GatewaySettings()), num_viewers=0)
+    assert listed() == on(managers) | on(workers) | on(gateways)
