@@ -4,7 +4,7 @@ python -m bench.explain [--runs N] [--json]
 
 `allocate`: requests of 32 new blocks that evict 32, and their Free, in CPU time per request; in turn without a memory and with one
 of 65,536 names, each in a manager of its own in this process. `explain`: an answer for a prompt of 8,192 tokens of which half is
-cached, and one whose first missing block has 10,000 siblings.
+cached, and one whose first missing block has 10,000 siblings; that one also with the bounds of an answer that comes with Route.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from typing import Final
 
 from bench.report import Series, command_line
+from kvpool.cache_service.core.closest_prompt import BRIEF, THOROUGH
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -80,9 +81,10 @@ def measure_allocation(runs: int) -> tuple[Series, Series]:
     return without, with_memory
 
 
-def measure_answers(runs: int) -> tuple[Series, Series]:
-    """The two answers, in CPU time."""
+def measure_answers(runs: int) -> tuple[Series, Series, Series]:
+    """The answers, in CPU time."""
     half, siblings = Series("8,192 tokens, half cached"), Series("10,000 siblings")
+    brief = Series("10,000 siblings, in a Route")
     office = Office(NAMES)
     office.serve(0, new_prompt(1, 4096))
     asked = new_prompt(1, 4096) + new_prompt(2, 4096)
@@ -90,24 +92,25 @@ def measure_answers(runs: int) -> tuple[Series, Series]:
     beginning = new_prompt(1, BLOCK_SIZE)
     for number in range(10_000):
         wide.serve(number, beginning + new_prompt(number + 2, 2 * BLOCK_SIZE))
-    for series, manager, tokens in (
-        (half, office.manager, asked),
-        (siblings, wide.manager, beginning + new_prompt(1, 64)),
+    for series, manager, tokens, bounds in (
+        (half, office.manager, asked, THOROUGH),
+        (siblings, wide.manager, beginning + new_prompt(1, 64), THOROUGH),
+        (brief, wide.manager, beginning + new_prompt(1, 64), BRIEF),
     ):
         for _ in range(runs * 10):
             begin = time.thread_time()
-            manager.explain(ROOT, tokens)
+            manager.explain(ROOT, tokens, bounds=bounds)
             series.seconds.append(time.thread_time() - begin)
-    return half, siblings
+    return half, siblings, brief
 
 
 def main() -> None:
     arguments = command_line(__doc__, runs=9).parse_args()
     without, with_memory = measure_allocation(arguments.runs)
-    half, siblings = measure_answers(arguments.runs)
+    answers = measure_answers(arguments.runs)
     ratio_of_least = min(with_memory.seconds) / min(without.seconds)
     if arguments.json:
-        found = {"allocate": [without, with_memory], "ratio_of_least": ratio_of_least, "explain": [half, siblings]}
+        found = {"allocate": [without, with_memory], "ratio_of_least": ratio_of_least, "explain": answers}
         print(json.dumps(found, default=lambda value: value.as_json()))
         return
     print(
@@ -117,7 +120,7 @@ def main() -> None:
         print(f"  {series.name:<28}{_micro(series)}")
     print(f"  medians {with_memory.median / without.median:.3f}, least over least {ratio_of_least:.3f}")
     print("explain; CPU time per answer")
-    for series in (half, siblings):
+    for series in answers:
         print(f"  {series.name:<28}{_micro(series)}")
 
 

@@ -21,9 +21,10 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from . import client_codec, explain_codec, status, worker_codec
 from .audits import Audits
+from .core.closest_prompt import BRIEF, THOROUGH, Bounds
 from .core.description import describe_block
 from .core.manager import CacheManager
-from .core.messages import Registration
+from .core.messages import Registration, Root
 from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
 from .core.session_key import SessionKey
@@ -333,11 +334,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Route(self, request: cache_pb2.RouteRequest, context: Context[Any, Any]) -> cache_pb2.RouteResponse:
-        workers = self._manager.route(worker_codec.decode_root(request.root), request.tokens, request.max_workers)
+        root = worker_codec.decode_root(request.root)
+        workers = self._manager.route(root, request.tokens, request.max_workers)
         explanation = ""
         if not workers:
             explanation = client_codec.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)
-        return client_codec.encode_route(workers, explanation)
+        response = client_codec.encode_route(workers, explanation)
+        if request.explain and workers:
+            response.why.CopyFrom(self._explain(root, request.tokens, bounds=BRIEF))
+        return response
 
     @answering
     async def Describe(
@@ -372,8 +377,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Explain(self, request: cache_pb2.ExplainRequest, context: Context[Any, Any]) -> cache_pb2.ExplainResponse:
-        root = worker_codec.decode_root(request.root)
-        explanation = self._manager.explain(root, request.tokens, request.worker_id)
+        return self._explain(worker_codec.decode_root(request.root), request.tokens, request.worker_id)
+
+    def _explain(
+        self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH
+    ) -> cache_pb2.ExplainResponse:
+        explanation = self._manager.explain(root, tokens, worker_id, bounds)
         return explain_codec.encode_explanation(explanation, self._manager.epoch, self.clock())
 
     @answering_stream

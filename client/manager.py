@@ -100,10 +100,18 @@ class Manager:
         return await self._call(self._channels.manager(self._config.manager).Check, cache_pb2.CheckRequest(), deadline)
 
     async def route(
-        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, max_workers: int = 0
+        self,
+        deadline: Deadline,
+        root: common_pb2.Root,
+        token_ids: Sequence[int],
+        *,
+        max_workers: int = 0,
+        explain: bool = False,
     ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt, best first. Advisory."""
-        request = cache_pb2.RouteRequest(root=root, tokens=pack_tokens(token_ids), max_workers=max_workers)
+        """Workers for a prompt, best first; `explain`: and why no more of it is cached. Advisory."""
+        request = cache_pb2.RouteRequest(
+            root=root, tokens=pack_tokens(token_ids), max_workers=max_workers, explain=explain
+        )
         _require_fit(request, len(token_ids))
         return await self._call(self._channels.manager(self._config.manager).Route, request, deadline)
 
@@ -114,17 +122,6 @@ class Manager:
         request = cache_pb2.ExplainRequest(root=root, tokens=pack_tokens(token_ids), worker_id=worker_id)
         _require_fit(request, len(token_ids))
         return await self._call(self._channels.manager(self._config.manager).Explain, request, deadline)
-
-    async def try_explain(
-        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int]
-    ) -> cache_pb2.ExplainResponse | None:
-        """The same, asked once and within a tenth of a second; None if there is no answer."""
-        request = cache_pb2.ExplainRequest(root=root, tokens=pack_tokens(token_ids))
-        timeout = min(_SIDE_QUESTION_SECONDS, deadline.remaining())
-        try:
-            return await self._channels.manager(self._config.manager).Explain(request, timeout=timeout)
-        except grpc.aio.AioRpcError:
-            return None
 
     async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:
         """Ask a worker to end its requests within `grace` seconds, and leave."""

@@ -105,8 +105,8 @@ class GenerateStream:
 
     @property
     def explanation(self) -> Explanation | None:
-        """What each worker could serve of the prompt just before it was sent to one, and why no more; asked for with the option
-        `explain`. None before the first chunk, and if the manager did not answer."""
+        """What each worker could serve of the prompt when it was routed, and why no more; asked for with the option `explain`. None
+        before the first chunk."""
         return self._explanation
 
     def __aiter__(self) -> GenerateStream:
@@ -274,9 +274,18 @@ class GenerateStream:
                     tenant_salt=self._request.tenant_salt,
                 )
                 token_ids = [*self._token_ids, *self._builder.token_ids]
-                response = await self._manager.route(deadline, root, token_ids, max_workers=self._config.max_attempts)
+                response = await self._manager.route(
+                    deadline,
+                    root,
+                    token_ids,
+                    max_workers=self._config.max_attempts,
+                    # Once, and before any worker has the prompt: afterwards its own blocks would be hits.
+                    explain=self._wants_explanation,
+                )
                 if response.workers:
-                    await self._explain(deadline, root)
+                    if self._wants_explanation and response.HasField("why"):
+                        self._explanation = Explanation.from_proto(response.why, self._token_ids, root)
+                    self._wants_explanation = False
                     self._attempts.rank(response.workers)
                     return
                 # Its workers are gone, or back with other weights: find out what is served now.
@@ -291,15 +300,6 @@ class GenerateStream:
                     raise
                 deadline.check(f"waiting for a worker: {error}")
                 await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
-
-    async def _explain(self, deadline: Deadline, root: common_pb2.Root) -> None:
-        """Once, and before any worker has the prompt: afterwards its own blocks would be hits."""
-        if not self._wants_explanation:
-            return
-        self._wants_explanation = False
-        response = await self._manager.try_explain(deadline, root, self._token_ids)
-        if response is not None:
-            self._explanation = Explanation.from_proto(response, self._token_ids, root)
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
         """The model that is served by now, its prompt tokenised; after the first token only the one that began."""

@@ -14,10 +14,22 @@ from .messages import TOKEN_BYTES
 from .prefix_tree import Holder, Node
 
 MAX_CHILDREN = 512
-"""Looked at: some 0.4 ms. A node may have many thousands."""
-
 MAX_NODES = 1024
-"""Visited below them, to follow the prompt, and again to count prompts."""
+
+
+class Bounds(NamedTuple):
+    """Of one search; when they are reached it is cut short."""
+
+    num_children: int
+    """Looked at. A node may have many thousands."""
+    num_nodes: int
+    """Visited below them, to follow the prompt, and again to count prompts."""
+
+
+THOROUGH = Bounds(MAX_CHILDREN, MAX_NODES)
+"""For a question of its own: at most some 3 ms."""
+BRIEF = Bounds(32, 64)
+"""For a prompt on its way to a worker: at most some 0.2 ms."""
 
 MAX_POOLS = 8
 """Of those that hold one child, asked how far they go on."""
@@ -58,6 +70,7 @@ def find_closest(
     pools: Collection[Holder],
     tokens: bytes,
     block_size: int,
+    bounds: Bounds = THOROUGH,
 ) -> ClosestPrompt | None:
     """The closest prompt that one of `pools` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
     pool has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
@@ -69,15 +82,17 @@ def find_closest(
     if not wanted:
         return None
     parent = path[num_cached - 1] if num_cached else root
-    children = list(islice(parent.iter_children(), MAX_CHILDREN + 1))
-    is_truncated = len(children) > MAX_CHILDREN
+    children = list(islice(parent.iter_children(), bounds.num_children + 1))
+    is_truncated = len(children) > bounds.num_children
     siblings = [
-        _compared(child, wanted) for child in children[:MAX_CHILDREN] if _is_in(child, pools) and child.tokens != wanted
+        _compared(child, wanted)
+        for child in children[: bounds.num_children]
+        if _is_in(child, pools) and child.tokens != wanted
     ]
     if not siblings:
         return None
     complete = {pool for pool in pools if cached.get(pool, 0) >= num_cached}
-    follower = _Follower(tokens, block_size, max_hits, complete)
+    follower = _Follower(tokens, block_size, max_hits, complete, bounds.num_nodes)
     best, gained = siblings[0], -1
     for sibling in siblings:
         gain = follower.num_served(sibling.node) if len(wanted) == step and num_cached < max_hits else 0
@@ -88,7 +103,7 @@ def find_closest(
         return None
     is_at_end = num_equal * TOKEN_BYTES == len(wanted)
     common = wanted if is_at_end else best.node.tokens[: (num_equal + 1) * TOKEN_BYTES]
-    prompts = _Prompts(MAX_NODES)
+    prompts = _Prompts(bounds.num_nodes)
     num_prompts = sum(prompts.count(one.node) for one in siblings if one.node.tokens.startswith(common))
     return ClosestPrompt(
         num_equal_tokens=num_equal_before + num_equal,
@@ -127,13 +142,15 @@ def _num_different(ours: bytes, theirs: bytes) -> int:
 class _Follower:
     """Follows the rest of a prompt below siblings of its block, for a bounded number of nodes and a few pools each."""
 
-    def __init__(self, tokens: bytes, block_size: int, max_hits: int, pools: Collection[Holder]) -> None:
+    def __init__(
+        self, tokens: bytes, block_size: int, max_hits: int, pools: Collection[Holder], num_nodes: int
+    ) -> None:
         """`pools`: those that have all nodes before the siblings."""
         self._tokens = tokens
         self._step = block_size * TOKEN_BYTES
         self._max_hits = max_hits
         self._pools = pools
-        self._nodes_left = MAX_NODES
+        self._nodes_left = num_nodes
         self.is_cut = False
 
     def num_served(self, sibling: Node) -> int:

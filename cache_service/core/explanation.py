@@ -21,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from .allocation import longest_run
-from .closest_prompt import ClosestPrompt, find_closest
+from .closest_prompt import Bounds, ClosestPrompt, find_closest
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
 from .messages import TOKEN_BYTES, Root, Wait
@@ -97,6 +97,8 @@ class Search(NamedTuple):
     evictions: EvictionMemory | None
     across_salts: bool
     """Whether it may say what is cached under other salts."""
+    bounds: Bounds
+    """Of the search for the closest prompt."""
 
 
 class _Prompt:
@@ -183,7 +185,7 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
     ]
     asked_for = {session.pool for session in sessions}
     found = [
-        find_closest(prompt.root_node, prompt.path, prompt.cached, asked_for, tokens, prompt.block_size)
+        find_closest(prompt.root_node, prompt.path, prompt.cached, asked_for, tokens, prompt.block_size, search.bounds)
         for prompt in prompts.values()
         if prompt.root_node is not None
     ]

@@ -14,6 +14,7 @@ from typing import NoReturn
 from . import allocation, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
+from .closest_prompt import THOROUGH, Bounds
 from .contents import Contents
 from .description import BlockDescription, describe_blocks
 from .downlink import Downlink
@@ -595,9 +596,10 @@ class CacheManager:
         root, candidates = self._candidates(root)
         return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
 
-    def explain(self, root: Root, tokens: bytes, worker_id: str = "") -> Explanation:
+    def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> Explanation:
         """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of
-        one: that one may be draining, and may serve no text. Bounded in what it searches; changes nothing.
+        one: that one may be draining, and may serve no text. `bounds` are those of the search for the closest prompt; the others
+        are constants. Changes nothing.
 
         Raises Refusal: BAD_FIELD, UNKNOWN_WORKER, RECOVERING.
         """
@@ -610,7 +612,7 @@ class CacheManager:
         holders: dict[Holder, Session] = {
             session.pool: session for session in self._sessions.values() if not session.recovering
         }
-        search = Search(self._tree, self._hash_function, holders, self._evictions, self._explain_across_salts)
+        search = Search(self._tree, self._hash_function, holders, self._evictions, self._explain_across_salts, bounds)
         return explain(search, candidates, root, tokens)
 
     def _root_at(self, session: Session, root: Root) -> Root:

@@ -272,8 +272,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         """Of Route and Describe."""
         self.explains: list[cache_pb2.ExplainRequest] = []
         self.explanation: cache_pb2.ExplainResponse | None = cache_pb2.ExplainResponse()
-        """None: Explain fails."""
-        self.seconds_to_explain = 0.0
+        """None: Explain fails, and Route says nothing of it."""
         self.before_describe: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.former_lease_ms = 0
@@ -293,6 +292,8 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
                 )
         if not response.workers:
             response.explanation = "none registered"
+        if request.explain and self.explanation is not None:
+            response.why.CopyFrom(self.explanation)
         return response
 
     async def Describe(self, request: cache_pb2.DescribeRequest, context: Context) -> cache_pb2.DescribeResponse:
@@ -330,7 +331,6 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
 
     async def Explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:
         self.explains.append(request)
-        await asyncio.sleep(self.seconds_to_explain)
         if self.explanation is None:
             await context.abort(grpc.StatusCode.INTERNAL, "a defect")
         return self.explanation

@@ -13,7 +13,7 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick
 from tests.client.commands import kvpool
-from tests.client.fakes import CAT, THE, FakeWorker, fake_cluster, word_tokenizer
+from tests.client.fakes import CAT, THE, UNAVAILABLE, FakeWorker, answer, fake_cluster, word_tokenizer
 
 ROOT = common_pb2.Root(model_fingerprint="fp-tiny")
 BOS = 1
@@ -122,18 +122,31 @@ async def test_a_stream_keeps_what_was_true_before_its_worker_had_the_prompt() -
         manager.explanation = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
         plain = client.generate("the")
         await plain.collect()
-        assert (plain.explanation, manager.explains) == (None, [])
+        assert (plain.explanation, manager.routes[0].explain) == (None, False)
         stream = client.generate("the", explain=True)
         await stream.collect()
         assert stream.explanation is not None
         assert stream.explanation.workers[0].miss.cause is MissCause.NEVER_SEEN
-        assert len(manager.explains) == 1
+        assert manager.explains == [], "it came with the route"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 30.0])
-async def test_a_stream_does_not_fail_nor_wait_for_an_explanation_that_does_not_come(seconds: float) -> None:
+async def test_a_stream_asks_why_once_however_often_it_moves() -> None:
+    """Later its own blocks would be hits."""
+    async with (
+        fake_cluster(FakeWorker("v", [UNAVAILABLE]), FakeWorker("w", [UNAVAILABLE], answer(THE))) as manager,
+        quick(manager) as client,
+    ):
+        manager.explanation = answered(cache_pb2.MISS_CAUSE_NEVER_SEEN)
+        stream = client.generate("the", explain=True)
+        await stream.collect()
+        assert stream.explanation is not None
+    assert [route.explain for route in manager.routes] == [True, False]
+
+
+async def test_a_manager_that_does_not_explain_ends_no_stream() -> None:
+    """An older one."""
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
-        manager.explanation, manager.seconds_to_explain = None, seconds
+        manager.explanation = None
         stream = client.generate("the", explain=True)
         assert (await stream.collect()).worker_id == "w"
         assert stream.explanation is None

@@ -1188,9 +1188,12 @@ class RouteRequest(_message.Message):
     ROOT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     max_workers: _builtins.int
     """Most workers in the answer; 0: all."""
+    explain: _builtins.bool
+    """Answer also why no more of the prompt is cached, as of the same moment."""
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
     def __init__(
@@ -1199,10 +1202,11 @@ class RouteRequest(_message.Message):
         root: _common_pb2.Root | None = ...,
         tokens: _builtins.bytes = ...,
         max_workers: _builtins.int = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_workers", b"max_workers", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_workers", b"max_workers", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,21 +1218,27 @@ class RouteResponse(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     explanation: _builtins.str
     """Why `workers` is what it is, in words, when it is empty."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutedWorker]:
         """Best first. Empty: no live worker serves this root."""
 
+    @_builtins.property
+    def why(self) -> Global___ExplainResponse:
+        """What Explain answers, if it was asked for and there are workers."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___RoutedWorker] | None = ...,
         explanation: _builtins.str = ...,
+        why: Global___ExplainResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["why", b"why"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "why", b"why", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

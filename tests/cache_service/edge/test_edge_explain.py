@@ -125,3 +125,16 @@ async def test_what_cannot_be_explained_is_refused(
     stub: Stub, worker: Worker, request_: pb.ExplainRequest, code: grpc.StatusCode, reason: str
 ) -> None:
     await refused(stub.Explain(request_), code, reason)
+
+
+async def test_a_route_that_asks_why_has_the_same_answer_with_it(stub: Stub, worker: Worker) -> None:
+    """Without a second call; and nothing where nobody asks, or nobody serves."""
+    await serve(worker, "a", prompt(10))
+    request = pb.RouteRequest(root=ROOT, tokens=prompt(40), explain=True)
+    routed = await stub.Route(request)
+    assert routed.why == await stub.Explain(pb.ExplainRequest(root=ROOT, tokens=prompt(40)))
+    assert routed.why.workers[0].num_cached_tokens == routed.workers[0].num_cached_tokens == 8
+    request.explain = False
+    assert not (await stub.Route(request)).HasField("why")
+    nobody = common_pb2.Root(model_fingerprint="other")
+    assert not (await stub.Route(pb.RouteRequest(root=nobody, tokens=prompt(4), explain=True))).HasField("why")
