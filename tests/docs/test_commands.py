@@ -22,6 +22,7 @@ from kvpool.client.cli.app import app
 from kvpool.client.cli.commands.up import UpSettings
 from kvpool.client.cli.launch.cluster import free_port
 from kvpool.client.cli.settings import ClientSettings
+from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from scripts.protos import SITE
@@ -62,6 +63,7 @@ NOT_RUN = {
     "make gpu-wheels": "downloads, and needs the network",
     "docker compose": "needs a container engine; make test-compose runs these commands",
     ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
+    ".venv/bin/kvpool gateway --manager": "runs until it is stopped; tests/gateway does it",
     ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/client/test_cli_up.py joins two clusters",
 }
 """How commands begin that are only looked at here, and why."""
@@ -216,7 +218,7 @@ def test_the_settings_file_is_taken(tmp_path: Path) -> None:
     (block,) = [block for block in blocks(OPERATING) if block.language == "toml"]
     path = tmp_path / "kvpool.toml"
     path.write_text(block.text)
-    kinds: list[type[ProcessSettings]] = [UpSettings, ManagerSettings, WorkerSettings, ClientSettings]
+    kinds: list[type[ProcessSettings]] = [UpSettings, ManagerSettings, WorkerSettings, GatewaySettings, ClientSettings]
     tables = tomllib.loads(block.text)
     assert tables.keys() == {kind.table for kind in kinds}
     for kind in kinds:
