@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PACKAGES = [
     ROOT,
     SITE,
-    *(ROOT / name for name in ("cache_service", "cache_service/core", "worker_service", "client", "docs")),
+    *(ROOT / name for name in ("cache_service", "cache_service/core", "worker_service", "client", "gateway", "docs")),
 ]
 OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -42,7 +42,8 @@ def missing_for_gateway() -> str:
     missing = [name for name in _GATEWAY_NEEDS if find_spec(name) is None]
     if not missing:
         return ""
-    return f"{' and '.join(missing)} are not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{' and '.join(missing)} {verb} not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
 
 
 def become(command: list[str]) -> NoReturn:
