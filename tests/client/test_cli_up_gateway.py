@@ -62,7 +62,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 async def test_the_gateway_answers_and_is_started_again_when_it_ends(tmp_path: Path) -> None:
-    """Also after status 0, which for a worker means that it has left. It does not keep a cluster running whose workers have left."""
+    """Also after status 0, which for a worker means that it has left. A cluster whose workers have left ends."""
     port = free_ports(1)
     model = make_tiny_model("llama", tmp_path / "model", tokenizer=True)
     flags = ["--model", str(model.path), "--num-blocks", "64", "--http", str(port)]
