@@ -18,9 +18,12 @@ from tests.clients.environments import program
 from tests.clients.served import MAX_TOKENS, MODEL, Served, messages_about, text_about
 
 DRIVERS: Final = Path(__file__).with_name("drivers")
-REFUSED_TOOLS: Final = "tools is not supported: kvpool has no grammars"
-REFUSED_FORMAT: Final = "response_format is not supported: kvpool has no grammars"
 _SECONDS: Final = 240.0
+
+
+def refusal(param: str) -> str:
+    """How the gateway refuses a field that needs a grammar."""
+    return f"{param} is not supported: kvpool has no grammars"
 
 
 async def drive(name: str, served: Served, subject: str, **more: Any) -> dict[str, Any]:

@@ -31,5 +31,5 @@ async def test_texts_are_kvpools_own_streamed_or_not(served: Served, seen: dict[
 
 async def test_what_kvpool_cannot_do_is_litellms_bad_request_with_our_words(seen: dict[str, Any]) -> None:
     assert (seen["tools"]["status"], seen["response_format"]["status"]) == (400, 400)
-    assert driving.REFUSED_TOOLS in seen["tools"]["message"]
-    assert driving.REFUSED_FORMAT in seen["response_format"]["message"]
+    assert driving.refusal("tools") in seen["tools"]["message"]
+    assert driving.refusal("response_format") in seen["response_format"]["message"]
