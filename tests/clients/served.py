@@ -43,7 +43,7 @@ class Served:
         """The greedy continuation of kvpool's own client."""
         return await self.client.generate(prompt, max_tokens=MAX_TOKENS).collect()
 
-    async def requests_of(self, gateway: str) -> float:
+    async def chats_of(self, gateway: str) -> float:
         """How many chats a gateway has answered with 200, by its own count."""
         async with httpx.AsyncClient(base_url=self.url(gateway)) as http:
             text = (await http.get("/metrics")).text
