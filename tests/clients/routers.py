@@ -12,9 +12,9 @@ from typing import Any, Final
 import httpx
 import openai
 
-from tests.clients.driving import assert_chat_is_kvpools_own, refusal
+from tests.clients.driving import assert_chat_is_kvpools_own, assert_text_is_kvpools_own, refusal
 from tests.clients.environments import program
-from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_about
+from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_about, text_about
 from tests.cluster.cluster import HOST, free_port
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
@@ -46,11 +46,20 @@ class Router:
             usage = chunk.usage or usage
         return _answer(text, usage)
 
+    async def text(self, subject: str) -> dict[str, Any]:
+        """A text that is continued."""
+        whole = await self.openai.completions.create(
+            model=MODEL, prompt=text_about(subject), temperature=0, max_tokens=MAX_TOKENS
+        )
+        return _answer(whole.choices[0].text, whole.usage)
+
     async def answers(self) -> None:
-        """Chats are kvpool's own, streamed or not, and what the cache served is reported."""
-        subject = f"{self.name}: {SUBJECTS[0]}"
+        """Chats, streamed or not, and texts are kvpool's own, and what the cache served is reported."""
+        subject = self._about(SUBJECTS[0])
         first, second = await self.chat(subject), await self.chat_streamed(subject)
         await assert_chat_is_kvpools_own(self.served, subject, first, second)
+        first, second = await self.text(subject), await self.text(subject)
+        await assert_text_is_kvpools_own(self.served, subject, first, second)
 
     async def refuses(self) -> None:
         """What kvpool cannot do is refused with the gateway's status and words, not tried on another gateway."""
@@ -65,7 +74,7 @@ class Router:
         """Chats of different subjects come to both gateways, and each is kvpool's own."""
         before = {name: await self.served.chats_of(name) for name in GATEWAYS}
         for subject in SUBJECTS:
-            assert (await self.chat(f"{self.name}: {subject}"))["text"] == await self._own(subject)
+            assert (await self.chat(self._about(subject)))["text"] == await self._own(subject)
         after = {name: await self.served.chats_of(name) for name in GATEWAYS}
         more = {name: after[name] - before[name] for name in GATEWAYS}
         assert sum(more.values()) == len(SUBJECTS), more
@@ -76,19 +85,23 @@ class Router:
         cluster = self.served.cluster
         cluster.kill(GATEWAYS[1])
         for subject in SUBJECTS:
-            assert (await self.chat(f"{self.name}: {subject}"))["text"] == await self._own(subject)
+            assert (await self.chat(self._about(subject)))["text"] == await self._own(subject)
         await cluster.start_gateway(GATEWAYS[1])
 
         async def used_again() -> bool:
             before = await self.served.chats_of(GATEWAYS[1])
             for subject in SUBJECTS:
-                await self.chat(f"{self.name}: {subject}")
+                await self.chat(self._about(subject))
             return await self.served.chats_of(GATEWAYS[1]) > before
 
         await eventually(used_again, f"{self.name} uses the gateway that is back", _START_SECONDS)
 
+    def _about(self, subject: str) -> str:
+        """Not what another router was asked. The difference comes first: routers send common beginnings to one gateway."""
+        return f"{subject} ({self.name})"
+
     async def _own(self, subject: str) -> str:
-        return (await self.served.own_chat(messages_about(f"{self.name}: {subject}"))).text
+        return (await self.served.own_chat(messages_about(self._about(subject)))).text
 
 
 @asynccontextmanager

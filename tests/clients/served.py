@@ -20,7 +20,7 @@ MAX_TOKENS: Final = 24
 _SYSTEM: Final = (
     "{subject} is what this talk is about. You are a helpful assistant who answers briefly and never makes anything up."
 )
-_QUESTION: Final = "Say two sentences about {subject}."
+_QUESTION: Final = "{subject}: say two sentences about it."
 _TEXT: Final = "{subject}: what everybody should know about it, in the words of a patient teacher.\n\nFirst of all,"
 
 

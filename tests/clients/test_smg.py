@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -17,11 +16,13 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def router(served: Served, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
     folder = tmp_path_factory.mktemp("smg")
-    async with routing("smg", ["smg", "launch", "--backend", "vllm", "--policy", "cache_aware"], served, folder) as router:
+    async with routing(
+        "smg", ["smg", "launch", "--backend", "vllm", "--policy", "cache_aware"], served, folder
+    ) as router:
         yield router
 
 
-async def test_chats_are_kvpools_own_streamed_or_not(router: Router) -> None:
+async def test_chats_and_texts_are_kvpools_own_streamed_or_not(router: Router) -> None:
     await router.answers()
 
 
