@@ -123,9 +123,11 @@ async def routing(name: str, command: Sequence[str], served: Served, folder: Pat
             async def routes() -> bool:
                 assert process.status is None, f"{process} has ended:\n{process.log}"
                 try:
-                    return (await http.get("/health")).status_code == 200
+                    answer = await http.get("/workers")
                 except httpx.TransportError:
                     return False
+                healthy = {worker["url"] for worker in answer.json()["workers"] if worker["is_healthy"]}
+                return healthy == set(map(served.url, GATEWAYS))
 
             await eventually(routes, f"{name} routes", _START_SECONDS)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
