@@ -16,12 +16,13 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-browser test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-clients test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
 	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
 	@echo "make test-browser the page in a real Chromium, before a real cluster; a few minutes"
+	@echo "make test-clients clients of OpenAI's API and routers before a real cluster; ONLY=litellm: one; makes .venv-clients-*, 2 GB"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make test-observe every expression of dashboard and alerts on a real Prometheus; needs its binary; minutes"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
@@ -71,6 +72,10 @@ test-browser: $(READY)
 	@$(BIN)/python -c 'import playwright, axe_playwright_python' 2> /dev/null || { \
 		echo "No Playwright: $(BIN)/pip install --constraint constraints.txt --editable '.[browser]'"; exit 1; }
 	KVPOOL_BROWSER_TEST=1 $(BIN)/python -m pytest tests/browser $(ARGUMENTS)
+
+# Ends with status 1 and the reason if a client's environment cannot be made.
+test-clients: $(READY)
+	$(BIN)/python -m tests.clients $(ONLY) $(ARGUMENTS)
 
 test-compose: $(READY)
 	KVPOOL_COMPOSE_TEST=1 $(BIN)/python -m pytest -sx tests/compose $(ARGUMENTS)
@@ -156,5 +161,5 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp
+	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp .venv-clients-*
 	rm -rf build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

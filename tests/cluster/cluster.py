@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,8 @@ from tests.cluster.process import Process, computing
 
 HOST = "127.0.0.1"
 MANAGER = "manager"
+GATEWAY = "gateway"
+GATEWAY_MODULE = "kvpool.gateway"
 START_SECONDS = 240.0
 """For a process to import everything and load its model, on a machine that is busy with other things."""
 
@@ -142,6 +146,27 @@ class Cluster:
         here. A process on another machine would have another `state_dir`."""
         settings = {**self._worker_settings[name], "port": free_port(), **changes}
         return self._start(f"{name}-rival-{len(self._all)}", WORKER_MODULE, settings)
+
+    async def start_gateway(self, name: str = GATEWAY) -> None:
+        """Start a gateway, or start it again on its port, and wait until it answers. The manager need not run."""
+        self._ports.setdefault(name, free_port())
+        arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address()]
+        process = Process(name, ["-m", GATEWAY_MODULE, *arguments], self._folder / f"{name}.log", computing(1))
+        self.processes[name] = process
+        self._all.append(process)
+
+        def answers() -> bool:
+            try:
+                with urllib.request.urlopen(f"http://{self.address(name)}/version", timeout=5):
+                    return True
+            except (urllib.error.URLError, OSError):
+                return False
+
+        async def serves() -> bool:
+            self._assert_running(name)
+            return await asyncio.to_thread(answers)
+
+        await eventually(serves, f"{name} answers", START_SECONDS)
 
     def state_dir(self, name: str) -> Path:
         """The state folder of a worker."""

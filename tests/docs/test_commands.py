@@ -48,6 +48,7 @@ NOT_RUN = {
     "make stories": "would write into the checkout; make check runs the same generator",
     "make docs": "would write into the checkout; tests/docs/test_generated.py runs the same generator",
     "make test-browser": "needs a browser, and is itself a test",
+    "make test-clients": "downloads the clients, and is itself a test",
     "make test-compose": "needs a container engine, and is itself a test",
     "make test-observe": "needs Prometheus, and is itself a test",
     "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",

@@ -126,6 +126,16 @@ async def test_defaults_of_fields_without_effect_pass(front: Front) -> None:
         assert (await post(front, path, body | passing)).status_code == 200
 
 
+async def test_what_a_router_adds_to_each_request_passes_at_its_default_only(front: Front) -> None:
+    """vllm-router writes these fields of SGLang into each body, whatever was asked for."""
+    added = {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True}
+    for path, body in ((CHAT, CHAT_BODY), (COMPLETION, COMPLETION_BODY)):
+        assert (await post(front, path, body | added)).status_code == 200
+        for name, usual in added.items():
+            error = (await post(front, path, body | {name: not usual})).json()["error"]
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
 async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: Front) -> None:
     address = f"127.0.0.1:{front.cluster.manager.port}"
     async with (

@@ -20,10 +20,10 @@ import pytest
 
 from kvpool.v1 import cache_pb2
 from tests.cache_service.edge.peer import registration
-from tests.cluster.cluster import MANAGER, TAKES_TIME
+from tests.cluster.cluster import GATEWAY, MANAGER, TAKES_TIME
 from tests.cluster.models import make_endless_model
 from tests.observe.faults import FIRED_BY
-from tests.observe.observed_cluster import GATEWAY, observe
+from tests.observe.observed_cluster import observe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

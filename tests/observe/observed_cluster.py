@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvpool.client import Client, KvpoolError
-from tests.cluster.cluster import HOST, MANAGER, Cluster, free_port
+from tests.cluster.cluster import GATEWAY, HOST, MANAGER, Cluster, free_port
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process, computing
+from tests.cluster.process import Process
 from tests.observe.prometheus import Prometheus, run_prometheus
 
-GATEWAY: Final = "gateway"
 FIRES_WITHIN_SECONDS: Final = 180.0
-_GATEWAY_SECONDS: Final = 60.0
 
 
 class ObservedCluster(Cluster):
@@ -32,7 +30,6 @@ class ObservedCluster(Cluster):
         self._modules = dict(modules or {})
         self._manager_settings |= manager_settings
         self._metrics_ports: dict[str, int] = {MANAGER: free_port()}
-        self._gateway_port = free_port()
 
     def set_manager(self, **settings: Any) -> None:
         """Settings of the manager from its next start on."""
@@ -41,20 +38,6 @@ class ObservedCluster(Cluster):
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         port = self._metrics_ports.setdefault(name, free_port())
         return super()._start(name, self._modules.get(name, module), {**settings, "metrics_port": port}, threads)
-
-    async def start_gateway(self) -> None:
-        """Start it, or start it again, and wait until it answers."""
-        arguments = ["--host", HOST, "--port", str(self._gateway_port), "--manager", self.address()]
-        log = self._folder / f"{GATEWAY}.log"
-        process = Process(GATEWAY, ["-m", "kvpool.gateway", *arguments], log, computing(1))
-        self.processes[GATEWAY] = process
-        self._all.append(process)
-
-        async def answers() -> bool:
-            self._assert_running(GATEWAY)
-            return await self.get("/version") == 200
-
-        await eventually(answers, "the gateway answers", _GATEWAY_SECONDS)
 
     async def get(self, path: str) -> int:
         """The status of the gateway's answer; 0 without one."""
@@ -66,7 +49,7 @@ class ObservedCluster(Cluster):
 
     def _ask(self, path: str, body: bytes | None) -> int:
         request = urllib.request.Request(
-            f"http://{HOST}:{self._gateway_port}{path}", body, {"Content-Type": "application/json"}
+            f"http://{self.address(GATEWAY)}{path}", body, {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
@@ -84,7 +67,7 @@ class ObservedCluster(Cluster):
         return {
             "kvpool-manager": [f"{HOST}:{self._metrics_ports[MANAGER]}"],
             "kvpool-worker": workers,
-            "kvpool-gateway": [f"{HOST}:{self._gateway_port}"] if GATEWAY in self.processes else [],
+            "kvpool-gateway": [self.address(GATEWAY)] if GATEWAY in self.processes else [],
         }
 
 

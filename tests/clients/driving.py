@@ -1,0 +1,79 @@
+"""Running a client's driver in the client's environment, and comparing what it saw with kvpool's own answers.
+
+A driver, `drivers/NAME.py`, is a program that uses its client as its users do. It reads a job and prints what it saw as its
+last line, both JSON. It imports nothing of ours: its environment does not have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvpool.client import Completion
+from tests.clients.environments import program
+from tests.clients.served import MAX_TOKENS, MODEL, Served, messages_about, text_about
+
+DRIVERS: Final = Path(__file__).with_name("drivers")
+_SECONDS: Final = 240.0
+
+
+def refusal(param: str) -> str:
+    """How the gateway refuses a field that needs a grammar."""
+    return f"{param} is not supported: kvpool has no grammars"
+
+
+async def drive(name: str, served: Served, subject: str, **more: Any) -> dict[str, Any]:
+    """What the client saw when it talked about the subject. `more`: for the job. AssertionError with its
+    output if it failed."""
+    job = {
+        "base_url": f"{served.url()}/v1",
+        "model": MODEL,
+        "messages": messages_about(subject),
+        "prompt": text_about(subject),
+        "max_tokens": MAX_TOKENS,
+        **more,
+    }
+    process = await asyncio.create_subprocess_exec(
+        program(name, "python"),
+        "-I",  # without this folder on the path: drivers have the names of their clients
+        DRIVERS / f"{name.replace('-', '_')}.py",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")},
+    )
+    try:
+        async with asyncio.timeout(_SECONDS):
+            printed, complaints = await process.communicate(json.dumps(job).encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, f"{name}: {printed.decode()}\n{complaints.decode()}"
+    seen: dict[str, Any] = json.loads(printed.decode().strip().rpartition("\n")[2])
+    return seen
+
+
+async def assert_chat_is_kvpools_own(
+    served: Served, subject: str, first: Mapping[str, Any], *later: Mapping[str, Any]
+) -> None:
+    """The first answer took nothing from the cache, each later one what kvpool's client now takes; all else is the same."""
+    _assert_same(await served.own_chat(messages_about(subject)), first, *later)
+
+
+async def assert_text_is_kvpools_own(
+    served: Served, subject: str, first: Mapping[str, Any], *later: Mapping[str, Any]
+) -> None:
+    """The same for a text that is continued."""
+    _assert_same(await served.own_text(text_about(subject)), first, *later)
+
+
+def _assert_same(own: Completion, first: Mapping[str, Any], *later: Mapping[str, Any]) -> None:
+    assert own.num_cached_tokens > 0
+    cached = [0, *[own.num_cached_tokens for _ in later]]
+    expected = {"text": own.text, "prompt_tokens": own.num_prompt_tokens, "completion_tokens": len(own.token_ids)}
+    assert [first, *later] == [{**expected, "cached_tokens": number} for number in cached]

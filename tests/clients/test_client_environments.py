@@ -1,0 +1,49 @@
+"""A client's environment is made once, again when its pins change, and an error if it cannot be made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.environments import NAMES, PINS, ROOT, NoEnvironment, make
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+def test_each_client_has_exact_versions_and_a_test() -> None:
+    for name in NAMES:
+        lines = [line for line in (PINS / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+        assert lines
+        assert [line for line in lines if "==" not in line] == [], name
+        assert (HERE / f"test_{name.replace('-', '_')}.py").exists(), name
+
+
+def test_an_environment_is_used_until_its_pins_change(tmp_path: Path) -> None:
+    folder, pins = tmp_path / "environment", tmp_path / "pins.txt"
+    pins.write_text("# nothing\n")
+    assert make(folder, pins)
+    assert not make(folder, pins)
+    pins.write_text("# nothing else\n")
+    assert make(folder, pins)
+
+
+def test_an_environment_that_could_not_be_made_is_an_error_each_time(tmp_path: Path) -> None:
+    folder, pins = tmp_path / "environment", tmp_path / "pins.txt"
+    pins.write_text("--no-index\n--find-links .\nno-such-client==1\n")
+    for _ in range(2):
+        with pytest.raises(NoEnvironment, match="no-such-client"):
+            make(folder, pins)
+
+
+def test_a_client_that_does_not_exist_is_an_error() -> None:
+    command = [sys.executable, "-m", "tests.clients", "no-such-client"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "litellm" in done.stderr
