@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .disconnect import ReaderLeft
 from .errors import ApiError
 from .metrics import GatewayMetrics
 
@@ -87,6 +88,8 @@ class Observation:
             await error.response()(scope, receive, send_observed)
         except ClientDisconnect:
             pass  # it left before its body was complete: nobody is there to answer, and nothing failed here
+        except ReaderLeft:
+            self._metrics.lost_readers += 1  # before its answer began
         except Exception:
             log.exception("request failed", method=scope["method"], path=logged_path, request_id=request_id)
             if status:

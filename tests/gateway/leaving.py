@@ -1,0 +1,154 @@
+"""Readers over HTTP that go away in the middle of their answers, one after the other: what do they leave?
+
+python -m tests.gateway.leaving [--readers 1000]
+
+A cluster of one worker and a gateway, each a process. Each reader leaves in another way and at another moment: before its answer
+begins, after some events, with its connection closed, reset, or half closed; some ask for several answers. After each one the time
+passes until no block is held. The exit status is 1 if a law is broken, something is held in the end, or a process has grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import track
+
+from kvpool.client import Client
+from tests.cluster.cluster import GATEWAY, HOST, Cluster
+from tests.cluster.models import make_endless_model
+from tests.soak.watch import Growth, Holding, growth
+
+WORKER: Final = "worker-0"
+WAYS: Final = ("close", "reset", "half")
+_LOOK_SECONDS: Final = 0.01
+_PATIENCE_SECONDS: Final = 60.0
+_NO_LINGERING: Final = struct.pack("ii", 1, 0)
+"""The socket is reset when it is closed."""
+
+
+@dataclass
+class Left:
+    """What came of it."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From the leaving of each until nothing was held."""
+    violations: list[str] = field(default_factory=list)
+    growth: list[Growth] = field(default_factory=list)
+    """Empty for a few readers, which say nothing of it."""
+
+
+async def leave(port: int, number: int) -> None:
+    """One reader, which has gone at the end."""
+    body = json.dumps(
+        {
+            "prompt": f"reader {number % 7} of a long answer",
+            "max_tokens": 900,
+            "n": 1 + number % 3,
+            "ignore_eos": True,
+            "stream": number % 5 != 4,  # else the whole answer is waited for
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection(HOST, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    if number % 5 == 4:
+        await asyncio.sleep(0.02 * (number % 4))
+    else:
+        for _ in range(3 * (number % 4)):
+            await reader.readline()
+    way = WAYS[number % len(WAYS)]
+    if way == "reset":
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    elif way == "half":
+        writer.write_eof()
+        await asyncio.sleep(0.01)
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def leaving(num_readers: int, folder: Path, on_each: Callable[[int], None] = lambda number: None) -> Left:
+    """Do it. Raises TimeoutError if blocks do not come back."""
+    found = Left()
+    model = make_endless_model(folder / "model", tokenizer=True)
+    async with Cluster(folder) as cluster:
+        await cluster.start({WORKER: {"model": model.path, "block_size": 4, "num_blocks": 4097, "step_seconds": 0.002}})
+        await cluster.start_gateway()
+        port = int(cluster.address(GATEWAY).rpartition(":")[2])
+        holdings: dict[str, list[Holding]] = {name: [] for name in cluster.processes}
+        async with cluster.client() as client:
+            for number in range(num_readers):
+                await leave(port, number)
+                gone_at = time.monotonic()
+                await _until_nothing_is_held(client)
+                found.seconds.append(time.monotonic() - gone_at)
+                for name, process in cluster.processes.items():
+                    holdings[name].append(Holding(number, process.resident_bytes, process.num_open_files))
+                on_each(number)
+            found.violations += map(str, (await client.check()).violations)
+        if num_readers >= 200:
+            found.growth = [growth(name, taken) for name, taken in holdings.items()]
+            found.violations += [problem for one in found.growth for problem in one.problems]
+        log = cluster.processes[GATEWAY].log
+        found.violations += [line for line in log.splitlines() if "Traceback" in line or "failed" in line]
+    return found
+
+
+async def _until_nothing_is_held(client: Client) -> None:
+    """Not by a sequence, and no sequence lives."""
+    async with asyncio.timeout(_PATIENCE_SECONDS):
+        while True:
+            (worker,) = (await client.describe()).workers
+            if not worker.num_sequences and not worker.counts[0].held and not worker.load.num_waiting:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gateway.leaving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--readers", type=int, default=1000, help="(default 1000)")
+    chosen = parser.parse_args()
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="kvpool-leaving-") as folder:
+        numbers = iter(track(range(chosen.readers), "readers", console=console))
+
+        def on_each(number: int) -> None:
+            next(numbers, None)
+
+        found = asyncio.run(leaving(chosen.readers, Path(folder), on_each))
+    ordered = sorted(found.seconds)
+    print(
+        f"{len(ordered):,} readers left; nothing was held after {1000 * ordered[len(ordered) // 2]:.0f} ms (median), "
+        f"{1000 * ordered[-1]:.0f} ms (longest)"
+    )
+    for one in found.growth:
+        print(
+            f"{one.process}: {one.rss_before / 1e6:.1f} → {one.rss_after / 1e6:.1f} MB, "
+            f"{one.files_before} → {one.files_after} open files"
+        )
+    for violation in found.violations:
+        print(f"VIOLATED: {violation}")
+    return 1 if found.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
