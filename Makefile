@@ -97,6 +97,7 @@ soak: $(READY)
 
 hostile: $(READY)
 	$(BIN)/python -m tests.hostile $(ARGUMENTS)
+	$(BIN)/python -m tests.gateway.leaving
 
 exhaustive: $(READY)
 	$(BIN)/python -m tests.exhaustive

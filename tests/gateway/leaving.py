@@ -113,7 +113,7 @@ async def _until_nothing_is_held(client: Client) -> None:
     async with asyncio.timeout(_PATIENCE_SECONDS):
         while True:
             (worker,) = (await client.describe()).workers
-            if not worker.num_sequences and not worker.counts[0].held and not worker.load.num_waiting:
+            if not worker.num_sequences and not worker.counts[0].held:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
