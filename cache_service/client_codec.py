@@ -173,6 +173,7 @@ def encode_block_content(content: BlockContent, salts: SaltNumbers, epoch: int) 
         salt_number=0 if root is None else salts.number(root.tenant_salt),
         tokens=content.tokens,
         prefix_block_ids=content.prefix_blocks,
+        owner_block_ids=content.owner_blocks,
     )
 
 

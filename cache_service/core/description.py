@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from .block_pool import State
@@ -12,6 +14,7 @@ from .session import Sequence, Session
 
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_OWNERS_PER_BLOCK = 16
+MAX_OWNER_BLOCKS = 16_384
 MAX_FREE_LIST_POSITION = 65_536
 """How far the free list is walked to number its entries; a longer walk would hold up the other calls."""
 
@@ -83,6 +86,8 @@ class BlockContent(NamedTuple):
     """From position 0 to the end of the block, as far as they are known."""
     prefix_blocks: tuple[int, ...]
     """Of this pool, from table index 0 on, the block last; 0 where none holds that part any more."""
+    owner_blocks: tuple[int, ...]
+    """The other blocks in the tables of the owners that `block` names, in ascending order; at most MAX_OWNER_BLOCKS."""
 
 
 def describe_block(session: Session, block: int) -> BlockContent:
@@ -100,16 +105,16 @@ def describe_block(session: Session, block: int) -> BlockContent:
         for sequence in session.sequences.values():
             if block in sequence.table[sequence.num_sealed :]:
                 return _filling(sequence, block, sequence.table.index(block, sequence.num_sealed))
-    return BlockContent(_one(session, block, None, 0, 0, ()), None, b"", ())
+    return BlockContent(_one(session, block, None, 0, 0, ()), None, b"", (), ())
 
 
 def _sealed(session: Session, block: int, node: Node) -> BlockContent:
     pool, depth = session.pool, node.depth
-    owners = tuple(
-        sequence.key
+    owners = [
+        sequence
         for sequence in session.sequences.values()
         if depth < len(sequence.table) and sequence.table[depth] == block
-    )
+    ]
     pieces, blocks = [node.tokens], [block]
     root = node.parent
     while root is not None and not isinstance(root, RootNode):
@@ -118,10 +123,11 @@ def _sealed(session: Session, block: int, node: Node) -> BlockContent:
         root = root.parent
     assert root is not None, "a node is cut off from its root"
     return BlockContent(
-        _one(session, block, node, depth, pool.block_size, owners),
+        _one(session, block, node, depth, pool.block_size, tuple(owner.key for owner in owners)),
         root.key[0],
         b"".join(reversed(pieces)),
         tuple(reversed(blocks)),
+        _others(owners, blocks),
     )
 
 
@@ -133,7 +139,16 @@ def _filling(sequence: Sequence, block: int, index: int) -> BlockContent:
         root.key[0],
         bytes(sequence.tokens[: (index + 1) * size * TOKEN_BYTES]),
         tuple(sequence.table[: index + 1]),
+        _others([sequence], sequence.table[: index + 1]),
     )
+
+
+def _others(owners: Iterable[Sequence], blocks: Iterable[int]) -> tuple[int, ...]:
+    """Blocks in the tables of the first owners, without these."""
+    found: set[int] = set()
+    for owner in islice(owners, MAX_OWNERS_PER_BLOCK):
+        found.update(islice(owner.table, MAX_OWNER_BLOCKS))
+    return tuple(sorted(found.difference(blocks))[:MAX_OWNER_BLOCKS])
 
 
 def _one(

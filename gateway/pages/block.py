@@ -15,7 +15,8 @@ from kvpool.v1 import cache_pb2
 from ..context import gateway_of
 from ..errors import ApiError, api_error
 
-SECONDS: Final = 5.0
+SECONDS: Final = 2.0
+"""For an answer: somebody points at a block."""
 MAX_TEXTS: Final = 64
 """Blocks whose texts are given: the last ones of the prefix."""
 
@@ -59,6 +60,7 @@ def _block_json(described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:
         "salt_number": described.salt_number,
         "num_tokens": len(described.tokens) // 4,
         "prefix_block_ids": list(described.prefix_block_ids),
+        "owner_block_ids": list(described.owner_block_ids),
     }
 
 

@@ -22,6 +22,10 @@ COLOURS = """async () => {
   const { colourOf } = await import('/static/blocks/colours.js');
   return STATES.map(({ css }) => colourOf(css));
 }"""
+LIT = """async () => {
+  const { colourOf } = await import('/static/blocks/colours.js');
+  return [colourOf('--lit'), colourOf('--related')];
+}"""
 STORED = """async (name) => {
   const { store } = await import('/static/store.js');
   const worker = store.workerNamed(name);
@@ -107,6 +111,41 @@ def test_keys_move_over_the_map_and_light_up_a_prefix(watched: Watched, served: 
     page.get_by_text(f"Lit: the {deep.table_index + 1} blocks").wait_for()
     page.keyboard.press("Escape")
     page.get_by_text("Lit: the").wait_for(state="detached")
+
+
+def test_a_shared_block_lights_up_all_who_share_it(watched: Watched, served: Served) -> None:
+    """Its prefix in one colour, the other blocks of both sequences in another."""
+    watched.page.emulate_media(reduced_motion="reduce")
+    page = watched.open("blocks")
+    prompt = "a prompt whose beginning two running sequences share"
+    served.generate(prompt)
+    streams = [served.client.generate(prompt + end, max_tokens=700, ignore_eos=True) for end in ("!", "?")]
+
+    async def begin() -> None:
+        for stream in streams:
+            await anext(stream)
+
+    async def end() -> None:
+        for stream in streams:
+            await stream.aclose()
+
+    served.run(begin())
+    name = busiest(served)
+    shared = [b for b in served.run(fetch_block_map(served.client, name)).blocks if b.ref_count == len(streams)]
+    deepest = max(shared, key=lambda block: block.table_index)
+    page.locator("#blocks-worker").select_option(name)
+    page.locator(".map").focus()
+    page.keyboard.press("Home")
+    for _ in range(deepest.block_id - 1):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.get_by_text("2 sequences hold it, and in green their").wait_for()
+    page.wait_for_timeout(300)
+    lit, related = page.evaluate(LIT)
+    shown = page.evaluate(PIXELS)
+    assert shown.count(lit) == deepest.table_index + 1
+    assert shown.count(related) >= len(streams)
+    served.run(end())
 
 
 def test_the_pointer_asks_for_a_block(watched: Watched, served: Served) -> None:

@@ -26,6 +26,7 @@ export class BlockMap extends EventTarget {
   #colouring = COLOURINGS.get("state");
   #onlyClass = null;
   #lit = new Set();
+  #related = new Set();
   #width = 0;
   #motion = matchMedia("(prefers-reduced-motion: no-preference)");
   #scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -89,9 +90,10 @@ export class BlockMap extends EventTarget {
     if (!whole) this.#painter.change(cells, this.#motion.matches);
   }
 
-  /** Light up these blocks; others step back. None: all as usual. */
-  light(blocks) {
+  /** Light up these blocks, and in another colour those related to them; others step back. None: all as usual. */
+  light(blocks, related = []) {
     this.#lit = new Set(blocks);
+    this.#related = new Set(related);
     this.#look();
   }
 
@@ -152,10 +154,12 @@ export class BlockMap extends EventTarget {
     const full = classes.map(({ css }) => colourOf(css));
     const back = full.map((colour) => dimmed(colour, ground));
     const litColour = colourOf("--lit");
-    const [lit, only] = [this.#lit, this.#onlyClass];
+    const relatedColour = colourOf("--related");
+    const [lit, related, only] = [this.#lit, this.#related, this.#onlyClass];
     this.#painter.look((cell) => {
       const block = cell + FIRST_BLOCK;
       if (lit.has(block)) return litColour;
+      if (related.has(block)) return relatedColour;
       const found = classOf(this.worker, block, store.number);
       return lit.size > 0 || (only !== null && only !== found) ? back[found] : full[found];
     });

@@ -137,11 +137,12 @@ class BlocksView extends HTMLElement {
     const found = await this.#ask(block, 0);
     if (found === null || this.#selected !== block) return;
     const prefix = found.prefix_block_ids.filter((id) => id !== 0);
-    this.map.light(prefix);
+    this.map.light(prefix, found.owner_block_ids);
     const sharers = found.ref_count === 1 ? "1 sequence holds it" : `${count(found.ref_count)} sequences hold it`;
+    const others = found.owner_block_ids.length === 0 ? "" : `, and in green their ${count(found.owner_block_ids.length)} other blocks`;
     setText(
       this.#said,
-      prefix.length === 0 ? "The block holds nothing." : `Lit: the ${count(prefix.length)} blocks of its prefix; ${sharers}. Escape ends it.`,
+      prefix.length === 0 ? "The block holds nothing." : `Lit: the ${count(prefix.length)} blocks of its prefix; ${sharers}${others}. Escape ends it.`,
     );
   }
 }

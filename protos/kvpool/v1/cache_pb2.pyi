@@ -1736,6 +1736,7 @@ class DescribeBlockResponse(_message.Message):
     SALT_NUMBER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    OWNER_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     salt_number: _builtins.int
     """As in BlockPicture."""
@@ -1753,6 +1754,10 @@ class DescribeBlockResponse(_message.Message):
     def prefix_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The blocks of this worker that hold this prefix, from table index 0 on, this block's last; 0 where none does any more."""
 
+    @_builtins.property
+    def owner_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The other blocks in the tables of the owners that `block` names, each once; at most 16,384."""
+
     def __init__(
         self,
         *,
@@ -1762,10 +1767,11 @@ class DescribeBlockResponse(_message.Message):
         salt_number: _builtins.int = ...,
         tokens: _builtins.bytes = ...,
         prefix_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        owner_block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "epoch", b"epoch", "prefix_block_ids", b"prefix_block_ids", "root", b"root", "salt_number", b"salt_number", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "epoch", b"epoch", "owner_block_ids", b"owner_block_ids", "prefix_block_ids", b"prefix_block_ids", "root", b"root", "salt_number", b"salt_number", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,10 +116,11 @@ def _compare_salts(session: Session, numbers: list[int], manager: CacheManager) 
         assert numbers[block] == manager.salts.number(salt), f"block {block} of {session!r}"
         assert content.block[:6] == describe_blocks(session, block, 1)[0][:6]
         _compare_prefix(session.pool, block, content.prefix_blocks)
+        owners = [sequence for sequence in session.sequences.values() if block in sequence.table]
         if content.root is not None:
-            assert set(content.block.owners) == {
-                sequence.key for sequence in session.sequences.values() if block in sequence.table
-            }
+            assert set(content.block.owners) == {sequence.key for sequence in owners}
+            tables = set().union(*(sequence.table for sequence in owners))
+            assert content.owner_blocks == tuple(sorted(tables.difference(content.prefix_blocks)))
 
 
 def _compare_prefix(pool: BlockPool, block: int, prefix: tuple[int, ...]) -> None:

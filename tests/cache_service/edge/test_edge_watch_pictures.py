@@ -232,10 +232,12 @@ async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Ser
         assert sealed.block.sealed
         assert [owner.sequence_id for owner in sealed.block.owners] == ["a", "b"]
         assert (sealed.tokens, list(sealed.prefix_block_ids)) == (prompt(8), table[:2])
+        owns = [own for own in sealed.owner_block_ids if own != table[2]]
+        assert len(owns) == len(sealed.owner_block_ids) - 1 == 1, "the third blocks of both"
         assert sealed.root == common_pb2.Root(model_fingerprint=FINGERPRINT)
         filling = await client.describe_block("w", table[2])
         assert (filling.block.sealed, filling.block.table_index, filling.tokens) == (False, 2, prompt(10))
-        assert list(filling.prefix_block_ids) == table
+        assert (list(filling.prefix_block_ids), list(filling.owner_block_ids)) == (table, [])
         free = await client.describe_block("w", 16)
         assert (free.block.state, free.tokens, free.HasField("root")) == (pb.BLOCK_STATE_FREE, b"", False)
         with pytest.raises(InvalidRequest, match="blocks 1 to 16"):
