@@ -47,7 +47,7 @@ def direct_scores() -> list[list[Score]]:
     """Of each question and choice, from the logits of one forward pass, in float32."""
     model = AutoModelForCausalLM.from_pretrained(_folder(), dtype=torch.float32).eval()
     encode = smollm2.tokenizer().encode
-    scores = []
+    scores: list[list[Score]] = []
     for question in QUESTIONS:
         scores.append([])
         num_context = len(encode(question["question"]).ids)
