@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvpool.client import Completion
 from tests.clients.environments import program
-from tests.clients.served import MAX_TOKENS, MODEL, Served, messages_about, text_about
+from tests.clients.served import MAX_TOKENS, MODEL, OwnAnswer, Served, messages_about, text_about
 
 DRIVERS: Final = Path(__file__).with_name("drivers")
 _SECONDS: Final = 240.0
@@ -72,8 +71,9 @@ async def assert_text_is_kvpools_own(
     _assert_same(await served.own_text(text_about(subject)), first, *later)
 
 
-def _assert_same(own: Completion, first: Mapping[str, Any], *later: Mapping[str, Any]) -> None:
-    assert own.num_cached_tokens > 0
-    cached = [0, *[own.num_cached_tokens for _ in later]]
-    expected = {"text": own.text, "prompt_tokens": own.num_prompt_tokens, "completion_tokens": len(own.token_ids)}
-    assert [first, *later] == [{**expected, "cached_tokens": number} for number in cached]
+def _assert_same(own: OwnAnswer, first: Mapping[str, Any], *later: Mapping[str, Any]) -> None:
+    usage = own.usage
+    assert usage.num_cached_tokens > 0
+    counts = {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
+    expected = {"text": own.text, **counts, "cached_tokens": usage.num_cached_tokens}
+    assert [first, *later] == [{**expected, "cached_tokens": 0}, *[expected for _ in later]]

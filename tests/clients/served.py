@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 
-from kvpool.client import Client, Completion
+from kvpool.client import Client, GenerateStream, Usage
 from tests.cluster.cluster import Cluster
 
 MODEL: Final = "smollm2"
@@ -22,6 +22,14 @@ _SYSTEM: Final = (
 )
 _QUESTION: Final = "{subject}: say two sentences about it."
 _TEXT: Final = "{subject}: what everybody should know about it, in the words of a patient teacher.\n\nFirst of all,"
+
+
+class OwnAnswer(NamedTuple):
+    """What kvpool's own client gets."""
+
+    text: str
+    usage: Usage
+    """It counts the id that ended the text as well, as OpenAI's does."""
 
 
 @dataclass
@@ -35,13 +43,13 @@ class Served:
         """Where a gateway is, without /v1."""
         return f"http://{self.cluster.address(gateway)}"
 
-    async def own_chat(self, messages: Any) -> Completion:
+    async def own_chat(self, messages: Any) -> OwnAnswer:
         """The greedy answer of kvpool's own client."""
-        return await self.client.chat(messages, max_tokens=MAX_TOKENS).collect()
+        return await _read(self.client.chat(messages, max_tokens=MAX_TOKENS))
 
-    async def own_text(self, prompt: str) -> Completion:
+    async def own_text(self, prompt: str) -> OwnAnswer:
         """The greedy continuation of kvpool's own client."""
-        return await self.client.generate(prompt, max_tokens=MAX_TOKENS).collect()
+        return await _read(self.client.generate(prompt, max_tokens=MAX_TOKENS))
 
     async def chats_of(self, gateway: str) -> float:
         """How many chats a gateway has answered with 200, by its own count."""
@@ -49,6 +57,15 @@ class Served:
             text = (await http.get("/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith("kvpool_gateway_requests_total{")]
         return sum(float(line.split()[-1]) for line in lines if "chat/completions" in line and '"200"' in line)
+
+
+async def _read(stream: GenerateStream) -> OwnAnswer:
+    text, usage = "", None
+    async for chunk in stream:
+        text += chunk.text
+        usage = chunk.usage or usage
+    assert usage is not None
+    return OwnAnswer(text, usage)
 
 
 def messages_about(subject: str) -> list[dict[str, str]]:
