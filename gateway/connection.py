@@ -153,7 +153,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _answer_and_close(self, status: HTTPStatus, message: str) -> None:
         """What the caller still sends is read and dropped for a moment: to close at once would reset the connection, and the answer
-        would be lost on its way."""
+        would be lost on its way. A request before it that is still being served ends as if its reader had left."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.write(_raw_answer(status, message))
         with contextlib.suppress(OSError):  # it has gone already
             self.transport.write_eof()

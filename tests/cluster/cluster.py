@@ -147,10 +147,11 @@ class Cluster:
         settings = {**self._worker_settings[name], "port": free_port(), **changes}
         return self._start(f"{name}-rival-{len(self._all)}", WORKER_MODULE, settings)
 
-    async def start_gateway(self, name: str = GATEWAY) -> None:
+    async def start_gateway(self, name: str = GATEWAY, **settings: Any) -> None:
         """Start a gateway, or start it again on its port, and wait until it answers. The manager need not run."""
         self._ports.setdefault(name, free_port())
         arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address()]
+        arguments += _flags(settings)
         process = Process(name, ["-m", GATEWAY_MODULE, *arguments], self._folder / f"{name}.log", computing(1))
         self.processes[name] = process
         self._all.append(process)

@@ -114,3 +114,16 @@ async def test_metrics_count_routes_and_never_what_a_caller_invents() -> None:
         assert 'kvpool_gateway_requests_total{route="/version",status="200"} 2.0' in page
         assert 'route="other",status="404"} 2.0' in page
         assert "made-up" not in page
+
+
+async def test_garbage_after_a_request_ends_the_request_too_and_nothing_fails(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It is refused while the request before it is served: nobody writes to the connection after that."""
+    body = b'{"prompt": '
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving() as server:
+        answer = await exchange(server.port, head + body + b"\x00garbage")
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1 ") == 1 + 1, "a head, and a word in its message"
+    assert "Traceback" not in "".join(capfd.readouterr())

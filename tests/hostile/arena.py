@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
-from tests.cluster.cluster import MANAGER, TAKES_TIME, Cluster
+from tests.cluster.cluster import GATEWAY, MANAGER, TAKES_TIME, Cluster
 from tests.cluster.truth import Truth
-from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question
+from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question, ask_over_http
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
 
 WORKERS: Final = ("victim", "other")
@@ -27,6 +28,13 @@ NUM_BLOCKS: Final = 512
 NUM_QUESTIONS: Final = 12
 NUM_TOKENS: Final = 8
 CALL_SECONDS: Final = 10.0
+GATEWAY_SETTINGS: Final[dict[str, Any]] = {
+    # So that the waits are short, and that lines in the log are complaints.
+    "head_seconds": 1,
+    "body_seconds": 1,
+    "reader_seconds": 1,
+    "log_level": "warning",
+}
 CHANNEL_OPTIONS: Final = (
     # Else channels of one process share a connection, and one that lives hides that no new one is accepted.
     ("grpc.use_local_subchannel_pool", 1),
@@ -37,7 +45,7 @@ CHANNEL_OPTIONS: Final = (
 
 
 class Arena:
-    """A manager and two workers with a tiny model, each a process of its own, and the right answers to some questions.
+    """A manager, two workers with a tiny model and a gateway, each a process of its own, and the right answers to some questions.
 
     `async with` starts them. After an attack that they did not survive `rebuild` starts new ones.
     """
@@ -101,6 +109,7 @@ class Arena:
             **self._worker_settings,
         }
         await self.cluster.start(dict.fromkeys(WORKERS, worker))
+        await self.cluster.start_gateway(**GATEWAY_SETTINGS)
         self._pids = {name: process.pid for name, process in self.cluster.processes.items()}
         self.model_fingerprint = (await self.described(VICTIM)).model_fingerprint
 
@@ -111,7 +120,14 @@ class Arena:
 
     def good_client(self) -> GoodClient:
         """One that asks the cluster of now. Use it as `async with`."""
-        return GoodClient(self.cluster.address(), self.model_fingerprint, self.questions, self._pause_seconds)
+        return GoodClient(
+            self.cluster.address(), self.gateway_url, self.model_fingerprint, self.questions, self._pause_seconds
+        )
+
+    @property
+    def gateway_url(self) -> str:
+        """Of the gateway of now."""
+        return f"http://{self.cluster.address(GATEWAY)}"
 
     @property
     def services(self) -> tuple[str, ...]:
@@ -173,7 +189,8 @@ class Arena:
         """What is wrong with the cluster, on new connections; empty as soon as nothing is, at most `seconds` later.
 
         Nothing is wrong: no process has ended, each service says that it serves, both workers are registered under their
-        own addresses and not draining, each gives a right answer, and every law of the manager holds.
+        own addresses and not draining, each gives a right answer, so does the gateway, it has not failed, and every law of
+        the manager holds.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -183,6 +200,8 @@ class Arena:
                 found = await self._problem()
             except grpc.aio.AioRpcError as error:
                 found = f"{error.code().name}: {error.details()}"
+            except httpx.HTTPError as error:
+                found = f"the gateway does not answer: {error!r}"
             if found is None:
                 return []
             if time.monotonic() >= deadline:
@@ -212,9 +231,19 @@ class Arena:
                 return f"{name} does not answer a request: {error.code().name}: {error.details()}"
             if tokens != question.tokens:
                 return f"{name} answered {list(tokens)}, not {list(question.tokens)}"
+        if (found := await self._problem_of_gateway()) is not None:
+            return found
         async with self.channel() as channel:
             violations = (await self.stub(channel).Check(cache_pb2.CheckRequest(), timeout=CALL_SECONDS)).violations
         return f"check: {violations[0].law}: {violations[0].message}" if violations else None
+
+    async def _problem_of_gateway(self) -> str | None:
+        question = self.questions[-1]
+        tokens = await ask_over_http(self.gateway_url, self.model_fingerprint, question, CALL_SECONDS)
+        if tokens != question.tokens:
+            return f"the gateway answered {list(tokens)}, not {list(question.tokens)}"
+        log = self.cluster.processes[GATEWAY].log
+        return "the gateway's log has a traceback" if "Traceback" in log else None
 
 
 def device_pool(num_blocks: int, block_size: int = BLOCK_SIZE) -> common_pb2.KVCacheConfig:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import grpc
 
-from tests.hostile import connections
+from tests.hostile import connections, over_http
 from tests.hostile.arena import Arena
 from tests.hostile.connections import SlowReaders
 from tests.hostile.fuzz import Fuzzer
@@ -49,6 +49,10 @@ class Settings:
     num_reset_connections: int = 40
     num_resets_each: int = 500
     num_slow_readers: int = 60
+    num_malformed_http: int = 3_000
+    num_idle_http: int = 1_000
+    num_stopped_readers: int = 20
+    num_viewers: int = 100
     calm_seconds: float = 10.0
     """Without any attack, at the beginning of a round: what the other parts compare with."""
     num_rounds: int = 2
@@ -157,6 +161,15 @@ def _parts(arena: Arena, settings: Settings, number: int, progress: Tell) -> Ite
     yield "rapid reset", resets, PATIENCE
     seconds = READER_SECONDS + READER_SLACK
     yield "slow readers", partial(hold_unread, arena, settings.num_slow_readers, seconds), PATIENCE
+    counter = counted("HTTP: malformed requests", settings.num_malformed_http)
+    yield (
+        "HTTP: malformed requests",
+        partial(malformed_http, arena, seed, settings.num_malformed_http, counter),
+        PATIENCE,
+    )
+    yield "HTTP: idle connections", partial(hold_idle_http, arena, settings.num_idle_http), PATIENCE
+    yield "HTTP: readers that stop", partial(hold_unread_http, arena, settings.num_stopped_readers, seconds), PATIENCE
+    yield "HTTP: viewers that stop", partial(hold_viewers, arena, settings.num_viewers), PATIENCE
     for single in SINGLES:
         patience = NUM_LEASES * settings.lease_seconds if single.costs_a_session else PATIENCE
         yield single.name, partial(single.run, arena), patience
@@ -199,3 +212,35 @@ async def hold_unread(arena: Arena, count: int, seconds: float, outcome: Outcome
         outcome.problems.append(
             f"{count - exhausted} of {count} streams that were not read did not end with RESOURCE_EXHAUSTED"
         )
+
+
+async def malformed_http(arena: Arena, seed: int, count: int, on_done: Callable[[int], None], outcome: Outcome) -> None:
+    """Requests that are none, or not allowed, or wrong in what they ask for: no answer says that the gateway failed."""
+    statuses = await over_http.malformed(arena.gateway_url, seed, count, on_done)
+    outcome.said += _said(statuses)
+    if failed := sum(times for said, times in statuses.items() if said.startswith("5") and said not in ("503", "504")):
+        outcome.problems.append(f"{failed} requests were answered that the gateway has failed")
+
+
+async def hold_idle_http(arena: Arena, count: int, outcome: Outcome) -> None:
+    """Connections without a request, and with a part of one; meanwhile the gateway takes new ones and answers."""
+    async with over_http.idle(arena.gateway_url, count) as num_open:
+        outcome.said.append(f"{num_open:,} open")
+        if num_open < count:
+            outcome.problems.append(f"{count - num_open} of {count} idle connections were not accepted")
+        outcome.problems += [f"next to {count} idle connections: {one}" for one in await arena.problems(PATIENCE)]
+
+
+async def hold_unread_http(arena: Arena, count: int, seconds: float, outcome: Outcome) -> None:
+    """Long answers that nobody reads: the gateway closes their connections within the time."""
+    async with over_http.unread_answers(arena.gateway_url, count):
+        if left := await over_http.until_cut_off(arena.gateway_url, count, seconds):
+            outcome.problems.append(
+                f"{left} of {count} readers that stopped still have a connection after {seconds:g} s"
+            )
+
+
+async def hold_viewers(arena: Arena, count: int, outcome: Outcome) -> None:
+    """Event streams of the page that nobody reads; meanwhile the gateway answers."""
+    async with over_http.unread_viewers(arena.gateway_url, count):
+        outcome.problems += [f"next to {count} viewers: {one}" for one in await arena.problems(PATIENCE)]

@@ -1,7 +1,7 @@
 """A client that does nothing wrong: it asks, compares each answer with the right one, and times each call.
 
-`python -m tests.hostile.good_client MANAGER MODEL PAUSE_SECONDS` reads questions from the first line of stdin and ends with stdin.
-It is a process of its own, so that its times do not contain the attacker's work.
+`python -m tests.hostile.good_client MANAGER GATEWAY MODEL PAUSE_SECONDS` reads questions from the first line of stdin and ends with
+stdin. It is a process of its own, so that its times do not contain the attacker's work.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import httpx
+
 from kvpool.client import Client, ClientConfig, GenerateOptions, KvpoolError
 
 ASKERS: Final = 2
@@ -23,7 +25,8 @@ ASKERS: Final = 2
 PAUSE_SECONDS: Final = 0.03
 """Of each asker between two requests."""
 TIMEOUT_SECONDS: Final = 30.0
-DESCRIBE_EACH: Final = 4
+KINDS: Final = ("describe", "generate", "http", "generate")
+"""Of an asker's calls, in turn; `http` is the same question to the gateway."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Call:
     """Monotonic seconds, which all processes of a machine share."""
     seconds: float
     kind: str
-    """generate or describe."""
+    """generate, describe or http."""
     problem: str | None
     """What is wrong with the answer, or why there is none after all retries."""
 
@@ -51,10 +54,16 @@ class GoodClient:
     """The process, and what it reports. Use it as `async with`."""
 
     def __init__(
-        self, manager: str, model: str, questions: Sequence[Question], pause_seconds: float = PAUSE_SECONDS
+        self,
+        manager: str,
+        gateway: str,
+        model: str,
+        questions: Sequence[Question],
+        pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
         """`model`: fingerprint of the one to ask; attackers may register others. `pause_seconds`: see PAUSE_SECONDS."""
         self._manager = manager
+        self._gateway = gateway
         self._model = model
         self._pause_seconds = pause_seconds
         self._questions = questions
@@ -63,7 +72,8 @@ class GoodClient:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.hostile.good_client", self._manager, self._model, str(self._pause_seconds)),
+            *(sys.executable, "-m", "tests.hostile.good_client"),
+            *(self._manager, self._gateway, self._model, str(self._pause_seconds)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -112,38 +122,67 @@ async def _generate(client: Client, model: str, question: Question) -> str | Non
     """What is wrong, if anything is."""
     options = GenerateOptions(model=model, max_tokens=len(question.tokens), ignore_eos=True)
     completion = await client.generate(question.prompt, **options).collect()
-    if completion.token_ids != question.tokens:
-        return f"answered {list(completion.token_ids)}, not {list(question.tokens)}, to {list(question.prompt)}"
+    return _wrong(completion.token_ids, question)
+
+
+def _wrong(tokens: tuple[int, ...], question: Question) -> str | None:
+    if tokens != question.tokens:
+        return f"answered {list(tokens)}, not {list(question.tokens)}, to {list(question.prompt)}"
     return None
 
 
+async def ask_over_http(gateway: str, model: str, question: Question, seconds: float) -> tuple[int, ...]:
+    """The tokens of the answer, over a new connection. Raises httpx.HTTPError."""
+    body = {
+        "model": model,
+        "prompt": question.prompt,
+        "max_tokens": len(question.tokens),
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with httpx.AsyncClient(base_url=gateway, timeout=seconds) as client:
+        answer = await client.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        return tuple(answer.json()["choices"][0]["token_ids"])
+
+
 async def _ask_on(
-    client: Client, model: str, questions: Sequence[Question], first: int, pause_seconds: float, ends: asyncio.Event
+    client: Client,
+    gateway: str,
+    model: str,
+    questions: Sequence[Question],
+    first: int,
+    pause_seconds: float,
+    ends: asyncio.Event,
 ) -> None:
     number = first
     while not ends.is_set():
         number += ASKERS
-        kind = "describe" if number // ASKERS % DESCRIBE_EACH == 0 else "generate"
+        kind = KINDS[number // ASKERS % len(KINDS)]
+        question = questions[number % len(questions)]
         began = time.monotonic()
         problem: str | None = None
         try:
             if kind == "describe":
                 await client.describe()
+            elif kind == "http":
+                problem = _wrong(await ask_over_http(gateway, model, question, TIMEOUT_SECONDS), question)
             else:
-                problem = await _generate(client, model, questions[number % len(questions)])
-        except KvpoolError as error:
+                problem = await _generate(client, model, question)
+        except (KvpoolError, httpx.HTTPError) as error:
             problem = f"lost: {type(error).__name__}: {error}"
         ended = time.monotonic()
         print(json.dumps(asdict(Call(ended, ended - began, kind, problem))), flush=True)
         await asyncio.sleep(pause_seconds)
 
 
-async def _run(manager: str, model: str, questions: Sequence[Question], pause_seconds: float) -> None:
+async def _run(manager: str, gateway: str, model: str, questions: Sequence[Question], pause_seconds: float) -> None:
     ends = asyncio.Event()
     config = ClientConfig(manager=manager, timeout=TIMEOUT_SECONDS)
     async with Client(config=config) as client:
         asking = [
-            asyncio.create_task(_ask_on(client, model, questions, first, pause_seconds, ends))
+            asyncio.create_task(_ask_on(client, gateway, model, questions, first, pause_seconds, ends))
             for first in range(ASKERS)
         ]
         await asyncio.to_thread(sys.stdin.read)
@@ -154,8 +193,8 @@ async def _run(manager: str, model: str, questions: Sequence[Question], pause_se
 def main() -> None:
     given: list[dict[str, Any]] = json.loads(sys.stdin.readline())
     questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in given]
-    manager, model, pause_seconds = sys.argv[1:]
-    asyncio.run(_run(manager, model, questions, float(pause_seconds)))
+    manager, gateway, model, pause_seconds = sys.argv[1:]
+    asyncio.run(_run(manager, gateway, model, questions, float(pause_seconds)))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,23 @@ import torch
 from tests import http2
 from tests.hostile import connections
 from tests.hostile.arena import VICTIM, Arena
-from tests.hostile.campaign import READER_SLACK, Settings, allow_files, fuzz, hold_idle, hold_unread, worker_settings
+from tests.hostile.campaign import (
+    READER_SLACK,
+    Settings,
+    allow_files,
+    fuzz,
+    hold_idle,
+    hold_idle_http,
+    hold_unread,
+    hold_unread_http,
+    hold_viewers,
+    malformed_http,
+    worker_settings,
+)
 from tests.hostile.judge import Judge, Part
 from tests.hostile.malformed import CASES
 from tests.hostile.messages import MessageMaker
+from tests.hostile.over_http import CASES as CASES_OF_HTTP
 from tests.hostile.services import manager_rpcs, worker_rpcs
 from tests.hostile.single import SINGLES, Outcome, Single
 
@@ -76,6 +89,26 @@ async def test_rapid_reset_takes_no_other_call_with_it(judge: Judge) -> None:
 
 async def test_streams_that_are_not_read_are_ended(judge: Judge) -> None:
     await _withstands(judge, "slow", lambda outcome: hold_unread(judge.arena, 8, READER_SLACK + PATIENCE, outcome))
+
+
+async def test_malformed_requests_over_http_are_refused(judge: Judge) -> None:
+    await _withstands(
+        judge,
+        "HTTP",
+        lambda outcome: malformed_http(judge.arena, 1, 4 * len(CASES_OF_HTTP), lambda done: None, outcome),
+    )
+
+
+async def test_next_to_idle_connections_the_gateway_answers(judge: Judge) -> None:
+    await _withstands(judge, "HTTP idle", lambda outcome: hold_idle_http(judge.arena, 40, outcome))
+
+
+async def test_readers_of_the_gateway_that_stop_are_cut_off(judge: Judge) -> None:
+    await _withstands(judge, "HTTP readers", lambda outcome: hold_unread_http(judge.arena, 3, PATIENCE, outcome))
+
+
+async def test_next_to_viewers_that_stop_the_gateway_answers(judge: Judge) -> None:
+    await _withstands(judge, "viewers", lambda outcome: hold_viewers(judge.arena, 12, outcome))
 
 
 # -- the judges
@@ -139,4 +172,5 @@ async def test_the_headers_written_by_hand_are_those_that_a_server_reads(judge: 
 async def test_the_campaign_is_the_size_that_is_promised() -> None:
     settings = Settings()
     assert (settings.num_messages, settings.num_malformed, settings.num_idle) == (20_000, 5_000, 2_000)
+    assert (settings.num_malformed_http, settings.num_idle_http) == (3_000, 1_000)
     assert (settings.num_rounds, settings.limit_seconds) == (2, 2.0)

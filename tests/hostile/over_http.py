@@ -1,0 +1,269 @@
+"""Attacks on the gateway: requests that are malformed, forbidden or wrong, and connections that say or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+AT_ONCE: Final = 16
+LINGER_SECONDS: Final = 0.3
+"""How long a connection waits for what the gateway answers."""
+SLOW: Final = 0.02
+"""Share of the requests that come byte by byte, and whose sender leaves in the middle."""
+SLOW_SECONDS: Final = 1.0
+RESET: Final = 0.2
+"""Share of the connections that are reset at their end, with whatever is unread."""
+_NO_LINGERING: Final = struct.pack("ii", 1, 0)
+_CUT_OFF: Final = re.compile(r'connections_ended_total\{limit="reader"\} ([\d.e+]+)')
+
+_LENGTHS: Final[tuple[int | str, ...]] = (0, 1, 5, -1, "x", "+5", 2**80)
+
+Case = Callable[[random.Random], bytes]
+
+
+def _request(
+    method: str = "POST",
+    path: str = "/v1/completions",
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    *,
+    host: str = "127.0.0.1",
+    length: int | str | None = None,
+) -> bytes:
+    """A request whose parts may contradict each other."""
+    fields = {"Host": host, "Content-Length": len(body) if length is None else length, **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _wrong_value(draw: random.Random) -> Any:
+    return draw.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            1e308,
+            2**63,
+            2**70,
+            "",
+            "x" * draw.randrange(5000),
+            "\ud800",
+            [],
+            [[]],
+            [None],
+            {},
+            {"a": {}},
+        ]
+    )
+
+
+def _wrong_body(draw: random.Random) -> bytes:
+    """Fields that exist, with values of any kind."""
+    fields = (
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "n",
+        "stop",
+        "logprobs",
+        "seed",
+        "logit_bias",
+        "stream",
+        "model",
+        "echo",
+    )
+    body = {"prompt": [1, 2, 3], "max_tokens": 2} | {
+        name: _wrong_value(draw) for name in draw.sample(fields, draw.randrange(1, 4))
+    }
+    return _request(body=_json(body))
+
+
+def _wrong_chat(draw: random.Random) -> bytes:
+    message = {"role": _wrong_value(draw), "content": _wrong_value(draw)}
+    body = {"messages": draw.choice([message, [message], [message, message], _wrong_value(draw)]), "max_tokens": 2}
+    return _request(path="/v1/chat/completions", body=_json(body))
+
+
+def _mutated(draw: random.Random) -> bytes:
+    """A good request with some bytes changed."""
+    good = bytearray(_request(body=_json({"prompt": [1, 2, 3], "max_tokens": 2})))
+    for _ in range(draw.randrange(1, 8)):
+        good[draw.randrange(len(good))] = draw.randrange(256)
+    return bytes(good)
+
+
+CASES: Final[tuple[Case, ...]] = (
+    lambda draw: draw.randbytes(draw.randrange(1, 3000)),
+    lambda draw: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + draw.randbytes(50),
+    lambda draw: b"\x16\x03\x01\x02\x00\x01" + draw.randbytes(200),  # TLS
+    lambda draw: b"GET / HTTP/9.9\r\n\r\n",
+    lambda draw: b"GET /\r\n\r\n",
+    lambda draw: _request("GET", "/" + "x" * draw.randrange(70_000), length=0),
+    lambda draw: _request(
+        "GET", "/health", headers={f"X-{number}": "y" * 100 for number in range(draw.randrange(800))}
+    ),
+    lambda draw: _request("GET", "/health", headers={"X-Big": "z" * draw.randrange(60_000, 90_000)}),
+    lambda draw: _request(draw.choice(["BREW", "CONNECT", "TRACE", "PUT", "DELETE", "\xff"]), "/v1/models"),
+    lambda draw: _request(host=draw.choice(["evil.example", "", "a" * 3000, "127.0.0.1.evil.example:80", "[::"])),
+    lambda draw: _request(
+        path="/api/drain", body=_json({"worker_id": "victim"}), headers={"Origin": "http://evil.example"}
+    ),
+    lambda draw: _request(path="/api/drain", body=b"", headers={"Sec-Fetch-Site": "cross-site"}),
+    lambda draw: _request(body=b"{", length=1),
+    lambda draw: _request(body=_json({"prompt": "x"}), length=draw.choice(_LENGTHS)),
+    lambda draw: _request(body=b"{}", length=17 << 20),
+    lambda draw: _request(headers={"Transfer-Encoding": "chunked"}, body=b"zz\r\n" + draw.randbytes(40)),
+    lambda draw: _request(headers={"Transfer-Encoding": "chunked"}, body=b"5\r\nhello\r\n0\r\n\r\n"),
+    lambda draw: _request(body=b"[" * draw.randrange(1, 100_000)),
+    lambda draw: _request(body=b'{"prompt": ' + b"9" * draw.randrange(1, 20_000) + b"}"),
+    lambda draw: _request(body=b'{"prompt": "x", "temperature": NaN, "max_tokens": 1}'),
+    lambda draw: _request(body=draw.randbytes(draw.randrange(2000))),
+    lambda draw: _request(path="/login", body=b"key=" + draw.randbytes(20).hex().encode()),
+    lambda draw: _request(
+        "GET", f"/api/{draw.choice(['block', 'prefixes', 'requests', 'watch'])}?" + "worker_id=%ff&" * 20
+    ),
+    lambda draw: _request("GET", "/static/../settings.py") + _request("GET", "/static/%2e%2e/settings.py"),
+    lambda draw: _request("GET", "/v1/models") * draw.randrange(2, 60),  # in one go
+    lambda draw: _request(body=_json({"prompt": [1, 2], "max_tokens": 4, "stream": True})) + draw.randbytes(100),
+    _wrong_body,
+    _wrong_chat,
+    _mutated,
+)
+
+
+async def malformed(
+    url: str, seed: int, count: int, on_done: Callable[[int], None] = lambda done: None
+) -> Counter[str]:
+    """`count` connections with a case each. Returns the statuses of the answers, and how often there was none."""
+    outcomes: Counter[str] = Counter()
+    numbers = iter(range(count))
+
+    async def run() -> None:
+        for number in numbers:
+            draw = random.Random(f"{seed} {number}")
+            outcomes.update(await _send(url, CASES[number % len(CASES)](draw), draw))
+            on_done(number + 1)
+
+    async with asyncio.TaskGroup() as running:
+        for _ in range(AT_ONCE):
+            running.create_task(run())
+    return outcomes
+
+
+async def _send(url: str, payload: bytes, draw: random.Random) -> list[str]:
+    """Statuses of the answers that come; a word if none does."""
+    try:
+        reader, writer = await asyncio.open_connection(*_address(url))
+    except OSError:
+        return ["not accepted"]
+    try:
+        if draw.random() < SLOW:
+            for byte in payload[: draw.randint(1, 60)]:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(SLOW_SECONDS / 60)
+            return ["left in the middle"]
+        writer.write(payload)
+        answer = bytearray()
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while part := await reader.read(1 << 16):
+                    answer += part
+        found = re.findall(rb"HTTP/1\.1 (\d{3})", answer)
+        return [status.decode() for status in found] or ["no answer"]
+    finally:
+        await _leave(writer, reset=draw.random() < RESET)
+
+
+async def _leave(writer: asyncio.StreamWriter, *, reset: bool) -> None:
+    if reset:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+@asynccontextmanager
+async def idle(url: str, count: int) -> AsyncIterator[int]:
+    """`count` connections at once; a third sends nothing, a third half a head, a third a head and half a body. Gives how many were
+    accepted."""
+    begun = (b"", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0", _request(body=b'{"prompt', length=1000))
+    num_open = 0
+    async with AsyncExitStack() as stack:
+        for number in range(count):
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(*_address(url))
+                stack.push_async_callback(_leave, writer, reset=bool(number % 2))
+                writer.write(begun[number % len(begun)])
+                num_open += 1
+        yield num_open
+
+
+@asynccontextmanager
+async def unread_answers(url: str, count: int) -> AsyncIterator[None]:
+    """Answers of some megabytes each, none of which is read."""
+    body = _json(
+        {"prompt": list(range(1, 251)), "max_tokens": 1, "n": 48, "echo": True, "logprobs": 20, "stream": True}
+    )
+    async with _unread(url, count, _request(body=body)):
+        yield
+
+
+@asynccontextmanager
+async def unread_viewers(url: str, count: int) -> AsyncIterator[None]:
+    """Event streams of the page, none of which is read."""
+    async with _unread(url, count, _request("GET", "/api/watch?interval_ms=100")):
+        yield
+
+
+@asynccontextmanager
+async def _unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            one = socket.socket()
+            sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.setblocking(False)
+            await loop.sock_connect(one, _address(url))
+            await loop.sock_sendall(one, payload)
+        yield
+    finally:
+        for one in sockets:
+            one.close()
+
+
+async def until_cut_off(url: str, count: int, seconds: float) -> int:
+    """How many readers of `count` still have their connections when the time is over; 0 as soon as none does."""
+    async with httpx.AsyncClient(base_url=url, timeout=seconds) as client:
+        left = count
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while left:
+                    found = _CUT_OFF.search((await client.get("/metrics")).text)
+                    left = max(0, count - (0 if found is None else round(float(found[1]))))
+                    await asyncio.sleep(0.1)
+        return left
