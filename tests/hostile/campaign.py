@@ -51,7 +51,7 @@ class Settings:
     num_slow_readers: int = 60
     num_malformed_http: int = 3_000
     num_idle_http: int = 1_000
-    num_stopped_readers: int = 20
+    num_stopped_readers: int = 3
     num_viewers: int = 100
     calm_seconds: float = 10.0
     """Without any attack, at the beginning of a round: what the other parts compare with."""
@@ -233,8 +233,9 @@ async def hold_idle_http(arena: Arena, count: int, outcome: Outcome) -> None:
 
 async def hold_unread_http(arena: Arena, count: int, seconds: float, outcome: Outcome) -> None:
     """Long answers that nobody reads: the gateway closes their connections within the time."""
+    total = await over_http.num_cut_off(arena.gateway_url) + count
     async with over_http.unread_answers(arena.gateway_url, count):
-        if left := await over_http.until_cut_off(arena.gateway_url, count, seconds):
+        if left := await over_http.until_cut_off(arena.gateway_url, total, seconds):
             outcome.problems.append(
                 f"{left} of {count} readers that stopped still have a connection after {seconds:g} s"
             )
