@@ -95,6 +95,7 @@ def _cors(settings: GatewaySettings) -> list[Middleware]:
     ]
 
 
+_MAX_SHOWN: Final = 256
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -103,7 +104,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     said = {
-        404: f"there is nothing at {path}; docs/OPENAI.md lists the paths",
-        405: f"{path} does not take {method}",
+        404: f"there is nothing at {path[:_MAX_SHOWN]}; docs/OPENAI.md lists the paths",
+        405: f"{path[:_MAX_SHOWN]} does not take {method[:_MAX_SHOWN]}",
     }.get(error.status_code, error.detail)
     return ApiError(error.status_code, said, code=_CODES.get(error.status_code), headers=error.headers).response()

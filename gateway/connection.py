@@ -146,7 +146,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._leave_stage()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        cycle = self.cycle
+        # A complete answer is that of the request before, unless it came before the request's body.
+        if cycle is None or not cycle.response_started or (cycle.response_complete and limit != "body"):
             self._answer_and_close(status, message)
         else:
             self.transport.close()

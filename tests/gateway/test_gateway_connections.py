@@ -127,3 +127,18 @@ async def test_garbage_after_a_request_ends_the_request_too_and_nothing_fails(
         assert answer.startswith(b"HTTP/1.1 400")
         assert answer.count(b"HTTP/1.1 ") == 1 + 1, "a head, and a word in its message"
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+async def test_a_body_that_was_refused_and_does_not_come_gets_no_second_answer() -> None:
+    """Its 413 was sent; when its time is over the connection ends."""
+    async with serving(max_body_bytes=1024, body_seconds=0.3) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n"
+        answer = await exchange(server.port, head + b"x" * 10)
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert status_of(answer) == 413
+
+
+async def test_an_error_repeats_no_long_path() -> None:
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        for method in ("GET", "POST"):
+            assert len((await client.request(method, "/" + "x" * 5000)).content) < 1000
