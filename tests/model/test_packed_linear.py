@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works
+from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears, packing_works, padded_rows
 from tests.model.paged import NEEDS_PACKING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -40,6 +40,14 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(sizes: tuple[int,
     for first, end in [(0, 1), (599, 600), (7, 9), (3, 20), (64, 129), (100, 357)]:
         assert torch.equal(packed(inputs[:, first:end]), whole[:, first:end])
     assert torch.equal(packed(inputs[0, 5]), whole[0, 5])
+
+
+def test_products_have_few_numbers_of_rows() -> None:
+    """oneDNN keeps the code that it generates for each number."""
+    padded = [padded_rows(num_rows) for num_rows in range(1, 2049)]
+    assert len(set(padded)) == 71
+    assert all(num_rows <= padded_rows(num_rows) <= num_rows * 9 / 8 for num_rows in range(2, 2049))
+    assert all(padded_rows(num_rows) == num_rows for num_rows in (2, 3, 16, 64, 512, 2048))
 
 
 @NEEDS_PACKING
