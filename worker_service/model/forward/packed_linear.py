@@ -39,8 +39,8 @@ class PackedLinear(torch.nn.Module):
 def padded_rows(num_rows: int) -> int:
     """The number of rows of the product that computes `num_rows` (at least 1): above 16 at most an eighth more, zeros.
 
-    oneDNN generates code for each number of rows that it meets and keeps it: 0.2 MB each, up to a gigabyte in a process. So it meets
-    71 numbers up to 2,048. A single row is two, because for one it has another kernel, with sums in another order.
+    oneDNN generates code for each number of rows that it meets and keeps it: 0.2 MB each, up to a gigabyte in a process. So it
+    meets 71 numbers up to 2,048. A single row is two, because for one it has another kernel, with sums in another order.
     """
     if num_rows <= 16:
         return max(2, num_rows)
