@@ -459,7 +459,7 @@ class ReportRequest(_message.Message):
         """Granted blocks that no sequence is bound to."""
 
     @_builtins.property
-    def idle_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def idle_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdleBlocks]:
         """Complete blocks that no table names, least recently used first. One that is not listed counts as less recent than all."""
 
     def __init__(
@@ -471,7 +471,7 @@ class ReportRequest(_message.Message):
         contents: _abc.Iterable[Global___ContentRun] | None = ...,
         sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
         reserve: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
-        idle_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        idle_blocks: _abc.Iterable[Global___IdleBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -492,8 +492,7 @@ class ContentRun(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    GENERATIONS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Number of the parent of the first content; 0: the root."""
     tokens: _builtins.bytes
@@ -503,12 +502,10 @@ class ContentRun(_message.Message):
         """Needed where parent is 0."""
 
     @_builtins.property
-    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The block that holds each content, 0 where none does any more."""
-
-    @_builtins.property
-    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its generation; 0 where there is no block."""
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Of each group the block that holds each content, 0 where none does any more, and its generation, 0 where there is no block. At
+        least one group; one that is not listed holds none of them.
+        """
 
     def __init__(
         self,
@@ -516,16 +513,43 @@ class ContentRun(_message.Message):
         parent: _builtins.int = ...,
         root: _common_pb2.Root | None = ...,
         tokens: _builtins.bytes = ...,
-        block_ids: _abc.Iterable[_builtins.int] | None = ...,
-        generations: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "parent", b"parent", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "parent", b"parent", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ContentRun: _TypeAlias = ContentRun  # noqa: Y015
+
+@_typing.final
+class IdleBlocks(_message.Message):
+    """Blocks of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "group", b"group", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IdleBlocks: _TypeAlias = IdleBlocks  # noqa: Y015
 
 @_typing.final
 class ReportedSequence(_message.Message):
@@ -549,7 +573,7 @@ class ReportedSequence(_message.Message):
     def root(self) -> _common_pb2.Root: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Its block tables, one run per group."""
+        """Its block tables, one run per group; a group that is not listed has an empty one."""
 
     def __init__(
         self,
@@ -1000,7 +1024,7 @@ class AppendItem(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     WANT_BLOCKS_FIELD_NUMBER: _builtins.int
     want_blocks: _builtins.int
-    """For engines without a reserve: the table length wanted, in blocks, for group 0. 0: no wish."""
+    """For engines without a reserve: the length of the tables wanted, in blocks, of every group. 0: no wish."""
     @_builtins.property
     def update(self) -> Global___SequenceUpdate: ...
     def __init__(
@@ -1290,16 +1314,19 @@ class DescribeRequest(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Only this worker; empty: all."""
     include_blocks: _builtins.bool
-    """Also the block map, from block_id first_block on, at most max_blocks blocks (0: 4,096, which is also the most).
+    """Also the block map of the group, from block_id first_block on, at most max_blocks blocks (0: 4,096, which is also the most).
     Needs a worker_id.
     """
     first_block: _builtins.int
     max_blocks: _builtins.int
     max_sequences: _builtins.int
     """Most live sequences to list of each worker (0: none). An answer has at most 1,000 of them, shared evenly by its workers."""
+    group: _builtins.int
+    """Of the block map."""
     def __init__(
         self,
         *,
@@ -1308,10 +1335,11 @@ class DescribeRequest(_message.Message):
         first_block: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "include_blocks", b"include_blocks", "max_blocks", b"max_blocks", "max_sequences", b"max_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "group", b"group", "include_blocks", b"include_blocks", "max_blocks", b"max_blocks", "max_sequences", b"max_sequences", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1493,7 +1521,7 @@ class SequenceDescription(_message.Message):
     num_computed_tokens: _builtins.int
     """Whose KV is stated to be complete, those of the cache included."""
     num_blocks: _builtins.int
-    """Entries of the block table."""
+    """Entries of the block tables of all groups."""
     fenced: _builtins.bool
     """A larger attempt lives on another session; only Free is accepted."""
     @_builtins.property
@@ -1671,6 +1699,7 @@ class Violation(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BLOCK_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     law: _builtins.str
     """Short name of the law, e.g. "conservation"."""
     message: _builtins.str
@@ -1679,6 +1708,8 @@ class Violation(_message.Message):
     session: _builtins.int
     block_id: _builtins.int
     """−1: no single block."""
+    group: _builtins.int
+    """Of the block."""
     @_builtins.property
     def sequence(self) -> _common_pb2.SequenceKey:
         """Empty: no single sequence."""
@@ -1692,10 +1723,11 @@ class Violation(_message.Message):
         session: _builtins.int = ...,
         block_id: _builtins.int = ...,
         sequence: _common_pb2.SequenceKey | None = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "law", b"law", "message", b"message", "sequence", b"sequence", "session", b"session", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "group", b"group", "law", b"law", "message", b"message", "sequence", b"sequence", "session", b"session", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1709,18 +1741,21 @@ class DescribeBlockRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     BLOCK_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     block_id: _builtins.int
     """1 … num_blocks − 1."""
+    group: _builtins.int
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         block_id: _builtins.int = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "group", b"group", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1752,11 +1787,11 @@ class DescribeBlockResponse(_message.Message):
 
     @_builtins.property
     def prefix_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks of this worker that hold this prefix, from table index 0 on, this block's last; 0 where none does any more."""
+        """The blocks of this worker's group that hold this prefix, from table index 0 on, this block's last; 0 where none does any more."""
 
     @_builtins.property
     def owner_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The other blocks in the tables of the owners that `block` names, each once; at most 16,384."""
+        """The other blocks of the group in the tables of the owners that `block` names, each once; at most 16,384."""
 
     def __init__(
         self,
@@ -2145,7 +2180,7 @@ Global___ContentEvent: _TypeAlias = ContentEvent  # noqa: Y015
 
 @_typing.final
 class ContentStored(_message.Message):
-    """A worker's first block with this content is sealed: a hit from now on. Parents come before children."""
+    """A worker's first block of a group with this content is sealed. Parents come before children."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2159,6 +2194,7 @@ class ContentStored(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     node: _builtins.int
     """Names the content for as long as it is listed: a number within the epoch, the same for all workers. Never a hash."""
     parent: _builtins.int
@@ -2173,6 +2209,8 @@ class ContentStored(_message.Message):
     """0: no worker has it any more, but one has content after it."""
     worker_id: _builtins.str
     block_size: _builtins.int
+    group: _builtins.int
+    """Of the worker's groups. A prefix is a hit as far as all of them hold it."""
     @_builtins.property
     def root(self) -> _common_pb2.Root:
         """Of the chain. Set where parent is 0; without the salt."""
@@ -2194,10 +2232,11 @@ class ContentStored(_message.Message):
         worker_id: _builtins.str = ...,
         sequence: _common_pb2.SequenceKey | None = ...,
         block_size: _builtins.int = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_size", b"block_size", "node", b"node", "parent", b"parent", "root", b"root", "salt_number", b"salt_number", "sequence", b"sequence", "session", b"session", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_size", b"block_size", "group", b"group", "node", b"node", "parent", b"parent", "root", b"root", "salt_number", b"salt_number", "sequence", b"sequence", "session", b"session", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2205,28 +2244,31 @@ Global___ContentStored: _TypeAlias = ContentStored  # noqa: Y015
 
 @_typing.final
 class ContentRemoved(_message.Message):
-    """The last block of this session's worker with this content was given to something else."""
+    """The last block of a group of this session's worker with this content was given to something else."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     node: _builtins.int
     session: _builtins.int
     """0: of no session; the content was listed for what came after it."""
     forgotten: _builtins.bool
     """Nothing needs the content any more, neither a worker nor a content after it: its number never comes again."""
+    group: _builtins.int
     def __init__(
         self,
         *,
         node: _builtins.int = ...,
         session: _builtins.int = ...,
         forgotten: _builtins.bool = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "node", b"node", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "group", b"group", "node", b"node", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

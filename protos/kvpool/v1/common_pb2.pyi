@@ -184,7 +184,7 @@ class KVCacheGroup(_message.Message):
     group: _builtins.int
     """Index of the group, counted from 0."""
     bytes_per_block: _builtins.int
-    """Bytes of one block over all layers of the group; for displays only."""
+    """Bytes of one block over all layers of the group; for displays."""
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec: ...
     @_builtins.property
@@ -240,7 +240,10 @@ Global___KVCachePool: _TypeAlias = KVCachePool  # noqa: Y015
 
 @_typing.final
 class KVCacheConfig(_message.Message):
-    """The layout of a worker's KV cache. This version takes exactly one full-attention group, group 0, in TIER_DEVICE."""
+    """The layout of a worker's KV cache: groups 0, 1, … in this order, 16 at most, each with one pool in TIER_DEVICE. A sequence has a
+    block table for each group, all of the same length; a prefix is a hit as far as every group has its blocks. This version takes
+    full-attention groups only.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
