@@ -11,11 +11,11 @@ from .core.budget import Budget
 from .core.description import BlockContent, BlockDescription
 from .core.facts import SequenceFacts, WorkerFacts, sequence_facts, worker_facts
 from .core.integrity import Audit, Violation
-from .core.messages import PoolConfig
+from .core.messages import Layout
 from .core.routing import RoutedWorker
 from .core.salts import SaltNumbers
 from .core.session import Session
-from .worker_codec import GROUP, TIER, encode_counts, encode_key, encode_load, encode_unsalted_root
+from .worker_codec import TIER, encode_counts, encode_key, encode_load, encode_unsalted_root
 
 MAX_VIOLATIONS = 256
 """In one answer of Check."""
@@ -66,17 +66,14 @@ def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
     return f"no live worker serves the model with fingerprint {fingerprint[:128]!r}; served are {shown}"
 
 
-def encode_config(pool: PoolConfig) -> common_pb2.KVCacheConfig:
+def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
     """The layout that a worker has registered."""
-    return common_pb2.KVCacheConfig(
-        block_size=pool.block_size,
-        groups=[
-            common_pb2.KVCacheGroup(
-                group=GROUP, full_attention=common_pb2.FullAttentionSpec(), bytes_per_block=pool.bytes_per_block
-            )
-        ],
-        pools=[common_pb2.KVCachePool(group=GROUP, tier=TIER, num_blocks=pool.num_blocks)],
-    )
+    config = common_pb2.KVCacheConfig(block_size=layout.block_size)
+    for index, group in enumerate(layout.groups):
+        added = config.groups.add(group=index, bytes_per_block=group.bytes_per_block)
+        added.full_attention.SetInParent()
+        config.pools.add(group=index, tier=TIER, num_blocks=group.num_blocks)
+    return config
 
 
 def encode_worker(
@@ -100,9 +97,9 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
         incarnation=registration.incarnation,
         model_name=registration.model_name,
         model_fingerprint=registration.model_fingerprint,
-        kv_cache_config=encode_config(registration.pool),
+        kv_cache_config=encode_config(registration.layout),
         max_model_len=registration.max_model_len,
-        counts=[encode_counts(facts.counts)],
+        counts=encode_counts(facts.counts),
         load=encode_load(facts.load),
         num_sequences=facts.num_sequences,
         totals=cache_pb2.WorkerTotals(
@@ -148,7 +145,7 @@ def encode_sequence(sequence: SequenceFacts) -> cache_pb2.SequenceDescription:
 def encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
     """One block."""
     return cache_pb2.BlockDescription(
-        group=GROUP,
+        group=block.group,
         tier=TIER,
         block_id=block.block,
         state=BLOCK_STATES[block.state],
@@ -196,4 +193,5 @@ def _encode_violation(violation: Violation) -> cache_pb2.Violation:
         session=violation.session,
         block_id=violation.block,
         sequence=None if violation.sequence is None else encode_key(violation.sequence),
+        group=violation.group,
     )

@@ -16,6 +16,7 @@ from kvpool.process.request_guard import MALFORMED, TOO_LARGE
 from kvpool.process.version import installed_version
 
 from .audits import Audits
+from .core.block_pool import BlockPool
 from .core.manager import CacheManager
 from .core.recovery import Case
 from .core.refusal import Reason
@@ -129,7 +130,7 @@ class ManagerMetrics:
 def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
     """Counters restart with each session, as those of a process do."""
     worker = session.worker_id
-    counts, load = session.pool.counts(), session.load
+    load = session.load
     page.gauge(
         "kvpool_manager_worker_info",
         "Address and model of a worker.",
@@ -138,16 +139,8 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
         address=session.registration.address,
         model_name=session.registration.model_name,
     )
-    page.gauge("kvpool_manager_capacity_blocks", "Blocks that can be granted.", counts.capacity, worker=worker)
-    for state in ("free", "cached", "held", "reserved", "withheld"):
-        page.gauge(
-            "kvpool_manager_blocks",
-            "Blocks by state; withheld: never granted, and beyond the budget of all workers.",
-            getattr(counts, state),
-            worker=worker,
-            state=state,
-        )
-    page.gauge("kvpool_manager_shared_blocks", "Held blocks in several tables.", counts.shared, worker=worker)
+    for group, pool in enumerate(session.pools):
+        _fill_pool(page, worker, str(group), pool)
     page.gauge("kvpool_manager_sequences", "Live sequences.", len(session.sequences), worker=worker)
     for state, number in (("running", load.num_running), ("waiting", load.num_waiting)):
         page.gauge(
@@ -163,9 +156,27 @@ def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
         ("prompt_tokens", "Prompt tokens of granted sequences.", session.num_prompt_tokens),
         ("cached_tokens", "Prompt tokens that the cache served.", session.num_cached_tokens),
         ("generated_tokens", "Tokens that the worker has stated after the prompts.", session.num_generated_tokens),
-        ("evicted_blocks", "Cached blocks dropped for an allocation.", session.pool.num_evicted),
+        ("evicted_blocks", "Cached blocks dropped for an allocation.", sum(pool.num_evicted for pool in session.pools)),
     ):
         page.counter(f"kvpool_manager_{name}", text, number, worker=worker)
+
+
+def _fill_pool(page: MetricsPage, worker: str, group: str, pool: BlockPool) -> None:
+    counts = pool.counts()
+    for name, text, number in (
+        ("capacity_blocks", "Blocks that can be granted.", counts.capacity),
+        ("shared_blocks", "Held blocks in several tables.", counts.shared),
+    ):
+        page.gauge(f"kvpool_manager_{name}", text, number, worker=worker, group=group)
+    for state in ("free", "cached", "held", "reserved", "withheld"):
+        page.gauge(
+            "kvpool_manager_blocks",
+            "Blocks by state; withheld: never granted, and beyond the budget of all workers.",
+            getattr(counts, state),
+            worker=worker,
+            group=group,
+            state=state,
+        )
 
 
 def _state(session: Session) -> str:

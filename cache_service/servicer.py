@@ -248,9 +248,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 worker_id=session.worker_id,
                 session=f"{session.number:#x}",
                 parts=request.part + 1,
-                cached=reply.counts.cached,
-                held=reply.counts.held,
-                reserved=reply.counts.reserved,
+                cached=[counts.cached for counts in reply.counts],
+                held=[counts.held for counts in reply.counts],
+                reserved=[counts.reserved for counts in reply.counts],
                 sequences=len(session.sequences),
             )
         return cache_pb2.ReportResponse(downlink=worker_codec.encode_downlink(reply))
@@ -353,7 +353,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise bad_field("worker_id", "include_blocks needs one: a block map is of one worker")
         sessions = (manager.worker(worker_id),) if worker_id else manager.sessions
         blocks = (
-            manager.describe_blocks(worker_id, request.first_block, request.max_blocks)
+            manager.describe_blocks(worker_id, request.first_block, request.max_blocks, request.group)
             if request.include_blocks
             else ()
         )
@@ -372,7 +372,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.DescribeBlockRequest, context: Context[Any, Any]
     ) -> cache_pb2.DescribeBlockResponse:
         manager = self._manager
-        content = describe_block(manager.worker(request.worker_id), request.block_id)
+        content = describe_block(manager.worker(request.worker_id), request.block_id, request.group)
         return client_codec.encode_block_content(content, manager.salts, manager.epoch)
 
     @answering
@@ -408,6 +408,6 @@ def _log_registered(registration: Registration, number: int) -> None:
         session=f"{number:#x}",
         address=registration.address,
         model=registration.model_name,
-        num_blocks=registration.pool.num_blocks,
-        block_size=registration.pool.block_size,
+        num_blocks=[group.num_blocks for group in registration.layout.groups],
+        block_size=registration.layout.block_size,
     )

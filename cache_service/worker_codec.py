@@ -1,7 +1,7 @@
 """The calls of workers: protobuf to core messages and back. Pure functions.
 
-Decoding checks the shape: other groups, other tiers, lists of different length and missing parts are refused as BAD_FIELD or
-UNSUPPORTED. All other checks are the core's.
+Decoding checks the shape: other tiers, groups out of bounds, lists of different length and missing parts are refused as BAD_FIELD
+or UNSUPPORTED. All other checks are the core's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from .core.messages import (
     DownlinkEntry,
     Grant,
     Granted,
-    PoolConfig,
+    Group,
+    Layout,
+    Limits,
     Registration,
     Reply,
+    ReportedBlocks,
     ReportedSequence,
     ReportPart,
     ReservedBlock,
@@ -34,6 +37,7 @@ from .core.messages import (
     SequenceUpdate,
     Stop,
     TableEntry,
+    Tables,
     Uplink,
     Wait,
     WorkerLoad,
@@ -45,11 +49,11 @@ Message = TypeVar("Message")
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-GROUP = 0
-"""The one group of this version."""
-
 TIER = common_pb2.TIER_DEVICE
 """The one tier of this version."""
+
+MAX_GROUPS = Limits().max_groups
+"""Bounds what decoding makes of a group's number."""
 
 
 class Batch(NamedTuple, Generic[Item]):
@@ -80,12 +84,16 @@ def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item])
 # -- the parts
 
 
-def _check_place(group: int, tier: common_pb2.Tier.ValueType, field: str) -> None:
-    if group != GROUP:
-        raise bad_field(f"{field}.group", f"this version has group {GROUP} only, got {group}")
+def _check_tier(tier: common_pb2.Tier.ValueType, field: str) -> None:
     if tier != TIER:
         name = common_pb2.Tier.Name(tier) if tier in common_pb2.Tier.values() else str(tier)
         raise bad_field(f"{field}.tier", f"this version has TIER_DEVICE only, got {name}")
+
+
+def _check_place(group: int, tier: common_pb2.Tier.ValueType, field: str) -> None:
+    _check_tier(tier, field)
+    if group >= MAX_GROUPS:
+        raise bad_field(f"{field}.group", f"a worker has at most {MAX_GROUPS} groups, got group {group}")
 
 
 def _check_run(run: common_pb2.BlockRun, field: str) -> None:
@@ -95,6 +103,12 @@ def _check_run(run: common_pb2.BlockRun, field: str) -> None:
             field,
             f"block_ids and generations must have equal length, got {len(run.block_ids)} and {len(run.generations)}",
         )
+
+
+def _lengthen(groups: list[Item], group: int, empty: Item) -> None:
+    """Make room for a group in a list by group."""
+    while len(groups) <= group:
+        groups.append(empty)
 
 
 def _decode_key(message: common_pb2.SequenceKey) -> SequenceKey:
@@ -128,14 +142,14 @@ def encode_load(load: WorkerLoad) -> common_pb2.WorkerLoad:
     return common_pb2.WorkerLoad(**load._asdict())
 
 
-def encode_counts(counts: BlockCounts) -> common_pb2.BlockCounts:
-    """The counts of the one pool."""
-    return common_pb2.BlockCounts(group=GROUP, tier=TIER, **counts._asdict())
+def encode_counts(counts: Iterable[BlockCounts]) -> list[common_pb2.BlockCounts]:
+    """The counts of a worker's pools, by group."""
+    return [common_pb2.BlockCounts(group=group, tier=TIER, **one._asdict()) for group, one in enumerate(counts)]
 
 
-def _encode_run(start_index: int, blocks: Sequence[int], generations: Sequence[int]) -> common_pb2.BlockRun:
+def _encode_run(group: int, start_index: int, blocks: Sequence[int], generations: Sequence[int]) -> common_pb2.BlockRun:
     return common_pb2.BlockRun(
-        group=GROUP, tier=TIER, start_index=start_index, block_ids=blocks, generations=generations
+        group=group, tier=TIER, start_index=start_index, block_ids=blocks, generations=generations
     )
 
 
@@ -151,7 +165,7 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
         address=request.address,
         model_name=request.model_name,
         model_fingerprint=request.model_fingerprint,
-        pool=_decode_pool(request.kv_cache_config),
+        layout=_decode_layout(request.kv_cache_config),
         max_model_len=request.max_model_len,
         engine=request.engine,
         holds_state=request.holds_state,
@@ -160,23 +174,30 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
     )
 
 
-def _decode_pool(config: common_pb2.KVCacheConfig) -> PoolConfig:
-    for name, found in (("groups", config.groups), ("pools", config.pools)):
-        if len(found) != 1:
-            raise bad_field(f"kv_cache_config.{name}", f"this version takes exactly one, got {len(found)}")
-    group, pool = config.groups[0], config.pools[0]
-    if group.group != GROUP:
-        raise bad_field("kv_cache_config.groups[0].group", f"this version has group {GROUP} only, got {group.group}")
-    spec = group.WhichOneof("spec")
-    if spec != "full_attention":
-        raise Refusal(
-            Reason.UNSUPPORTED,
-            f"kv_cache_config.groups[0]: this version serves full_attention only, got {spec or 'no spec'}; register windowed "
-            "layers as full attention and apply the window in the kernel",
-            field="kv_cache_config.groups[0]",
+def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
+    groups = []
+    if not config.groups:
+        raise bad_field("kv_cache_config.groups", "needed at least one")
+    if len(config.groups) != len(config.pools):
+        raise bad_field(
+            "kv_cache_config.pools",
+            f"needed one for each group, got {len(config.pools)} for {len(config.groups)} groups",
         )
-    _check_place(pool.group, pool.tier, "kv_cache_config.pools[0]")
-    return PoolConfig(config.block_size, pool.num_blocks, group.bytes_per_block)
+    for index, (group, pool) in enumerate(zip(config.groups, config.pools, strict=True)):
+        for name, found in (("groups", group.group), ("pools", pool.group)):
+            if found != index:
+                raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {found}")
+        spec = group.WhichOneof("spec")
+        if spec != "full_attention":
+            raise Refusal(
+                Reason.UNSUPPORTED,
+                f"kv_cache_config.groups[{index}]: this version serves full_attention only, got {spec or 'no spec'}; register "
+                "windowed layers as full attention and apply the window in the kernel",
+                field=f"kv_cache_config.groups[{index}]",
+            )
+        _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")
+        groups.append(Group(pool.num_blocks, group.bytes_per_block))
+    return Layout(config.block_size, tuple(groups))
 
 
 # -- the link
@@ -189,40 +210,43 @@ def decode_uplink(
     if not request.HasField("uplink"):
         raise bad_field("uplink", "a mutating call needs its session and call_no")
     message = request.uplink
-    if len(message.reserve_wishes) > 1:
-        raise bad_field("uplink.reserve_wishes", f"at most one per group, got {len(message.reserve_wishes)}")
-    wish: int | None = None
-    if message.reserve_wishes:
-        _check_place(message.reserve_wishes[0].group, message.reserve_wishes[0].tier, "uplink.reserve_wishes[0]")
-        wish = message.reserve_wishes[0].num_blocks
+    wishes: list[int | None] = []
+    for index, wish in enumerate(message.reserve_wishes):
+        _check_place(wish.group, wish.tier, f"uplink.reserve_wishes[{index}]")
+        _lengthen(wishes, wish.group, None)
+        if wishes[wish.group] is not None:
+            raise bad_field("uplink.reserve_wishes", f"at most one per group, got two of group {wish.group}")
+        wishes[wish.group] = wish.num_blocks
     returned = _decode_blocks(message.returned, "uplink.returned")
     key = SessionKey(message.session_key)
-    return Uplink(message.session, message.call_no, message.downlink_ack, wish, returned, key)
+    return Uplink(message.session, message.call_no, message.downlink_ack, tuple(wishes), returned, key)
 
 
-def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[ReservedBlock, ...]:
-    """Runs that are sets of blocks."""
-    blocks: list[ReservedBlock] = []
+def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[tuple[ReservedBlock, ...], ...]:
+    """Runs that are sets of blocks, by group."""
+    groups: list[tuple[ReservedBlock, ...]] = []
     for index, run in enumerate(runs):
         _check_run(run, f"{field}[{index}]")
-        blocks += map(ReservedBlock, run.block_ids, run.generations)
-    return tuple(blocks)
+        _lengthen(groups, run.group, ())
+        groups[run.group] += tuple(map(ReservedBlock, run.block_ids, run.generations))
+    return tuple(groups)
 
 
-def _decode_entries(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[TableEntry, ...]:
-    """Runs that are pieces of one block table."""
-    entries: list[TableEntry] = []
+def _decode_tables(runs: Iterable[common_pb2.BlockRun], field: str) -> Tables:
+    """Runs that are pieces of block tables."""
+    tables: list[tuple[TableEntry, ...]] = []
     for index, run in enumerate(runs):
         _check_run(run, f"{field}[{index}]")
+        _lengthen(tables, run.group, ())
         indexes = range(run.start_index, run.start_index + len(run.block_ids))
-        entries += map(TableEntry, indexes, run.block_ids, run.generations)
-    return tuple(entries)
+        tables[run.group] += tuple(map(TableEntry, indexes, run.block_ids, run.generations))
+    return tuple(tables)
 
 
 def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
     number, content = entry
     if isinstance(content, Grant):
-        run = _encode_run(0, content.blocks, (content.generation,) * len(content.blocks))
+        run = _encode_run(content.group, 0, content.blocks, (content.generation,) * len(content.blocks))
         return cache_pb2.DownlinkEntry(number=number, grant=run)
     if isinstance(content, Stop):
         return cache_pb2.DownlinkEntry(number=number, stop=encode_key(content.key))
@@ -233,7 +257,7 @@ def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
 
 def encode_downlink(reply: Reply) -> cache_pb2.Downlink:
     """What ends every reply on the link."""
-    return cache_pb2.Downlink(entries=map(_encode_entry, reply.entries), counts=[encode_counts(reply.counts)])
+    return cache_pb2.Downlink(entries=map(_encode_entry, reply.entries), counts=encode_counts(reply.counts))
 
 
 # -- reports
@@ -244,16 +268,38 @@ def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
     return ReportPart(
         part=request.part,
         last=request.last,
-        contents=tuple(map(_decode_contents, request.contents)),
+        contents=tuple(_decode_contents(index, run) for index, run in enumerate(request.contents)),
         sequences=tuple(_decode_reported(index, sequence) for index, sequence in enumerate(request.sequences)),
         reserve=_decode_blocks(request.reserve, "reserve"),
-        idle_blocks=tuple(request.idle_blocks),
+        idle_blocks=_decode_idle(request.idle_blocks),
     )
 
 
-def _decode_contents(run: cache_pb2.ContentRun) -> ContentRun:
+def _decode_idle(lists: Iterable[cache_pb2.IdleBlocks]) -> tuple[tuple[int, ...], ...]:
+    groups: list[tuple[int, ...]] = []
+    for index, idle in enumerate(lists):
+        _check_tier(idle.tier, f"idle_blocks[{index}]")
+        if idle.group >= MAX_GROUPS:
+            raise bad_field(
+                f"idle_blocks[{index}].group", f"a worker has at most {MAX_GROUPS} groups, got {idle.group}"
+            )
+        while len(groups) <= idle.group:
+            groups.append(())
+        groups[idle.group] += tuple(idle.block_ids)
+    return tuple(groups)
+
+
+def _decode_contents(index: int, run: cache_pb2.ContentRun) -> ContentRun:
     root = decode_root(run.root) if run.HasField("root") else None
-    return ContentRun(run.parent, root, run.tokens, tuple(run.block_ids), tuple(run.generations))
+    if not run.blocks:
+        raise bad_field(f"contents[{index}].blocks", "needed the blocks of at least one group")
+    blocks: list[ReportedBlocks] = []
+    for place, one in enumerate(run.blocks):
+        _check_run(one, f"contents[{index}].blocks[{place}]")
+        if any(one.group == other.group for other in blocks):
+            raise bad_field(f"contents[{index}].blocks", f"at most one run per group, got two of group {one.group}")
+        blocks.append(ReportedBlocks(one.group, tuple(one.block_ids), tuple(one.generations)))
+    return ContentRun(run.parent, root, run.tokens, len(blocks[0].blocks), tuple(blocks))
 
 
 def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> ReportedSequence:
@@ -266,7 +312,7 @@ def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> Reporte
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
         num_cached_tokens=message.num_cached_tokens,
-        table=_decode_entries(message.tables, f"sequences[{index}].tables"),
+        tables=_decode_tables(message.tables, f"sequences[{index}].tables"),
     )
 
 
@@ -298,7 +344,7 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
         start=message.start,
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
-        bound=_decode_entries(message.bound, "update.bound"),
+        bound=_decode_tables(message.bound, "update.bound"),
     )
 
 
@@ -324,8 +370,8 @@ def decode_free_items(messages: Iterable[cache_pb2.FreeItem]) -> list[SequenceUp
 def encode_allocate_outcome(outcome: AllocateOutcome) -> cache_pb2.AllocateResult:
     """The answer to one AllocateItem."""
     if isinstance(outcome, Granted):
-        table = _encode_run(0, outcome.blocks, outcome.generations)
-        granted = cache_pb2.Granted(tables=[table], num_cached_tokens=outcome.num_cached_tokens)
+        tables = [_encode_run(group, 0, *table) for group, table in enumerate(outcome.tables)]
+        granted = cache_pb2.Granted(tables=tables, num_cached_tokens=outcome.num_cached_tokens)
         return cache_pb2.AllocateResult(status=status.ok(), granted=granted)
     if isinstance(outcome, Wait):
         wait = cache_pb2.Wait(leader=encode_key(outcome.leader), position=outcome.position)
@@ -338,7 +384,8 @@ def encode_append_outcome(outcome: AppendOutcome) -> cache_pb2.AppendResult:
     if not isinstance(outcome, Appended):
         return cache_pb2.AppendResult(status=status.of_refusal(outcome))
     result = cache_pb2.AppendResult(status=status.ok(), num_sealed_tokens=outcome.num_sealed_tokens)
-    if outcome.new_entries:
-        indexes, blocks, generations = zip(*outcome.new_entries, strict=True)
-        result.tables.append(_encode_run(indexes[0], blocks, generations))
+    for group, entries in enumerate(outcome.new_entries):
+        if entries:
+            indexes, blocks, generations = zip(*entries, strict=True)
+            result.tables.append(_encode_run(group, indexes[0], blocks, generations))
     return result

@@ -9,6 +9,9 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
                    | on the free list     |                                |
                    | leaves it            |                                |
 
+Of a worker with several groups this is true of each group's table and pool, with one h for all: every group has a usable copy of
+every node up to h.
+
 h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
 
@@ -16,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from itertools import takewhile
 
-from .block_pool import BlockPool
+from .copies import SLOT_BITS, SLOT_MASK, Holder
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, AllocateItem, Granted, Limits, Wait
+from .messages import TOKEN_BYTES, AllocateItem, Granted, GrantedTable, Limits, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session
@@ -53,10 +55,9 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             f"{num_tokens} tokens and {item.max_new_tokens} new ones exceed the limit of "
             f"{limits.max_tokens_per_sequence} tokens per sequence",
         )
-    pool = session.pool
     # The KV of the last generated token is never computed.
     num_new_tokens = max(item.max_new_tokens, 1)
-    num_blocks = -(-(num_tokens + num_new_tokens - 1) // pool.block_size)
+    num_blocks = -(-(num_tokens + num_new_tokens - 1) // session.block_size)
     if (
         num_blocks > session.most_blocks_per_sequence
         or num_tokens + item.max_new_tokens > session.account.budget.max_tokens
@@ -64,7 +65,8 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
         raise session.never_fits(
             num_blocks,
             limits,
-            needed=f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of {pool.block_size}",
+            needed=f"{num_tokens} prompt tokens and up to {num_new_tokens} new ones need {num_blocks} blocks of "
+            f"{session.block_size}",
             cure="shorten the prompt, lower max_tokens",
             field="tokens",
         )
@@ -98,14 +100,26 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
 
 
 def granted(sequence: Sequence) -> Granted:
-    """The present table of a live sequence."""
-    pool = sequence.pool
-    return Granted(tuple(sequence.table), tuple(map(pool.generation, sequence.table)), sequence.num_cached_tokens)
+    """The present tables of a live sequence."""
+    pools = sequence.session.pools
+    tables = [GrantedTable(tuple(table), pools[i].generations(table)) for i, table in enumerate(sequence.tables)]
+    return Granted(tuple(tables), sequence.num_cached_tokens)
 
 
-def _hits(path: list[Node], pool: BlockPool, max_blocks: int) -> list[int]:
-    """Copies in `pool` along the path, up to the first node without one."""
-    return list(takewhile(bool, (node.copy_in(pool) for node in path[:max_blocks])))
+def hits_in(path: List[Node], holder: Holder, max_blocks: int) -> tuple[list[int], ...]:
+    """By slot: the holder's copies along the path, up to the first node that some slot has none of."""
+    found: list[int] = []
+    for node in path[:max_blocks]:
+        blocks = node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder)
+        if not blocks:
+            break
+        found.append(blocks)
+    num_slots = len(holder.signatures)
+    if num_slots == 1:
+        return (found,)
+    hits = tuple([blocks >> slot * SLOT_BITS & SLOT_MASK for blocks in found] for slot in range(num_slots))
+    num_hits = min(one.index(0) if 0 in one else len(one) for one in hits)
+    return tuple(one[:num_hits] for one in hits)
 
 
 def longest_run(leaders: Iterable[Leader], path: List[Node], begin: int, end: int, block_size: int) -> Wait | None:
@@ -134,13 +148,13 @@ def _prefix_in_flight(
     end = min(max_blocks, len(path))
     if num_hits >= end or path[num_hits].leaders is None:
         return None
-    pool, sequence_id = session.pool, item.key.sequence_id
+    holder, sequence_id = session.holder, item.key.sequence_id
     leaders = (
         leader
         for leader in path[num_hits].iter_leaders()
-        if leader.pool is pool and not leader.fenced and leader.key.sequence_id != sequence_id
+        if leader.holder is holder and not leader.fenced and leader.key.sequence_id != sequence_id
     )
-    return longest_run(leaders, path, num_hits, end, pool.block_size)
+    return longest_run(leaders, path, num_hits, end, session.block_size)
 
 
 def allocate(
@@ -151,15 +165,14 @@ def allocate(
     generation: int,
     limits: Limits,
 ) -> Granted | Wait:
-    """Grant one sequence its table, or name the leader to wait for.
+    """Grant one sequence its tables, or name the leader to wait for.
 
     Raises Refusal (having changed and evicted nothing): BAD_FIELD, NEVER_FITS, STALE_ATTEMPT, SEQUENCE_ELSEWHERE, STALE_ROUND,
     FREE_FIRST, TOKENS_DIFFER, TOO_MANY_SEQUENCES, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
     _check_item(session, item, limits)
     attempts.check(item.key, session)
-    pool = session.pool
-    block_size = pool.block_size
+    block_size = session.block_size
     root = tree.find_root(item.root, block_size)
     living = _living(session, root, item)
     if living is not None:
@@ -175,37 +188,40 @@ def allocate(
     if item.max_cached_tokens is not None:
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
-    hits = _hits(path, pool, max_hits)
+    hits = hits_in(path, session.holder, max_hits)
+    num_hits = len(hits[0])
     if not item.no_wait:
-        wait = _prefix_in_flight(session, item, path, len(hits), max_hits)
+        wait = _prefix_in_flight(session, item, path, num_hits, max_hits)
         if wait is not None:
             return wait
 
-    num_fresh = -(-num_tokens // block_size) - len(hits)
-    session.require_available(num_fresh, hits)
+    num_fresh = -(-num_tokens // block_size) - num_hits
+    session.require_available([num_fresh] * len(hits), hits)
     session.account.require_tokens(num_tokens)
 
     if root is None:
         root = tree.intern_root(item.root, block_size)
     sequence = Sequence(item.key, session, root, item.tokens)
     # Pin the hits and count the sequence on its path before taking: taking evicts, and eviction prunes unused nodes.
-    for block in hits:
-        pool.pin(block)
+    for pool in session.pools:
+        pool.pin(*hits[pool.slot])
     tree.extend(path, root, item.tokens, block_size, num_tokens // block_size)
     (path[-1] if path else root).num_sequences += 1
-    for node in path[len(hits) :]:
+    for node in path[num_hits:]:
         node.add_leader(sequence)
     sequence.nodes = path
-    sequence.table = hits + pool.take_held(num_fresh, generation)
-    sequence.num_named = len(sequence.table)
-    sequence.num_sealed = len(hits)
-    sequence.num_cached_tokens = sequence.num_computed_tokens = len(hits) * block_size
+    for pool in session.pools:
+        hits[pool.slot].extend(pool.take_held(num_fresh, generation))
+    sequence.tables = hits
+    sequence.num_named = [num_hits + num_fresh] * len(hits)
+    sequence.num_sealed = num_hits
+    sequence.num_cached_tokens = sequence.num_computed_tokens = num_hits * block_size
     session.sequences[item.key.sequence_id, item.key.attempt] = sequence
     attempts.add(sequence)
     session.account.add_tokens(num_tokens)
     session.num_prompt_tokens += num_tokens
     session.num_cached_tokens += sequence.num_cached_tokens
     if tree.journal is not None:
-        deepest = path[len(hits) - 1] if hits else None
-        tree.journal.served(item.key, pool, deepest, sequence.num_cached_tokens, num_tokens)
+        deepest = path[num_hits - 1] if num_hits else None
+        tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)
     return granted(sequence)

@@ -47,18 +47,18 @@ class Columns(NamedTuple):
 
 
 class BlockMirror:
-    """The mirror of one session's pool. While it exists the pool notes its changes; `close` ends that."""
+    """The mirror of the pool of one group. While it exists the pool notes its changes; `close` ends that."""
 
-    def __init__(self, session: Session, salts: SaltNumbers) -> None:
+    def __init__(self, session: Session, group: int, salts: SaltNumbers) -> None:
         self._session = session
-        self._pool = session.pool
+        self._pool = session.pools[group]
         self._salts = salts
-        self._changes = session.pool.changes = BlockChanges()
+        self._changes = self._pool.changes = BlockChanges()
         self._states = bytearray()
         self._ref_counts = array("H")
         self._last_used = array("I")
         self._salt_numbers = array("H")
-        self._num_first = session.pool.num_known
+        self._num_first = self._pool.num_known
         """Blocks that were known when the mirror began; all of them are to be looked at once."""
         self._next_first = 1
         self._changed: set[int] = set()
@@ -149,7 +149,7 @@ class BlockMirror:
             if found is None and isinstance(at, RootNode):
                 found = self._salts.number(at.key[0].tenant_salt)
             if found is None and path:
-                block = at.copy_in(self._pool)
+                block = self._pool.copy_of(at)
                 if block and block not in pending and self._is_current(block):
                     found = self._salt_numbers[block]
             if found is not None:
@@ -173,7 +173,7 @@ class BlockMirror:
             root = sequence.root
             assert isinstance(root, RootNode)
             number = self._salts.number(root.key[0].tenant_salt)
-            for block in sequence.table[sequence.num_sealed :]:
+            for block in sequence.tables[self._pool.slot][sequence.num_sealed :]:
                 found[block] = number
         return found
 

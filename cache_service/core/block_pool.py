@@ -1,4 +1,4 @@
-"""The blocks of one worker session, as a struct of arrays, and the free list that is also the prefix cache.
+"""The blocks of one group of a worker's session, as a struct of arrays, and the free list that is also the prefix cache.
 
 The free list is an intrusive doubly linked list through `_next` and `_previous`; block 0, the null block, is its sentinel. Its
 head is granted next. Every operation is O(1) in the number of blocks. A block on the list is *free* (holds nothing) or *cached*
@@ -21,6 +21,7 @@ from enum import IntEnum
 
 from .block_changes import BlockChanges
 from .budget import Account
+from .copies import SLOT_BITS, SLOT_MASK, Holder
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
@@ -44,25 +45,24 @@ FREE, CACHED, HELD, RESERVED = (int(state) for state in State)
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` token slots; block 0 is never granted. `account`: the session's, which bounds growth.
-    `evicted`: where it appends the block hashes of what it evicts, if anywhere."""
+    """`num_blocks` blocks; block 0 is never granted. `slot`: its place among the pools of `holder`. `account`: the session's, which
+    bounds growth. `evicted`: where it appends the block hashes of what it evicts, if anywhere."""
 
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
         tree: PrefixTree,
+        holder: Holder,
+        slot: int,
         account: Account,
         evicted: array[int] | None = None,
     ) -> None:
-        self.block_size = block_size
         self.num_blocks = num_blocks
-        self.retired = False
-        """Set when the session ends: look-ups ignore the pool, and a sweep removes its copies from the tree."""
+        self.holder = holder
+        self.slot = slot
+        self._shift = slot * SLOT_BITS
         self.num_evicted = 0
         """Cached blocks whose content was dropped for a grant."""
-        self.signature = tree.new_signature()
-        """See Copies."""
         self.changes: BlockChanges | None = None
         """What changes, for pictures; None while nobody watches."""
         self.num_known = min(num_blocks, _FIRST_BLOCKS)
@@ -102,9 +102,20 @@ class BlockPool:
     @property
     def num_withheld(self) -> int:
         """Blocks that were never granted, and for which the budget of all workers leaves no room."""
-        if not self._budget.is_tight or self.retired:
+        if not self._budget.is_tight or self.holder.retired:
             return 0
-        return max(0, self.num_blocks - 1 - self.last_granted - self._account.blocks_left)
+        return max(0, self.num_never_granted - self._account.blocks_left)
+
+    def num_new_of(self, count: int, blocks_left: int) -> int:
+        """How many of the next `count` blocks would be granted for the first time, if the budget has room for `blocks_left`. Blocks
+        that were freed come before those that were never granted, and these before the cached ones."""
+        num_new = self.num_never_granted
+        return max(0, min(count - (self._num_free - num_new), num_new, blocks_left))
+
+    @property
+    def num_never_granted(self) -> int:
+        """Blocks that were not granted in this session, nor before it as its report says."""
+        return self.num_blocks - 1 - self.last_granted
 
     @property
     def num_reserved(self) -> int:
@@ -144,12 +155,20 @@ class BlockPool:
         except IndexError:
             return 0
 
+    def generations(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Of known blocks."""
+        return tuple(map(self._generation.__getitem__, blocks))
+
     def node(self, block: int) -> Node | None:
         """What a sealed block holds; None if the block is not sealed."""
         try:
             return self._node[block]
         except IndexError:
             return None
+
+    def copy_of(self, node: Node) -> int:
+        """The block that serves hits on a node; 0 if there is none."""
+        return node.copy_in(self.holder, self.slot)
 
     def is_free(self, block: int) -> bool:
         """Whether the block lies on the free list and holds nothing."""
@@ -355,42 +374,50 @@ class BlockPool:
         if self.changes is not None:
             self.changes.others.add(block)
 
-    def pin(self, block: int) -> None:
-        """A hit: one more table names the sealed block."""
-        count = self._ref_count[block]
-        if count == 0:
-            assert self._state[block] == CACHED
-            self._unlink(block)
-            self._num_cached -= 1
-            self._state[block] = HELD
-        elif count == 1:
-            self._num_shared += 1
-        self._ref_count[block] = count + 1
+    def pin(self, *blocks: int) -> None:
+        """Hits: one more table names these sealed blocks."""
+        ref_counts = self._ref_count
+        for block in blocks:
+            count = ref_counts[block]
+            if count == 0:
+                assert self._state[block] == CACHED
+                self._unlink(block)
+                self._num_cached -= 1
+                self._state[block] = HELD
+            elif count == 1:
+                self._num_shared += 1
+            ref_counts[block] = count + 1
         if self.changes is not None:
-            self.changes.used.add(block)
+            self.changes.used.update(blocks)
 
-    def release(self, block: int) -> None:
-        """One table fewer names the block. At zero it goes to the tail if it serves hits, otherwise, emptied, to the head."""
-        count = self._ref_count[block] - 1
-        assert count >= 0, "released more often than held"
-        self._ref_count[block] = count
+    def release(self, *blocks: int) -> None:
+        """One table fewer names these blocks, which are released in this order. One that no table names any more goes to the tail
+        if it serves hits, otherwise, emptied, to the head."""
+        ref_counts, holder, shift = self._ref_count, self.holder, self._shift
         if self.changes is not None:
-            self.changes.others.add(block)
-        if count:
-            if count == 1:
-                self._num_shared -= 1
-            return
-        node = self._node[block]
-        if node is not None and node.copy_in(self) == block:
-            self._state[block] = CACHED
-            self._num_cached += 1
-            self._push_tail(block)
-            return
-        if node is not None:
-            self._forget(block)
-        self._state[block] = FREE
-        self._num_free += 1
-        self._push_head(block)
+            self.changes.others.update(blocks)
+        for block in blocks:
+            count = ref_counts[block] - 1
+            assert count >= 0, "released more often than held"
+            ref_counts[block] = count
+            if count:
+                self._num_shared -= count == 1
+                continue
+            node = self._node[block]
+            if node is not None and (
+                node.copy_blocks >> shift & SLOT_MASK == block  # nearly always the only holder
+                if node.copy_holder is holder
+                else self.copy_of(node) == block
+            ):
+                self._state[block] = CACHED
+                self._num_cached += 1
+                self._push_tail(block)
+                continue
+            if node is not None:
+                self._forget(block)
+            self._state[block] = FREE
+            self._num_free += 1
+            self._push_head(block)
 
     # -- content
 
@@ -398,10 +425,8 @@ class BlockPool:
         """The held block now holds `node`, for good. The first one of a node in this pool serves its hits."""
         assert self._node[block] is None
         self._node[block] = node
-        if node.copy_in(self):
+        if not node.add_copy(self.holder, self.slot, block):
             self._duplicates.setdefault(node, {})[block] = None
-        else:
-            node.add_copy(self, block)
 
     def _forget(self, block: int) -> None:
         """Remove a block's content from the tree; another block that holds the same takes over."""
@@ -409,18 +434,17 @@ class BlockPool:
         assert node is not None
         self._node[block] = None
         others = self._duplicates.get(node)
-        if node.copy_in(self) != block:
+        if self.copy_of(node) != block:
             assert others is not None
             del others[block]
         elif others:
-            node.drop_copy(self)
             oldest = next(iter(others))
             del others[oldest]
-            node.add_copy(self, oldest)
+            node.set_copy(self.holder, self.slot, oldest)
         else:
             if self._tree.journal is not None:
-                self._tree.journal.removed(node, self)
-            node.drop_copy(self)
+                self._tree.journal.removed(node, self.holder, self.slot)
+            node.set_copy(self.holder, self.slot, 0)
             # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
             evicted = self._evicted
             if evicted is not None:
@@ -478,17 +502,12 @@ class BlockPool:
 
     # -- the end of a session
 
-    def retire(self) -> None:
-        """The session has ended: look-ups ignore the pool, and it counts in no budget."""
-        self.retired = True
-        self._account.close()
-
     def sweep(self, begin: int, budget: int) -> int:
         """Remove the content of blocks `begin` … of a retired pool from the tree; returns the first block not done.
 
         Stops after `budget` blocks and pruned nodes. `PrefixTree.prune_condemned` prunes what is left of a long chain then.
         """
-        assert self.retired
+        assert self.holder.retired
         tree = self._tree
         for block in range(begin, self.num_known):
             if budget <= 0:
@@ -499,7 +518,7 @@ class BlockPool:
                 self._node[block] = None
                 if self._duplicates:
                     self._duplicates.pop(node, None)
-                if node.copy_in(self):
-                    node.drop_copy(self)
+                if self.copy_of(node):
+                    node.set_copy(self.holder, self.slot, 0)
                     budget -= tree.prune(node, max(budget, 1))
         return self.num_blocks

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from .copies import Holder
 from .messages import TOKEN_BYTES
-from .prefix_tree import Holder, Node
+from .prefix_tree import Node
 
 MAX_CHILDREN = 512
 MAX_NODES = 1024
@@ -31,7 +32,7 @@ THOROUGH = Bounds(MAX_CHILDREN, MAX_NODES)
 BRIEF = Bounds(32, 64)
 """For a prompt on its way to a worker: at most some 0.2 ms."""
 
-MAX_POOLS = 8
+MAX_HOLDERS = 8
 """Of those that hold one child, asked how far they go on."""
 
 
@@ -67,14 +68,14 @@ def find_closest(
     root: Node,
     path: list[Node],
     cached: Mapping[Holder, int],
-    pools: Collection[Holder],
+    holders: Collection[Holder],
     tokens: bytes,
     block_size: int,
     bounds: Bounds = THOROUGH,
 ) -> ClosestPrompt | None:
-    """The closest prompt that one of `pools` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
-    pool has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
-    num_cached = max((count for pool, count in cached.items() if pool in pools), default=0)
+    """The closest prompt that one of `holders` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
+    holder has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
+    num_cached = max((count for holder, count in cached.items() if holder in holders), default=0)
     num_tokens = len(tokens) // TOKEN_BYTES
     step = block_size * TOKEN_BYTES
     wanted = tokens[num_cached * step : (num_cached + 1) * step]
@@ -87,11 +88,11 @@ def find_closest(
     siblings = [
         _compared(child, wanted)
         for child in children[: bounds.num_children]
-        if _is_in(child, pools) and child.tokens != wanted
+        if _is_in(child, holders) and child.tokens != wanted
     ]
     if not siblings:
         return None
-    complete = {pool for pool in pools if cached.get(pool, 0) >= num_cached}
+    complete = {holder for holder in holders if cached.get(holder, 0) >= num_cached}
     follower = _Follower(tokens, block_size, max_hits, complete, bounds.num_nodes)
     best, gained = siblings[0], -1
     for sibling in siblings:
@@ -116,8 +117,8 @@ def find_closest(
     )
 
 
-def _is_in(node: Node, pools: Collection[Holder]) -> bool:
-    return any(pool in pools for pool in node.pools())
+def _is_in(node: Node, holders: Collection[Holder]) -> bool:
+    return any(holder in holders for holder in node.complete_holders())
 
 
 def _token(tokens: bytes, index: int) -> int:
@@ -140,24 +141,24 @@ def _num_different(ours: bytes, theirs: bytes) -> int:
 
 
 class _Follower:
-    """Follows the rest of a prompt below siblings of its block, for a bounded number of nodes and a few pools each."""
+    """Follows the rest of a prompt below siblings of its block, for a bounded number of nodes and a few holders each."""
 
     def __init__(
-        self, tokens: bytes, block_size: int, max_hits: int, pools: Collection[Holder], num_nodes: int
+        self, tokens: bytes, block_size: int, max_hits: int, holders: Collection[Holder], num_nodes: int
     ) -> None:
-        """`pools`: those that have all nodes before the siblings."""
+        """`holders`: those that have all nodes before the siblings."""
         self._tokens = tokens
         self._step = block_size * TOKEN_BYTES
         self._max_hits = max_hits
-        self._pools = pools
+        self._holders = holders
         self._nodes_left = num_nodes
         self.is_cut = False
 
     def num_served(self, sibling: Node) -> int:
-        """Blocks, this one counted, that one pool would serve if the prompt had the sibling's tokens in place of its own."""
+        """Blocks, this one counted, that one holder would serve if the prompt had the sibling's tokens in place of its own."""
         node, depth = sibling, sibling.depth
-        pools = [pool for pool in islice(node.pools(), MAX_POOLS) if pool in self._pools]
-        while pools:
+        holders = [holder for holder in islice(node.complete_holders(), MAX_HOLDERS) if holder in self._holders]
+        while holders:
             depth += 1
             if depth == self._max_hits:
                 break
@@ -166,7 +167,7 @@ class _Follower:
                 break
             self._nodes_left -= 1
             child = node.find(self._tokens[depth * self._step : (depth + 1) * self._step])
-            pools = [] if child is None else [pool for pool in pools if child.copy_in(pool)]
+            holders = [] if child is None else [holder for holder in holders if child.is_complete_in(holder)]
             node = child or node
         return depth - sibling.depth
 

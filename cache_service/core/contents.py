@@ -18,14 +18,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
+from .copies import Holder
 from .messages import Root, SequenceKey
-from .prefix_tree import Holder, Node, RootNode
+from .prefix_tree import Node, RootNode
 from .salts import SaltNumbers
 from .session import Session
 
 
 class Stored(NamedTuple):
-    """A session's pool holds this content now. Without a session: no pool does, but one has content after it."""
+    """The pool of a session's group holds this content now. Without a session: no pool does, but one has content after it."""
 
     number: int
     node: int
@@ -37,15 +38,18 @@ class Stored(NamedTuple):
     block_size: int
     session: int = 0
     worker_id: str = ""
+    group: int = 0
     sequence: SequenceKey | None = None
 
 
 class Removed(NamedTuple):
-    """The session's pool holds it no longer; session 0: no pool did. `forgotten`: the node is not in the tree any more."""
+    """The pool of the session's group holds it no longer; session 0: no pool did. `forgotten`: the node is not in the tree any
+    more."""
 
     number: int
     node: int
     session: int
+    group: int = 0
     forgotten: bool = False
 
 
@@ -74,20 +78,22 @@ Event = Stored | Removed | Cleared | Served
 _Listed = tuple[int, int, RootNode | None, int]
 """The number of a node, that of its parent (0: a root), the root if it is the parent, and then the number of the salt."""
 
-_NAMELESS = (0, "")
-"""In place of a session's number and worker_id, where there is no session."""
+_Name = tuple[int, str, int]
+"""Number of a session, worker_id, group."""
+
+_NAMELESS: _Name = (0, "", 0)
+"""Where there is no session."""
 
 
 class _Pool:
     """A pool that look-ups see."""
 
-    __slots__ = ("listed", "name", "pool", "position", "session")
+    __slots__ = ("listed", "name", "pool", "position")
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.name = (session.number, session.worker_id)
+    def __init__(self, session: Session, pool: BlockPool) -> None:
+        self.name: _Name = (session.number, session.worker_id, pool.slot)
         """Kept with events, which must not keep a session that has ended."""
-        self.pool: BlockPool = session.pool
+        self.pool = pool
         self.position = 1
         """The first block that `list_some` has not looked at."""
         self.listed: set[Node] | None = set()
@@ -95,7 +101,7 @@ class _Pool:
 
     def has_listed(self, node: Node) -> bool:
         """Whether events so far say that the pool holds the node."""
-        return node.copy_in(self.pool) != 0 and (self.listed is None or node in self.listed)
+        return self.pool.copy_of(node) != 0 and (self.listed is None or node in self.listed)
 
 
 class Contents:
@@ -108,8 +114,8 @@ class Contents:
         where its numbers continue, because those of an earlier journal of this epoch must not come again."""
         self._capacity = capacity
         self._ring: list[tuple[Any, ...] | None] = [None] * capacity
-        """Events; of a Stored only (node, what is listed of it, number and worker_id of the session, sequence), and of a Removed
-        (number of the node, session, forgotten)."""
+        """Events; of a Stored only (node, what is listed of it, name of the pool, sequence), and of a Removed (number of the node,
+        name of the pool, forgotten)."""
         self._first = last_number + 1
         """The first event of this journal."""
         self.last_number = last_number
@@ -119,7 +125,8 @@ class Contents:
         self._salts = salts
         self._nodes: dict[Node, _Listed] = {}
         """Nodes with a number, parents before children."""
-        self._pools: dict[Holder, _Pool] = {}
+        self._pools: dict[Holder, tuple[_Pool, ...]] = {}
+        """By holder and slot."""
         self._pending: dict[_Pool, None] = {}
         """Pools that `list_some` has not finished."""
         for session in sessions:
@@ -139,26 +146,30 @@ class Contents:
 
     def open(self, session: Session) -> None:
         """Look-ups see the session from now on; what it holds is listed by `list_some`."""
-        pool = self._pools[session.pool] = _Pool(session)
-        self._pending[pool] = None
+        pools = self._pools[session.holder] = tuple(_Pool(session, pool) for pool in session.pools)
+        self._pending.update(dict.fromkeys(pools))
 
     def close(self, session: Session) -> None:
         """The session has ended."""
-        pool = self._pools.pop(session.pool, None)
-        if pool is not None:
+        pools = self._pools.pop(session.holder, ())
+        for pool in pools:
             self._pending.pop(pool, None)
+        if pools:
             self._add(Cleared(self.last_number + 1, session.number, session.worker_id))
 
-    def sealed(self, key: SequenceKey, pool: Holder, nodes: list[Node], table: list[int], begin: int, end: int) -> None:
+    def sealed(
+        self, key: SequenceKey, holder: Holder, slot: int, nodes: list[Node], table: list[int], begin: int, end: int
+    ) -> None:
         """The sequence has computed nodes[begin:end], in the blocks of its table at the same places. Where another block of the
         pool has the content already, nothing has changed."""
-        of = self._pools.get(pool)
-        if of is None:
+        pools = self._pools.get(holder)
+        if pools is None:
             return
+        of = pools[slot]
         name, known, is_complete = of.name, self._nodes, of.listed is None
         for index in range(begin, end):
             node = nodes[index]
-            if node.copy_in(pool) != table[index]:
+            if node.copy_in(holder, slot) != table[index]:
                 continue
             listed = known.get(node)
             if listed is None and is_complete:
@@ -173,30 +184,32 @@ class Contents:
             else:
                 self._add((node, listed, name, key))
 
-    def removed(self, node: Node, pool: Holder) -> None:
+    def removed(self, node: Node, holder: Holder, slot: int) -> None:
         """The pool is about to lose its last copy of the node. To be called before the copy is dropped."""
-        of = self._pools.get(pool)
-        if of is None:
+        pools = self._pools.get(holder)
+        if pools is None:
             return
+        of = pools[slot]
         if of.listed is not None:
             if node not in of.listed:
                 return
             of.listed.discard(node)
-        self._add((self._nodes[node][0], of.name[0], False))
+        self._add((self._nodes[node][0], of.name, False))
 
     def served(
-        self, key: SequenceKey, pool: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
+        self, key: SequenceKey, holder: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
     ) -> None:
         """A sequence was granted blocks."""
-        of = self._pools.get(pool)
-        if of is None:
+        pools = self._pools.get(holder)
+        if pools is None:
             return
         number = 0
         if node is not None:
-            if of.listed is not None:
-                self._list(of, node, None)
+            for of in pools:
+                if of.listed is not None:
+                    self._list(of, node, None)
             number = self._nodes[node][0]
-        self._add(Served(self.last_number + 1, key, of.session.number, number, num_cached_tokens, num_prompt_tokens))
+        self._add(Served(self.last_number + 1, key, pools[0].name[0], number, num_cached_tokens, num_prompt_tokens))
 
     def dropped(self, node: Node) -> None:
         """The tree has pruned the node."""
@@ -209,7 +222,7 @@ class Contents:
             # As nearly always: an eviction prunes its node. One event is enough, unless it was read before the node went.
             self._ring[place] = (last[0], last[1], True)
         else:
-            self._add((listed[0], 0, True))
+            self._add((listed[0], _NAMELESS, True))
 
     # -- listing
 
@@ -228,7 +241,7 @@ class Contents:
         pool = of.pool
         while of.position < pool.num_known and budget > 0:
             node = pool.node(of.position)
-            if node is not None and node.copy_in(pool) == of.position:
+            if node is not None and pool.copy_of(node) == of.position:
                 num_listed, is_done = self._list_path(of, node, None, budget)
                 budget -= num_listed
                 if not is_done:
@@ -259,13 +272,13 @@ class Contents:
         has only just come to the pool."""
         if is_new or node not in self._nodes:
             return False
-        return node.copy_in(of.pool) == 0 or of.has_listed(node)
+        return of.pool.copy_of(node) == 0 or of.has_listed(node)
 
     def _list_one(self, of: _Pool, node: Node, key: SequenceKey | None) -> None:
         if node not in self._nodes:
             self._number(node)
         name = _NAMELESS
-        if node.copy_in(of.pool):
+        if of.pool.copy_of(node):
             if of.listed is not None:
                 of.listed.add(node)
             name = of.name
@@ -310,11 +323,7 @@ class Contents:
         if self._nodes.get(node) is not listed:
             # Pruned since, and the event that says so follows. Until then others may name it as their parent.
             return [_stored(self.last_number, node, listed)]
-        names = [
-            self._pools[pool].name
-            for pool in node.pools()
-            if pool in self._pools and self._pools[pool].has_listed(node)
-        ]
+        names = [of.name for holder in node.holders() for of in self._pools.get(holder, ()) if of.has_listed(node)]
         return [_stored(self.last_number, node, listed, name) for name in names or (_NAMELESS,)]
 
 
@@ -324,8 +333,8 @@ def _event(number: int, kept: tuple[Any, ...] | None) -> Event:
     if isinstance(kept, Stored | Removed | Cleared | Served):
         return kept
     if len(kept) == 3:
-        node, session, forgotten = kept
-        return Removed(number, node, session, forgotten)
+        node, (session, _, group), forgotten = kept
+        return Removed(number, node, session, group, forgotten)
     content, listed, name, key = kept
     return _stored(number, content, listed, name, key)
 
@@ -334,7 +343,7 @@ def _stored(
     number: int,
     node: Node,
     listed: _Listed,
-    name: tuple[int, str] = _NAMELESS,
+    name: _Name = _NAMELESS,
     key: SequenceKey | None = None,
 ) -> Stored:
     node_number, parent, root_node, salt_number = listed
@@ -342,7 +351,7 @@ def _stored(
     if root_node is not None:
         root, block_size = root_node.key
         root = root._replace(tenant_salt="")
-    session, worker_id = name
+    session, worker_id, group = name
     return Stored(
         number,
         node_number,
@@ -354,6 +363,7 @@ def _stored(
         block_size,
         session,
         worker_id,
+        group,
         key,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from .block_pool import State
+from .block_pool import BlockPool, State
 from .messages import TOKEN_BYTES, Root, SequenceKey
 from .prefix_tree import Node, RootNode
 from .refusal import bad_field
@@ -32,17 +32,27 @@ class BlockDescription(NamedTuple):
     table_index: int
     owners: tuple[SequenceKey, ...]
     free_list_position: int
+    group: int = 0
 
 
-def describe_blocks(session: Session, first_block: int, max_blocks: int) -> list[BlockDescription]:
-    """Blocks first_block … of the session's pool, the null block left out; at most one page of them."""
-    pool = session.pool
+def _pool_of(session: Session, group: int) -> BlockPool:
+    if not 0 <= group < len(session.pools):
+        raise bad_field("group", f"worker {session.worker_id!r} has groups 0 to {len(session.pools) - 1}, got {group}")
+    return session.pools[group]
+
+
+def describe_blocks(session: Session, group: int, first_block: int, max_blocks: int) -> list[BlockDescription]:
+    """Blocks first_block … of the pool of a group, the null block left out; at most one page of them.
+
+    Raises Refusal: BAD_FIELD.
+    """
+    pool = _pool_of(session, group)
     begin = max(first_block, 1)
     end = min(pool.num_blocks, begin + min(max_blocks or MAX_BLOCKS_PER_PAGE, MAX_BLOCKS_PER_PAGE))
     owners: dict[int, list[SequenceKey]] = {}
     places: dict[int, tuple[int, int]] = {}
     for sequence in session.sequences.values():
-        for index, block in enumerate(sequence.table):
+        for index, block in enumerate(sequence.tables[group]):
             if begin <= block < end:
                 owners.setdefault(block, []).append(sequence.key)
                 count = sequence.token_count(index)
@@ -64,12 +74,13 @@ def describe_blocks(session: Session, first_block: int, max_blocks: int) -> list
                 state=pool.state(block),
                 ref_count=pool.ref_count(block),
                 generation=pool.generation(block),
-                token_count=count if node is None else pool.block_size,
+                token_count=count if node is None else session.block_size,
                 sealed=node is not None,
                 block_hash=0 if node is None else node.block_hash or 0,
                 table_index=index if node is None else node.depth,
                 owners=tuple(owners.get(block, ())[:MAX_OWNERS_PER_BLOCK]),
                 free_list_position=positions.get(block, -1),
+                group=group,
             )
         )
     return blocks
@@ -90,71 +101,72 @@ class BlockContent(NamedTuple):
     """The other blocks in the tables of the owners that `block` names, in ascending order; at most MAX_OWNER_BLOCKS."""
 
 
-def describe_block(session: Session, block: int) -> BlockContent:
-    """One block of the session's pool. Takes time in proportion to its depth and to the number of live sequences.
+def describe_block(session: Session, block: int, group: int = 0) -> BlockContent:
+    """One block of the pool of a group. Takes time in proportion to its depth and to the number of live sequences.
 
     Raises Refusal: BAD_FIELD.
     """
-    pool = session.pool
+    pool = _pool_of(session, group)
     if not 0 < block < pool.num_blocks:
         raise bad_field("block_id", f"worker {session.worker_id!r} has blocks 1 to {pool.num_blocks - 1}, got {block}")
     node = pool.node(block)
     if node is not None:
-        return _sealed(session, block, node)
+        return _sealed(session, pool, block, node)
     if pool.ref_count(block):
         for sequence in session.sequences.values():
-            if block in sequence.table[sequence.num_sealed :]:
-                return _filling(sequence, block, sequence.table.index(block, sequence.num_sealed))
-    return BlockContent(_one(session, block, None, 0, 0, ()), None, b"", (), ())
+            table = sequence.tables[group]
+            if block in table[sequence.num_sealed :]:
+                return _filling(sequence, pool, block, table.index(block, sequence.num_sealed))
+    return BlockContent(_one(pool, block, None, 0, 0, ()), None, b"", (), ())
 
 
-def _sealed(session: Session, block: int, node: Node) -> BlockContent:
-    pool, depth = session.pool, node.depth
+def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockContent:
+    group, depth = pool.slot, node.depth
     owners = [
         sequence
         for sequence in session.sequences.values()
-        if depth < len(sequence.table) and sequence.table[depth] == block
+        if depth < len(sequence.tables[group]) and sequence.tables[group][depth] == block
     ]
     pieces, blocks = [node.tokens], [block]
     root = node.parent
     while root is not None and not isinstance(root, RootNode):
         pieces.append(root.tokens)
-        blocks.append(root.copy_in(pool))
+        blocks.append(pool.copy_of(root))
         root = root.parent
     assert root is not None, "a node is cut off from its root"
     return BlockContent(
-        _one(session, block, node, depth, pool.block_size, tuple(owner.key for owner in owners)),
+        _one(pool, block, node, depth, session.block_size, tuple(owner.key for owner in owners)),
         root.key[0],
         b"".join(reversed(pieces)),
         tuple(reversed(blocks)),
-        _others(owners, blocks),
+        _others(owners, group, blocks),
     )
 
 
-def _filling(sequence: Sequence, block: int, index: int) -> BlockContent:
-    root, size = sequence.root, sequence.pool.block_size
+def _filling(sequence: Sequence, pool: BlockPool, block: int, index: int) -> BlockContent:
+    root, size = sequence.root, sequence.session.block_size
+    table = sequence.tables[pool.slot]
     assert isinstance(root, RootNode)
     return BlockContent(
-        _one(sequence.session, block, None, index, sequence.token_count(index), (sequence.key,)),
+        _one(pool, block, None, index, sequence.token_count(index), (sequence.key,)),
         root.key[0],
         bytes(sequence.tokens[: (index + 1) * size * TOKEN_BYTES]),
-        tuple(sequence.table[: index + 1]),
-        _others([sequence], sequence.table[: index + 1]),
+        tuple(table[: index + 1]),
+        _others([sequence], pool.slot, table[: index + 1]),
     )
 
 
-def _others(owners: Iterable[Sequence], blocks: Iterable[int]) -> tuple[int, ...]:
+def _others(owners: Iterable[Sequence], group: int, blocks: Iterable[int]) -> tuple[int, ...]:
     """Blocks in the tables of the first owners, without these."""
     found: set[int] = set()
     for owner in islice(owners, MAX_OWNERS_PER_BLOCK):
-        found.update(islice(owner.table, MAX_OWNER_BLOCKS))
+        found.update(islice(owner.tables[group], MAX_OWNER_BLOCKS))
     return tuple(sorted(found.difference(blocks))[:MAX_OWNER_BLOCKS])
 
 
 def _one(
-    session: Session, block: int, node: Node | None, index: int, count: int, owners: tuple[SequenceKey, ...]
+    pool: BlockPool, block: int, node: Node | None, index: int, count: int, owners: tuple[SequenceKey, ...]
 ) -> BlockDescription:
-    pool = session.pool
     return BlockDescription(
         block=block,
         state=pool.state(block),
@@ -166,4 +178,5 @@ def _one(
         table_index=index,
         owners=owners[:MAX_OWNERS_PER_BLOCK],
         free_list_position=-1,
+        group=pool.slot,
     )

@@ -22,12 +22,13 @@ from typing import NamedTuple
 
 from .allocation import longest_run
 from .closest_prompt import Bounds, ClosestPrompt, find_closest
+from .copies import Holder
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
 from .messages import TOKEN_BYTES, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
-from .prefix_tree import Holder, Leader, Node, PrefixTree
-from .routing import reach
+from .prefix_tree import Leader, PrefixTree
+from .routing import cached_along
 from .session import Session
 
 MAX_WORKERS = 64
@@ -93,7 +94,7 @@ class Search(NamedTuple):
     tree: PrefixTree
     hash_function: HashFunction
     holders: Mapping[Holder, Session]
-    """Sessions that can serve hits now, by pool."""
+    """Sessions that can serve hits now."""
     evictions: EvictionMemory | None
     across_salts: bool
     """Whether it may say what is cached under other salts."""
@@ -102,7 +103,7 @@ class Search(NamedTuple):
 
 
 class _Prompt:
-    """A prompt as pools of one block size see it."""
+    """A prompt as workers of one block size see it."""
 
     def __init__(self, search: Search, root: Root, tokens: bytes, block_size: int) -> None:
         self.root = root
@@ -116,19 +117,20 @@ class _Prompt:
         node = self.root_node
         self.path = [] if node is None else search.tree.match(node, tokens, block_size, num_tokens // block_size)
         """Nodes of its full blocks, as far as there are any; not all of them are cached."""
-        reached = reach(self.path, Node.pools, Node.holders_signature)
-        self.cached = {pool: count for pool, count in reached.items() if pool in search.holders}
-        """Leading nodes that a pool has, by pool; it may be one more than is served."""
+        cached = cached_along(self.path)
+        self.cached = {holder: count for holder, count in cached.items() if holder in search.holders}
+        """Leading nodes that a holder has, by holder; it may be one more than is served."""
         self.fullest = max(self.cached, key=self.cached.__getitem__, default=None)
         self._leaders: dict[int, dict[Holder, list[Leader]]] = {}
         self._evictions: dict[int, dict[int, Evicted]] = {}
 
     def num_hits(self, session: Session) -> int:
         """Blocks that Allocate would serve on this worker."""
-        return min(self.max_hits, self.cached.get(session.pool, 0))
+        return min(self.max_hits, self.cached.get(session.holder, 0))
 
     def evictions(self, index: int) -> Mapping[int, Evicted]:
-        """The latest evictions of a block after `index` blocks that are cached, by the pool's signature. Nothing is found any more
+        """The latest evictions of a block after `index` blocks that are cached, by the first signature of the
+        holder. Nothing is found any more
         after MAX_NAMES blocks: looking for one may take a tenth of a millisecond."""
         found = self._evictions.get(index)
         if found is None:
@@ -147,20 +149,20 @@ class _Prompt:
             parent_hash = hash_function(root_bytes(self.root, self.block_size))
         return block_hash(hash_function, parent_hash, self.tokens[index * step : (index + 1) * step])
 
-    def in_flight(self, index: int, pool: Holder) -> Wait | None:
-        """The sequence of the pool for which Allocate would let the prompt wait after `index` hits."""
-        leaders, end = self.leaders(index).get(pool), min(self.max_hits, len(self.path))
+    def in_flight(self, index: int, holder: Holder) -> Wait | None:
+        """The holder's sequence for which Allocate would let the prompt wait after `index` hits."""
+        leaders, end = self.leaders(index).get(holder), min(self.max_hits, len(self.path))
         return None if leaders is None else longest_run(leaders, self.path, index, end, self.block_size)
 
     def leaders(self, index: int) -> Mapping[Holder, Sequence[Leader]]:
-        """Sequences that compute a block, by pool, oldest first."""
+        """Sequences that compute a block, by holder, oldest first."""
         found = self._leaders.get(index)
         if found is None:
             found = self._leaders[index] = {}
             if index < min(self.max_hits, len(self.path)):
                 for leader in islice(self.path[index].iter_leaders(), MAX_LEADERS):
-                    if not leader.fenced and leader.pool in self._search.holders:
-                        found.setdefault(leader.pool, []).append(leader)
+                    if not leader.fenced and leader.holder in self._search.holders:
+                        found.setdefault(leader.holder, []).append(leader)
         return found
 
 
@@ -171,10 +173,10 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
     """
     prompts: dict[int, _Prompt] = {}
     for session in sessions:
-        block_size = session.pool.block_size
+        block_size = session.block_size
         if block_size not in prompts:
             prompts[block_size] = _Prompt(search, root, tokens, block_size)
-    served = [(prompts[session.pool.block_size], session) for session in sessions]
+    served = [(prompts[session.block_size], session) for session in sessions]
     served.sort(key=lambda pair: (-pair[0].num_hits(pair[1]) * pair[0].block_size, pair[1].worker_id))
     elsewhere = OtherRoots(search.tree, search.holders, root, tokens, across_salts=search.across_salts)
     workers = [
@@ -183,7 +185,7 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
         )
         for prompt, session in served[:MAX_WORKERS]
     ]
-    asked_for = {session.pool for session in sessions}
+    asked_for = {session.holder for session in sessions}
     found = [
         find_closest(prompt.root_node, prompt.path, prompt.cached, asked_for, tokens, prompt.block_size, search.bounds)
         for prompt in prompts.values()
@@ -199,24 +201,24 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     position = index * prompt.block_size
     if index == prompt.max_hits:
         return Miss(position, MissCause.LAST_TOKEN if prompt.is_whole else MissCause.PARTIAL_TAIL)
-    leader = prompt.in_flight(index, session.pool)
+    leader = prompt.in_flight(index, session.holder)
     if leader is not None:
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
     fullest = prompt.fullest
     other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
-    evicted = prompt.evictions(index).get(session.pool.signature)
+    evicted = prompt.evictions(index).get(session.holder.signatures[0])
     if evicted is not None:
         if evicted.salt != prompt.root.tenant_salt and not search.across_salts:
             evicted = evicted._replace(key=None)
         return Miss(position, MissCause.EVICTED, evicted=evicted, other_worker=other)
     if other is not None:
         return Miss(position, MissCause.ON_ANOTHER_WORKER, other_worker=other)
-    for pool in prompt.leaders(index):
+    for holder in prompt.leaders(index):
         return Miss(
             position,
             MissCause.BEING_COMPUTED,
-            leader=prompt.in_flight(index, pool),
-            other_worker=search.holders[pool],
+            leader=prompt.in_flight(index, holder),
+            other_worker=search.holders[holder],
         )
     found = elsewhere.find(position, prompt.block_size)
     if found is not None:

@@ -16,7 +16,8 @@ class WorkerFacts(NamedTuple):
 
     session: int
     registration: Registration
-    counts: BlockCounts
+    counts: tuple[BlockCounts, ...]
+    """By group."""
     load: WorkerLoad
     num_sequences: int
     num_prompt_tokens: int
@@ -58,12 +59,12 @@ def worker_facts(session: Session) -> WorkerFacts:
     return WorkerFacts(
         session.number,
         session.registration,
-        session.pool.counts(),
+        session.counts(),
         session.load,
         len(session.sequences),
         session.num_prompt_tokens,
         session.num_cached_tokens,
-        session.pool.num_evicted,
+        sum(pool.num_evicted for pool in session.pools),
         session.num_calls,
         session.num_generated_tokens,
         session.draining,
@@ -79,7 +80,7 @@ def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
             sequence.num_tokens,
             sequence.num_cached_tokens,
             sequence.num_computed_tokens,
-            len(sequence.table),
+            sum(map(len, sequence.tables)),
             sequence.fenced,
         )
 

@@ -29,7 +29,7 @@ class Fencing:
 
     def living(self, sequence_id: str) -> list[Sequence]:
         """Live sequences with this id on sessions that are not retired."""
-        return [sequence for sequence in self._live.get(sequence_id, ()) if not sequence.pool.retired]
+        return [sequence for sequence in self._live.get(sequence_id, ()) if not sequence.session.retired]
 
     def check(self, key: SequenceKey, session: Session) -> None:
         """Refuse an attempt that a larger one has fenced, or that lives on another session already."""

@@ -16,6 +16,7 @@ from .block_pool import BlockPool
 from .budget import Account, Budget
 from .closest_prompt import THOROUGH, Bounds
 from .contents import Contents
+from .copies import Holder
 from .description import BlockDescription, describe_blocks
 from .downlink import Downlink
 from .evictions import EvictionMemory
@@ -38,13 +39,12 @@ from .messages import (
     Registration,
     Reply,
     ReportPart,
-    ReservedBlock,
     Root,
     SequenceUpdate,
     Uplink,
     WorkerLoad,
 )
-from .prefix_tree import Holder, PrefixTree
+from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
 from .routing import RoutedWorker, route
@@ -111,7 +111,8 @@ class CacheManager:
         self._completed: deque[Recovery] = deque()
         """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
-        self._sweep_position = 0
+        self._sweep_slot = self._sweep_position = 0
+        """In the first retired session: the pool, and its first block, that are not swept."""
         self.salts = SaltNumbers()
         self.contents: Contents | None = None
         """The journal of contents, while somebody follows it."""
@@ -168,20 +169,12 @@ class CacheManager:
             self._retire(earlier, SessionEnd.FENCED)
         self._incarnations.remember(registration, self._workers)
         self._last_session += 1
-        config = registration.pool
-        account = Account(self.budget, config.block_size)
-        evicted = None if self._evictions is None else self._evictions.names
-        pool = BlockPool(config.num_blocks, config.block_size, self._tree, account, evicted)
-        downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
-        most_blocks = min(pool.capacity, self.limits.max_blocks_per_sequence, account.most_blocks)
-        session = Session(
-            self._last_session, registration, pool, account, downlink, now + self.lease_seconds, most_blocks, key
-        )
+        session = self._new_session(registration, now + self.lease_seconds, key)
         is_same_process = earlier is not None and earlier.registration.incarnation == registration.incarnation
         if earlier is not None and earlier.drain is not None and is_same_process:
             # The order may not have reached it.
             session.draining, session.drain = True, earlier.drain
-            downlink.push(earlier.drain)
+            session.downlink.push(earlier.drain)
         session.registered_at = now
         if registration.holds_state:
             session.recovering = True
@@ -190,6 +183,28 @@ class CacheManager:
             self.contents.open(session)
         self._sessions[session.number] = self._workers[worker_id] = session
         return Registered(self.epoch, session.number)
+
+    def _new_session(self, registration: Registration, lease_end: float, key: SessionKey) -> Session:
+        groups = registration.layout.groups
+        account = Account(self.budget, registration.layout.block_size)
+        evicted = None if self._evictions is None else self._evictions.names
+        holder = self._tree.new_holder(len(groups))
+        pools = tuple(
+            BlockPool(group.num_blocks, self._tree, holder, slot, account, evicted) for slot, group in enumerate(groups)
+        )
+        holder.pools = pools
+        downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
+        return Session(
+            self._last_session,
+            registration,
+            holder,
+            pools,
+            account,
+            downlink,
+            lease_end,
+            self.limits.max_blocks_per_sequence,
+            key,
+        )
 
     def require_acceptable(self, registration: Registration, now: float) -> None:
         """Refuse what `register` would refuse now. Changes nothing. Raises Refusal as `register` does."""
@@ -212,17 +227,21 @@ class CacheManager:
         ):
             if not least <= len(text.encode()) <= most:
                 raise bad_field(name, f"needed {least} to {most} bytes, got {len(text.encode())}")
-        size = registration.pool.block_size
+        size = registration.layout.block_size
         if size < 1 or size & (size - 1) or size > limits.max_block_size:
             raise bad_field(
                 "kv_cache_config.block_size",
                 f"needed a power of two from 1 to {limits.max_block_size}, got {size}",
             )
-        if not 2 <= registration.pool.num_blocks <= limits.max_blocks_per_pool:
-            raise bad_field(
-                "kv_cache_config.pools",
-                f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {registration.pool.num_blocks}",
-            )
+        groups = registration.layout.groups
+        if not 1 <= len(groups) <= limits.max_groups:
+            raise bad_field("kv_cache_config.groups", f"needed 1 to {limits.max_groups} groups, got {len(groups)}")
+        for index, group in enumerate(groups):
+            if not 2 <= group.num_blocks <= limits.max_blocks_per_pool:
+                raise bad_field(
+                    f"kv_cache_config.pools[{index}]",
+                    f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
+                )
         for name, key in (
             ("process_key", registration.process_key),
             ("predecessor_key", registration.predecessor_key),
@@ -258,8 +277,8 @@ class CacheManager:
         session.load = load
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
-        if not session.recovering and self._num_to_grant(session) > 0:
-            self._top_up(session, self._stamp())
+        if not session.recovering:
+            self._top_up(session)
         return self._reply(session)
 
     def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
@@ -384,7 +403,7 @@ class CacheManager:
         self.ended[why] += 1
         if self.contents is not None:
             self.contents.close(session)
-        session.pool.retire()
+        session.retire()
         self._recoveries.pop(session.number, None)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
@@ -411,10 +430,15 @@ class CacheManager:
             updates.leave(self._tree, self._attempts, sequence)
         if session.sequences:
             return True
-        self._sweep_position = session.pool.sweep(self._sweep_position, budget)
-        if self._sweep_position == session.pool.num_blocks and not self._tree.has_condemned:
-            self._retired.popleft()
+        pool = session.pools[self._sweep_slot]
+        self._sweep_position = pool.sweep(self._sweep_position, budget)
+        if self._sweep_position == pool.num_blocks and not self._tree.has_condemned:
             self._sweep_position = 0
+            self._sweep_slot += 1
+            if self._sweep_slot == len(session.pools):
+                self._sweep_slot = 0
+                session.holder.pools = ()
+                self._retired.popleft()
         return bool(self._retired)
 
     # -- following what the cache holds
@@ -465,45 +489,51 @@ class CacheManager:
                 "count up by one",
             )
         _check_acknowledgement(session, uplink.downlink_ack)
+        session.require_groups(max(len(uplink.reserve_wishes), len(uplink.returned)), "uplink")
         session.last_call_no = uplink.call_no
         session.num_calls += 1
         session.downlink.acknowledge(uplink.downlink_ack)
-        if uplink.reserve_wish is not None:
-            session.reserve_wish = min(uplink.reserve_wish, session.pool.capacity, self.limits.max_reserve_blocks)
-        self._take_back(session, uplink.returned)
+        for group, wish in enumerate(uplink.reserve_wishes):
+            if wish is not None:
+                most = min(session.pools[group].capacity, self.limits.max_reserve_blocks)
+                session.reserve_wishes[group] = min(wish, most)
+        for pool, returned in zip(session.pools, uplink.returned, strict=False):
+            for block, generation in returned:
+                if pool.is_reserved(block, generation):
+                    pool.unreserve(block)
         return session
-
-    def _take_back(self, session: Session, returned: List[ReservedBlock]) -> None:
-        for block, generation in returned:
-            if session.pool.is_reserved(block, generation):
-                session.pool.unreserve(block)
 
     def _stamp(self) -> int:
         """A generation for the grants of one call: larger than any before."""
         self._last_stamp += 1
         return self._last_stamp
 
-    def _num_to_grant(self, session: Session) -> int:
-        """Blocks that the reserve lacks and that can be granted at once, or less than 0. Blocks of entries that are not
+    def _num_to_grant(self, session: Session, group: int) -> int:
+        """Blocks that the reserve of a group lacks and that can be granted at once, or less than 0. Blocks of entries that are not
         acknowledged are reserved already."""
         if session.downlink.is_full:
             return 0
+        pool = session.pools[group]
         return min(
-            session.reserve_wish - session.pool.num_reserved,
-            session.pool.num_available,
+            session.reserve_wishes[group] - pool.num_reserved,
+            pool.num_available,
             self.limits.max_blocks_per_grant,
         )
 
-    def _top_up(self, session: Session, generation: int) -> None:
-        """Grant the reserve what it lacks, as much as one reply may have: the rest follows with later ones."""
-        count = self._num_to_grant(session)
-        if count > 0:
-            if self._evictions is not None:
-                self._evictions.begin(session.pool.signature, None, None)
-            session.downlink.push(Grant(tuple(session.pool.take_reserved(count, generation)), generation))
+    def _top_up(self, session: Session, generation: int | None = None) -> None:
+        """Grant the reserve what it lacks, as much as one reply may have: the rest follows with later ones. `generation`: that of
+        the call; None: a new one, if anything is granted."""
+        for group, pool in enumerate(session.pools):
+            count = self._num_to_grant(session, group)
+            if count > 0:
+                if generation is None:
+                    generation = self._stamp()
+                if self._evictions is not None:
+                    self._evictions.begin(session.holder.signatures[0], None, None)
+                session.downlink.push(Grant(tuple(pool.take_reserved(count, generation)), generation, group))
 
     def _reply(self, session: Session) -> Reply:
-        return Reply(session.downlink.pending(), session.pool.counts())
+        return Reply(session.downlink.pending(), session.counts())
 
     # -- sequences
 
@@ -532,12 +562,12 @@ class CacheManager:
                 if is_large:
                     self._end_unanswerable(session)
             if self._evictions is not None:
-                self._evictions.begin(session.pool.signature, item.key, item.root)
+                self._evictions.begin(session.holder.signatures[0], item.key, item.root)
             try:
                 outcome = allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits)
                 outcomes.append(outcome)
                 if isinstance(outcome, Granted):
-                    num_blocks += len(outcome.blocks)
+                    num_blocks += sum(len(table.blocks) for table in outcome.tables)
             except Refusal as refusal:
                 full = full or refusal.reason in _OUT_OF_BLOCKS
                 # Its traceback refers to this frame, and `outcomes` to it: a cycle that only the collector would free.
@@ -557,11 +587,11 @@ class CacheManager:
                 )
                 continue
             if self._evictions is not None and item.want_blocks:
-                self._evictions.begin(session.pool.signature, item.update.key, session.root_of(item.update.key))
+                self._evictions.begin(session.holder.signatures[0], item.update.key, session.root_of(item.update.key))
             try:
                 appended = updates.append(self._tree, session, item, generation, self.limits)
                 outcomes.append(appended)
-                num_blocks += len(appended.new_entries)
+                num_blocks += sum(map(len, appended.new_entries))
             except Refusal as refusal:
                 outcomes.append(refusal.with_traceback(None))
         self._top_up(session, generation)
@@ -610,7 +640,7 @@ class CacheManager:
         else:
             root, candidates = self._candidates(root)
         holders: dict[Holder, Session] = {
-            session.pool: session for session in self._sessions.values() if not session.recovering
+            session.holder: session for session in self._sessions.values() if not session.recovering
         }
         search = Search(self._tree, self._hash_function, holders, self._evictions, self._explain_across_salts, bounds)
         return explain(search, candidates, root, tokens)
@@ -667,9 +697,11 @@ class CacheManager:
             raise Refusal(Reason.UNKNOWN_WORKER, f"no live worker {worker_id!r}; live are: {known}")
         return session
 
-    def describe_blocks(self, worker_id: str, first_block: int = 1, max_blocks: int = 0) -> list[BlockDescription]:
-        """A page of a worker's block map. Raises Refusal: UNKNOWN_WORKER."""
-        return describe_blocks(self.worker(worker_id), first_block, max_blocks)
+    def describe_blocks(
+        self, worker_id: str, first_block: int = 1, max_blocks: int = 0, group: int = 0
+    ) -> list[BlockDescription]:
+        """A page of the block map of a worker's group. Raises Refusal: UNKNOWN_WORKER, BAD_FIELD."""
+        return describe_blocks(self.worker(worker_id), group, first_block, max_blocks)
 
     def check(self) -> Audit:
         """Audit every law at once. Time grows with the number of blocks, some seconds for a million."""

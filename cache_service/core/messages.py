@@ -23,6 +23,8 @@ class Limits(NamedTuple):
     max_tokens_per_sequence: int = 1 << 20
     max_items_per_call: int = 1024
     max_blocks_per_pool: int = 1 << 24
+    max_groups: int = 16
+    """Of one worker."""
     max_block_size: int = 1 << 16
     max_id_bytes: int = 128
     max_name_bytes: int = 256
@@ -80,6 +82,10 @@ class TableEntry(NamedTuple):
     generation: int
 
 
+Tables = tuple[tuple[TableEntry, ...], ...]
+"""Entries by group; groups at the end may be left out."""
+
+
 class ReservedBlock(NamedTuple):
     """A block of the reserve as a worker names it."""
 
@@ -87,12 +93,21 @@ class ReservedBlock(NamedTuple):
     generation: int
 
 
-class PoolConfig(NamedTuple):
-    """The one full-attention pool of a worker: `num_blocks` counts the null block 0 too."""
+class Group(NamedTuple):
+    """The layers whose KV is in the same blocks; all of them see every earlier position."""
+
+    num_blocks: int
+    """With the null block 0."""
+    bytes_per_block: int = 0
+    """Of all its layers; for displays."""
+
+
+class Layout(NamedTuple):
+    """The KV cache of a worker: each group has a pool of its own."""
 
     block_size: int
-    num_blocks: int
-    bytes_per_block: int = 0
+    groups: tuple[Group, ...]
+    """At least one."""
 
 
 class WorkerLoad(NamedTuple):
@@ -113,7 +128,7 @@ class Registration(NamedTuple):
     """host:port where it serves text; empty: it serves none."""
     model_name: str
     model_fingerprint: str
-    pool: PoolConfig
+    layout: Layout
     max_model_len: int = 0
     engine: str = ""
     holds_state: bool = False
@@ -136,8 +151,10 @@ class Uplink(NamedTuple):
     session: int
     call_no: int
     downlink_ack: int = 0
-    reserve_wish: int | None = None
-    returned: tuple[ReservedBlock, ...] = ()
+    reserve_wishes: tuple[int | None, ...] = ()
+    """By group: the size of the reserve. None, and for groups at the end that are left out: as wished before."""
+    returned: tuple[tuple[ReservedBlock, ...], ...] = ()
+    """By group; groups at the end may be left out."""
     key: SessionKey = NO_KEY
 
 
@@ -146,6 +163,7 @@ class Grant(NamedTuple):
 
     blocks: tuple[int, ...]
     generation: int
+    group: int = 0
 
 
 class Stop(NamedTuple):
@@ -168,6 +186,15 @@ class DownlinkEntry(NamedTuple):
     entry: Grant | Stop | Drain
 
 
+class ReportedBlocks(NamedTuple):
+    """The blocks of a group that hold a chain of contents."""
+
+    group: int
+    blocks: tuple[int, ...]
+    """One for each content, 0 for none."""
+    generations: tuple[int, ...]
+
+
 class ContentRun(NamedTuple):
     """A chain of contents that a worker reports; see ReportPart."""
 
@@ -175,9 +202,10 @@ class ContentRun(NamedTuple):
     """Number of the content that the first is a child of; 0: `root`."""
     root: Root | None
     tokens: bytes
-    blocks: tuple[int, ...]
-    """The block that holds each content, 0 for none; its length is that of the chain."""
-    generations: tuple[int, ...]
+    num_contents: int
+    """Length of the chain."""
+    blocks: tuple[ReportedBlocks, ...]
+    """At most one for each group."""
 
 
 class ReportedSequence(NamedTuple):
@@ -188,8 +216,8 @@ class ReportedSequence(NamedTuple):
     tokens: bytes
     num_computed_tokens: int
     num_cached_tokens: int
-    table: tuple[TableEntry, ...]
-    """From index 0 on, without gaps."""
+    tables: Tables
+    """By group, each from index 0 on, without gaps."""
 
 
 class ReportPart(NamedTuple):
@@ -199,9 +227,10 @@ class ReportPart(NamedTuple):
     last: bool
     contents: tuple[ContentRun, ...] = ()
     sequences: tuple[ReportedSequence, ...] = ()
-    reserve: tuple[ReservedBlock, ...] = ()
-    idle_blocks: tuple[int, ...] = ()
-    """Complete blocks in no table, least recently used first."""
+    reserve: tuple[tuple[ReservedBlock, ...], ...] = ()
+    """By group, as `idle_blocks`."""
+    idle_blocks: tuple[tuple[int, ...], ...] = ()
+    """By group: complete blocks in no table, least recently used first. Groups at the end may be left out."""
 
 
 class BlockCounts(NamedTuple):
@@ -222,7 +251,8 @@ class Reply(NamedTuple):
     """What ends every answer on the link."""
 
     entries: tuple[DownlinkEntry, ...]
-    counts: BlockCounts
+    counts: tuple[BlockCounts, ...]
+    """By group."""
 
 
 class AllocateItem(NamedTuple):
@@ -236,11 +266,17 @@ class AllocateItem(NamedTuple):
     max_cached_tokens: int | None = None
 
 
-class Granted(NamedTuple):
-    """A block table from index 0 on, and the prefix that its first blocks already hold."""
+class GrantedTable(NamedTuple):
+    """The block table of one group from index 0 on."""
 
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
+
+
+class Granted(NamedTuple):
+    """A sequence's block tables by group, and the prefix that their first blocks already hold."""
+
+    tables: tuple[GrantedTable, ...]
     num_cached_tokens: int
 
 
@@ -261,21 +297,21 @@ class SequenceUpdate(NamedTuple):
     start: int = 0
     tokens: bytes = b""
     num_computed_tokens: int = 0
-    bound: tuple[TableEntry, ...] = ()
+    bound: Tables = ()
 
 
 class AppendItem(NamedTuple):
-    """An update of a live sequence; `want_blocks` is the table length an engine without a reserve asks for."""
+    """An update of a live sequence; `want_blocks` is the length of tables that an engine without a reserve asks for."""
 
     update: SequenceUpdate
     want_blocks: int = 0
 
 
 class Appended(NamedTuple):
-    """The update is taken in; `new_entries` continue the table where the engine's knowledge of it ends."""
+    """The update is taken in; `new_entries` continue the tables where the engine's knowledge of them ends."""
 
     num_sealed_tokens: int
-    new_entries: tuple[TableEntry, ...] = ()
+    new_entries: Tables = ()
 
 
 AppendOutcome = Appended | Refusal

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .copies import Holder
 from .messages import TOKEN_BYTES, Root
-from .prefix_tree import Holder, Node, PrefixTree, RootNode
-from .routing import reach
+from .prefix_tree import PrefixTree, RootNode
+from .routing import cached_along
 from .session import Session
 
 MAX_ROOTS = 1024
@@ -81,7 +82,7 @@ class OtherRoots:
         self._nodes_left -= len(path) + 1
         if len(path) < num_blocks:
             return None
-        for pool, count in reach(path, Node.pools, Node.holders_signature).items():
-            if count == num_blocks and pool in self._holders:
-                return self._holders[pool]
+        for holder, count in cached_along(path).items():
+            if count == num_blocks and holder in self._holders:
+                return self._holders[holder]
         return None

@@ -14,6 +14,7 @@ from .block_mirror import BlockMirror, Columns
 from .facts import ClusterFacts, SequenceFacts, WorkerFacts, cluster_facts, sequence_facts, worker_facts
 from .manager import CacheManager
 from .messages import SequenceKey
+from .salts import SaltNumbers
 from .session import Session
 
 SLICE_BLOCKS = 512
@@ -49,7 +50,8 @@ class SessionChange(NamedTuple):
     session: int
     facts: WorkerFacts | None
     """None: as before."""
-    blocks: Columns | None
+    blocks: tuple[Columns | None, ...]
+    """By group, None: none have changed. Empty if none of any group have."""
     sequences: tuple[SequenceFacts, ...]
     """New ones, and those that have changed."""
     ended_sequences: tuple[SequenceKey, ...]
@@ -123,9 +125,9 @@ class Pictures:
             self._todo = list(self._manager.sessions)
         while self._todo:
             session = self._todo[-1]
-            if not session.pool.retired:
+            if not session.retired:
                 watched = self._watched(session)
-                if watched.mirror is not None and watched.mirror.step(self.number + 1, SLICE_BLOCKS):
+                if watched.step(self.number + 1):
                     return True
             self._todo.pop()
         return False
@@ -201,8 +203,8 @@ class Pictures:
         """Mirror the blocks of a session if any viewer wants to see them, and only then."""
         worker_id = watched.session.worker_id
         if any(viewer.wish.include_blocks and viewer.wish.shows(worker_id) for viewer in self._viewers):
-            if watched.mirror is None:
-                watched.start(BlockMirror(watched.session, self._manager.salts), self.number + 1)
+            if not watched.pools:
+                watched.start(self._manager.salts, self.number + 1)
         else:
             watched.stop()
 
@@ -212,29 +214,26 @@ class _WatchedSession:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.mirror: BlockMirror | None = None
+        self.pools: tuple[_WatchedPool, ...] = ()
+        """By group; empty while nobody wants to see blocks."""
         self._facts: tuple[int, WorkerFacts] | None = None
-        self._blocks: deque[tuple[int, set[int]]] = deque()
-        """Number of the picture, blocks that have changed in it; those of some pictures before are not kept."""
-        self._blocks_kept_after = 0
-        self._num_listed = 0
-        self._columns: Columns | None = None
-        """All blocks, of the last picture, once somebody needs them."""
         self._sequences: dict[int, _SequenceList] = {}
         """By the most that a viewer wants."""
 
-    def start(self, mirror: BlockMirror, number: int) -> None:
+    def start(self, salts: SaltNumbers, number: int) -> None:
         """Mirror the blocks, from the picture with the number on."""
-        self.mirror = mirror
-        self._blocks_kept_after = number
+        groups = range(len(self.session.pools))
+        self.pools = tuple(_WatchedPool(BlockMirror(self.session, group, salts), number) for group in groups)
 
     def stop(self) -> None:
         """Mirror them no longer. May be repeated."""
-        if self.mirror is not None:
-            self.mirror.close()
-            self.mirror = self._columns = None
-            self._blocks.clear()
-            self._num_listed = 0
+        for pool in self.pools:
+            pool.mirror.close()
+        self.pools = ()
+
+    def step(self, number: int) -> bool:
+        """Bring the mirrors up to date for the picture `number`, for some 0.5 ms; returns whether more is left."""
+        return any(pool.mirror.step(number, SLICE_BLOCKS) for pool in self.pools)
 
     def take(self, number: int, oldest: int, limits: set[int], share: int) -> None:
         """Note what has changed with the picture `number`; changes up to the picture `oldest` are not needed any more."""
@@ -247,21 +246,8 @@ class _WatchedSession:
             if limit not in self._sequences:
                 self._sequences[limit] = _SequenceList()
             self._sequences[limit].take(self.session, number, oldest, min(limit, share))
-        self._columns = None
-        if self.mirror is not None:
-            while self.mirror.step(number, SLICE_BLOCKS):
-                pass
-            self._keep(number, oldest, self.mirror.take_changed())
-
-    def _keep(self, number: int, oldest: int, blocks: set[int]) -> None:
-        assert self.mirror is not None
-        if blocks:
-            self._blocks.append((number, blocks))
-            self._num_listed += len(blocks)
-        most = min(max(4096, self.mirror.num_known // 8), MAX_LISTED_BLOCKS)
-        while self._blocks and (self._num_listed > most or self._blocks[0][0] <= oldest):
-            self._blocks_kept_after, dropped = self._blocks.popleft()
-            self._num_listed -= len(dropped)
+        for pool in self.pools:
+            pool.take(number, oldest)
 
     def since(self, seen: int, wish: Wish) -> SessionChange:
         """What has changed after the picture `seen`."""
@@ -271,21 +257,52 @@ class _WatchedSession:
         ended: tuple[SequenceKey, ...] = ()
         if wish.max_sequences:
             sequences, ended = self._sequences[wish.max_sequences].since(seen)
+        blocks: tuple[Columns | None, ...] = ()
+        if wish.include_blocks:
+            blocks = tuple(pool.since(seen) for pool in self.pools)
         return SessionChange(
             self.session.number,
             facts if number > seen else None,
-            self._blocks_since(seen) if wish.include_blocks else None,
+            blocks if any(one is not None for one in blocks) else (),
             sequences,
             ended,
         )
 
-    def _blocks_since(self, seen: int) -> Columns | None:
-        assert self.mirror is not None
-        if seen < self._blocks_kept_after:
+
+class _WatchedPool:
+    """The blocks of one group, and when they changed."""
+
+    def __init__(self, mirror: BlockMirror, number: int) -> None:
+        """`number`: of the first picture that shows them."""
+        self.mirror = mirror
+        self._changed: deque[tuple[int, set[int]]] = deque()
+        """Number of the picture, blocks that have changed in it; those of some pictures before are not kept."""
+        self._kept_after = number
+        self._num_listed = 0
+        self._columns: Columns | None = None
+        """All blocks, of the last picture, once somebody needs them."""
+
+    def take(self, number: int, oldest: int) -> None:
+        """As of a session."""
+        self._columns = None
+        while self.mirror.step(number, SLICE_BLOCKS):
+            pass
+        blocks = self.mirror.take_changed()
+        if blocks:
+            self._changed.append((number, blocks))
+            self._num_listed += len(blocks)
+        most = min(max(4096, self.mirror.num_known // 8), MAX_LISTED_BLOCKS)
+        while self._changed and (self._num_listed > most or self._changed[0][0] <= oldest):
+            self._kept_after, dropped = self._changed.popleft()
+            self._num_listed -= len(dropped)
+
+    def since(self, seen: int) -> Columns | None:
+        """As of a session."""
+        if seen < self._kept_after:
             if self._columns is None:
                 self._columns = self.mirror.columns()
             return self._columns
-        changed = [blocks for number, blocks in self._blocks if number > seen]
+        changed = [blocks for number, blocks in self._changed if number > seen]
         return self.mirror.columns(changed[0] if len(changed) == 1 else set().union(*changed)) if changed else None
 
 

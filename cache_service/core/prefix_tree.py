@@ -16,6 +16,7 @@ from itertools import islice
 from operator import xor
 from typing import Protocol
 
+from .copies import SLOT_BITS, Copies, Holder, block_at, with_block
 from .hashing import HashFunction, block_hash, root_bytes
 from .messages import TOKEN_BYTES, Root, SequenceKey
 
@@ -25,29 +26,19 @@ FAN_CHILDREN = 1024
 FAN_PARTS = 256
 
 
-class Holder(Protocol):
-    """What holds copies of nodes: a block pool."""
-
-    signature: int
-    """See Copies."""
-    num_blocks: int
-    retired: bool
-
-    def node(self, block: int) -> Node | None:
-        """What a sealed block holds."""
-
-
 class Journal(Protocol):
     """What is notified of changes in what look-ups find, while somebody follows them."""
 
-    def sealed(self, key: SequenceKey, pool: Holder, nodes: list[Node], table: list[int], begin: int, end: int) -> None:
+    def sealed(
+        self, key: SequenceKey, holder: Holder, slot: int, nodes: list[Node], table: list[int], begin: int, end: int
+    ) -> None:
         """A sequence has computed nodes[begin:end], in the blocks of its table at the same places."""
 
-    def removed(self, node: Node, pool: Holder) -> None:
+    def removed(self, node: Node, holder: Holder, slot: int) -> None:
         """A pool is about to lose its last copy of a node."""
 
     def served(
-        self, key: SequenceKey, pool: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
+        self, key: SequenceKey, holder: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
     ) -> None:
         """A sequence was granted blocks."""
 
@@ -63,43 +54,18 @@ class Leader(Protocol):
     fenced: bool
 
     @property
-    def pool(self) -> Holder:
-        """The pool whose blocks it fills."""
-
-
-class Copies(dict[Holder, int]):
-    """Blocks by pool, and the exclusive or of the pools' signatures, which differs for different sets but for a chance of 2^-60.
-    (A. L. Zobrist, "A New Hashing Method with Application for Game Playing", 1970.)"""
-
-    __slots__ = ("signature",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.signature = 0
-
-    def add(self, pool: Holder, block: int) -> None:
-        """Add the block of a pool that has none here."""
-        self[pool] = block
-        self.signature ^= pool.signature
-
-    def drop(self, pool: Holder) -> None:
-        """Drop the block of a pool, if there is one."""
-        if self.pop(pool, 0):
-            self.signature ^= pool.signature
-
-    def is_signed(self) -> bool:
-        """Whether the signature is that of the pools. A law."""
-        return self.signature == reduce(xor, (pool.signature for pool in self))
+    def holder(self) -> Holder:
+        """The one whose blocks it fills."""
 
 
 class Leaders(dict[Leader, None]):
-    """Leaders, oldest first, how many of them each pool has, and the signature of the set of these pools, as in Copies."""
+    """Leaders, oldest first, how many of them each holder has, and the signature of the set of these holders, as in Copies."""
 
-    __slots__ = ("num_by_pool", "signature")
+    __slots__ = ("num_by_holder", "signature")
 
     def __init__(self, *sequences: Leader) -> None:
         super().__init__()
-        self.num_by_pool: dict[Holder, int] = {}
+        self.num_by_holder: dict[Holder, int] = {}
         self.signature = 0
         for sequence in sequences:
             self.add(sequence)
@@ -107,29 +73,31 @@ class Leaders(dict[Leader, None]):
     def add(self, sequence: Leader) -> None:
         """Add a sequence that is not here."""
         self[sequence] = None
-        pool = sequence.pool
-        count = self.num_by_pool.get(pool, 0)
+        holder = sequence.holder
+        count = self.num_by_holder.get(holder, 0)
         if not count:
-            self.signature ^= pool.signature
-        self.num_by_pool[pool] = count + 1
+            self.signature ^= holder.signatures[0]
+        self.num_by_holder[holder] = count + 1
 
     def drop(self, sequence: Leader) -> None:
         """Drop a sequence, if it is here."""
         if sequence not in self:
             return
         del self[sequence]
-        pool = sequence.pool
-        count = self.num_by_pool[pool] - 1
+        holder = sequence.holder
+        count = self.num_by_holder[holder] - 1
         if count:
-            self.num_by_pool[pool] = count
+            self.num_by_holder[holder] = count
         else:
-            del self.num_by_pool[pool]
-            self.signature ^= pool.signature
+            del self.num_by_holder[holder]
+            self.signature ^= holder.signatures[0]
 
     def is_counted(self) -> bool:
         """Whether counts and signature are those of the sequences. A law."""
-        counted = Counter(sequence.pool for sequence in self)
-        return self.num_by_pool == counted and self.signature == reduce(xor, (pool.signature for pool in counted), 0)
+        counted = Counter(sequence.holder for sequence in self)
+        return self.num_by_holder == counted and self.signature == reduce(
+            xor, (holder.signatures[0] for holder in counted), 0
+        )
 
 
 class Node:
@@ -141,8 +109,8 @@ class Node:
         "child",
         "children",
         "copies",
-        "copy_block",
-        "copy_pool",
+        "copy_blocks",
+        "copy_holder",
         "depth",
         "leaders",
         "num_sequences",
@@ -161,8 +129,9 @@ class Node:
         self.child: Node | None = None
         self.children: dict[bytes, Node] | Fan | None = None
         """All children but the first."""
-        self.copy_pool: Holder | None = None
-        self.copy_block = 0
+        self.copy_holder: Holder | None = None
+        self.copy_blocks = 0
+        """As in copies.py."""
         self.copies: Copies | None = None
         """All copies but the first."""
         self.num_sequences = 0
@@ -174,7 +143,7 @@ class Node:
 
     def __repr__(self) -> str:
         name = "unsealed" if self.block_hash is None else f"{self.block_hash:016x}"
-        return f"<Node depth={self.depth} {name} copies={sum(1 for _ in self.pools())}>"
+        return f"<Node depth={self.depth} {name} copies={sum(1 for _ in self.holders())}>"
 
     # -- children
 
@@ -216,41 +185,72 @@ class Node:
 
     # -- copies
 
-    def copy_in(self, pool: Holder) -> int:
-        """The block of `pool` that serves hits on this node; 0 if there is none."""
-        if self.copy_pool is pool:
-            return self.copy_block
-        return 0 if self.copies is None else self.copies.get(pool, 0)
+    def blocks_in(self, holder: Holder) -> int:
+        """The blocks of `holder` that serve hits on this node; 0 if there is none."""
+        if self.copy_holder is holder:
+            return self.copy_blocks
+        return 0 if self.copies is None else self.copies.get(holder, 0)
 
-    def add_copy(self, pool: Holder, block: int) -> None:
-        """Make `block` the copy that serves hits in `pool`, which has none yet."""
-        if self.copy_pool is None:
-            self.copy_pool, self.copy_block = pool, block
+    def copy_in(self, holder: Holder, slot: int) -> int:
+        """The block in a slot of `holder` that serves hits on this node; 0 if there is none."""
+        if self.copy_holder is holder:
+            blocks = self.copy_blocks
+        elif self.copies is None:
+            return 0
+        else:
+            blocks = self.copies.get(holder, 0)
+        return block_at(blocks, slot)
+
+    def add_copy(self, holder: Holder, slot: int, block: int) -> bool:
+        """Make `block` the copy that serves hits in a slot, unless there is one; returns whether there was none."""
+        if self.copy_holder is None and self.copies is None:  # nearly always
+            self.copy_holder, self.copy_blocks = holder, block << slot * SLOT_BITS
+            return True
+        if self.copy_in(holder, slot):
+            return False
+        self.set_copy(holder, slot, block)
+        return True
+
+    def set_copy(self, holder: Holder, slot: int, block: int) -> None:
+        """Make `block` the copy that serves hits in a slot; 0: there is none. Does not prune."""
+        if self.copy_holder is holder:
+            self.copy_blocks = with_block(self.copy_blocks, slot, block)
+            if not self.copy_blocks:
+                self.copy_holder = None
+        elif self.copy_holder is None and (self.copies is None or holder not in self.copies):
+            if block:
+                self.copy_holder, self.copy_blocks = holder, with_block(0, slot, block)
         else:
             if self.copies is None:
                 self.copies = Copies()
-            self.copies.add(pool, block)
-
-    def drop_copy(self, pool: Holder) -> None:
-        """Forget the copy in `pool`, if there is one. Does not prune."""
-        if self.copy_pool is pool:
-            self.copy_pool, self.copy_block = None, 0
-        elif self.copies is not None:
-            self.copies.drop(pool)
+            self.copies.set(holder, with_block(self.copies.get(holder, 0), slot, block))
             if not self.copies:
                 self.copies = None
 
-    def pools(self) -> Iterator[Holder]:
-        """Pools that hold a copy, retired ones included."""
-        if self.copy_pool is not None:
-            yield self.copy_pool
+    def holders(self) -> Iterator[Holder]:
+        """Those that hold a copy in any slot, retired ones included."""
+        if self.copy_holder is not None:
+            yield self.copy_holder
         if self.copies is not None:
             yield from self.copies
 
-    def holders_signature(self) -> int:
-        """Of the set of pools that hold a copy: equal for equal sets, as in Copies."""
+    def complete_holders(self) -> Iterator[Holder]:
+        """Those that hold a copy in each of their slots: on them, look-ups find the node."""
+        if self.copy_holder is not None and self.copy_holder.is_complete(self.copy_blocks):
+            yield self.copy_holder
+        if self.copies is not None:
+            for holder, blocks in self.copies.items():
+                if holder.is_complete(blocks):
+                    yield holder
+
+    def is_complete_in(self, holder: Holder) -> bool:
+        """Whether the holder is one of these."""
+        return holder.is_complete(self.blocks_in(holder))
+
+    def copies_signature(self) -> int:
+        """Of the set of slots that have a copy: equal for equal sets, as in Copies."""
         signature = 0 if self.copies is None else self.copies.signature
-        return signature if self.copy_pool is None else signature ^ self.copy_pool.signature
+        return signature if self.copy_holder is None else signature ^ self.copy_holder.signature_of(self.copy_blocks)
 
     # -- leaders
 
@@ -283,24 +283,24 @@ class Node:
             if not self.leaders:
                 self.leaders = None
 
-    def leading_pools(self) -> Collection[Holder]:
-        """Pools whose sequences are computing this block."""
+    def leading_holders(self) -> Collection[Holder]:
+        """Those whose sequences are computing this block."""
         if self.leaders is None:
             return ()
-        return self.leaders.num_by_pool if isinstance(self.leaders, Leaders) else (self.leaders.pool,)
+        return self.leaders.num_by_holder if isinstance(self.leaders, Leaders) else (self.leaders.holder,)
 
     def leaders_signature(self) -> int:
-        """Of the set of these pools: equal for equal sets."""
+        """Of the set of these holders: equal for equal sets."""
         if self.leaders is None:
             return 0
-        return self.leaders.signature if isinstance(self.leaders, Leaders) else self.leaders.pool.signature
+        return self.leaders.signature if isinstance(self.leaders, Leaders) else self.leaders.holder.signatures[0]
 
     # -- life
 
     def is_unused(self) -> bool:
         """Whether nothing keeps the node: no copy, no child, no live sequence on it."""
         return (
-            self.copy_pool is None
+            self.copy_holder is None
             and self.child is None
             and self.num_sequences == 0
             and self.copies is None
@@ -371,8 +371,11 @@ class PrefixTree:
         """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
         self._num_signatures = 0
 
-    def new_signature(self) -> int:
-        """A signature for a new pool: 60 pseudo-random bits, the same in each run."""
+    def new_holder(self, num_slots: int) -> Holder:
+        """A holder for a new session. Its signatures are 60 pseudo-random bits each, the same in each run."""
+        return Holder(tuple(self._new_signature() for _ in range(num_slots)))
+
+    def _new_signature(self) -> int:
         self._num_signatures += 1
         number = self._num_signatures.to_bytes(8, "little")
         return int.from_bytes(blake2b(number, digest_size=8).digest(), "little") >> 4

@@ -59,80 +59,102 @@ class Recovery:
         """Parts applied."""
         self.cases: Counter[Case] = Counter()
         self._session = session
-        self._pool = session.pool
         self._fingerprint = session.registration.model_fingerprint
         self._last_stamp = last_stamp
         """No block can have a larger generation than the largest given before the session began."""
         self._contents: list[_Content] = []
         """By number, the first has number 1."""
-        self._blocks: dict[int, tuple[Node, int]] = {}
-        """Node and generation of the complete blocks reported so far."""
+        self._blocks: tuple[dict[int, tuple[Node, int]], ...] = tuple({} for _ in session.pools)
+        """By group: node and generation of the complete blocks reported so far."""
 
     def apply(self, tree: PrefixTree, attempts: Fencing, part: ReportPart, limits: Limits) -> None:
         """Apply the next part. Raises Refusal: RECOVERING (send the same part again; no visible state has changed), BAD_REPORT,
         TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session must be ended)."""
-        num_contents = sum(len(run.blocks) for run in part.contents)
+        num_groups = len(self._session.pools)
+        highest = max((one.group for run in part.contents for one in run.blocks), default=0)
+        highest = max(highest, len(part.reserve) - 1, len(part.idle_blocks) - 1)
+        highest = max(highest, max((len(one.tables) for one in part.sequences), default=0) - 1)
+        if highest >= num_groups:
+            _refuse("group", f"the worker is registered with {num_groups} groups, got group {highest}")
+        num_contents = sum(run.num_contents for run in part.contents)
         if num_contents > limits.max_contents_per_report_part:
             _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
-        num_blocks = sum(len(sequence.table) for sequence in part.sequences) + len(part.reserve) + len(part.idle_blocks)
+        num_blocks = sum(map(len, part.reserve)) + sum(map(len, part.idle_blocks))
+        num_blocks += sum(len(table) for sequence in part.sequences for table in sequence.tables)
         if num_blocks > limits.max_blocks_per_report_part:
             _refuse("blocks", f"at most {limits.max_blocks_per_report_part} blocks per part, got {num_blocks}")
         self._make_room(part, limits)
         for run in part.contents:
             self._take_contents(tree, run)
         for reported in part.sequences:
+            missing = ((),) * (len(self._session.pools) - len(reported.tables))
+            reported = reported._replace(tables=reported.tables + missing)
             self._take_sequence(tree, attempts, reported, limits)
-        for block, generation in part.reserve:
-            self._require_free(block, generation)
-            self._pool.restore_reserved(block, generation)
-            self.cases[Case.RESERVED] += 1
-        for block in part.idle_blocks:
-            # A duplicate is idle at the worker and free here; a block that a table names was idle when the list was made.
-            if 0 < block < self._pool.num_blocks and self._pool.is_cached(block):
-                self._pool.touch(block)
+        for group, reserved in enumerate(part.reserve):
+            for block, generation in reserved:
+                self._require_free(group, block, generation)
+                self._session.pools[group].restore_reserved(block, generation)
+                self.cases[Case.RESERVED] += 1
+        for pool, blocks in zip(self._session.pools, part.idle_blocks, strict=False):
+            for block in blocks:
+                # A duplicate is idle at the worker and free here; a block that a table names was idle when the list was made.
+                if 0 < block < pool.num_blocks and pool.is_cached(block):
+                    pool.touch(block)
         self.num_parts += 1
 
     def discard(self, budget: int) -> bool:
         """After the last part: drop at most `budget` contents, because all at once take long. Returns whether any are left."""
         # The last first, so that no chain falls link by link.
         del self._contents[max(0, len(self._contents) - budget) :]
-        for _ in range(min(budget, len(self._blocks))):
-            self._blocks.popitem()
-        return bool(self._contents or self._blocks)
+        for blocks in self._blocks:
+            for _ in range(min(budget, len(blocks))):
+                blocks.popitem()
+        return bool(self._contents or any(self._blocks))
 
     def _make_room(self, part: ReportPart, limits: Limits) -> None:
-        """Grow the pool up to the highest block of the part, in steps that do not delay other calls for long. Refuses what the
+        """Grow the pools up to the highest block of the part, in steps that do not delay other calls for long. Refuses what the
         budget has no room for."""
-        highest = max(
-            max((max(run.blocks, default=0) for run in part.contents), default=0),
-            max((entry.block for sequence in part.sequences for entry in sequence.table), default=0),
-            max((entry.block for entry in part.reserve), default=0),
-        )
-        if highest >= self._pool.num_blocks:
+        pools = self._session.pools
+        highest = [0] * len(pools)
+        for run in part.contents:
+            for group, blocks, _ in run.blocks:
+                highest[group] = max(highest[group], max(blocks, default=0))
+        for sequence in part.sequences:
+            for group, table in enumerate(sequence.tables):
+                highest[group] = max(highest[group], max((entry.block for entry in table), default=0))
+        for group, reserved in enumerate(part.reserve):
+            highest[group] = max(highest[group], max((entry.block for entry in reserved), default=0))
+        if any(block >= pool.num_blocks for pool, block in zip(pools, highest, strict=True)):
             return  # which is refused where it is named
         # A content without a block counts as one, so that all that a report makes the manager keep is counted.
-        num_without = sum(run.blocks.count(0) for run in part.contents)
-        num_new = max(0, highest - self._pool.last_granted) + num_without
+        num_new = sum(_num_blockless(run) for run in part.contents)
+        num_new += sum(max(0, block - pool.last_granted) for pool, block in zip(pools, highest, strict=True))
         account = self._session.account
         if num_new > account.blocks_left:
             raise account.too_many_blocks(num_new)
-        if not self._pool.make_room(highest, limits.max_growth_per_report_part):
-            raise Refusal(
-                Reason.RECOVERING,
-                f"records of {self._pool.num_known} blocks are made, {highest + 1} are needed: send the same part again",
-            )
+        for pool, block in zip(pools, highest, strict=True):
+            if not pool.make_room(block, limits.max_growth_per_report_part):
+                raise Refusal(
+                    Reason.RECOVERING,
+                    f"records of {pool.num_known} blocks are made, {block + 1} are needed: send the same part again",
+                )
 
     # -- contents
 
     def _take_contents(self, tree: PrefixTree, run: ContentRun) -> None:
-        step = self._pool.block_size * TOKEN_BYTES
-        count = len(run.blocks)
-        if len(run.tokens) != count * step or len(run.generations) != count or not count:
+        step = self._session.block_size * TOKEN_BYTES
+        count = run.num_contents
+        if len(run.tokens) != count * step or not count:
             _refuse(
-                "contents",
-                f"a chain of {count} contents needs {count * step} bytes of tokens and {count} generations, got "
-                f"{len(run.tokens)} and {len(run.generations)}",
+                "contents", f"a chain of {count} contents needs {count * step} bytes of tokens, got {len(run.tokens)}"
             )
+        for group, blocks, generations in run.blocks:
+            if len(blocks) != count or len(generations) != count:
+                _refuse(
+                    "contents",
+                    f"a chain of {count} contents needs as many blocks and generations of group {group}, got {len(blocks)} and "
+                    f"{len(generations)}",
+                )
         if not 0 <= run.parent <= len(self._contents):
             _refuse(
                 "contents", f"content {len(self._contents) + 1} has the parent {run.parent}, which has not come yet"
@@ -141,39 +163,41 @@ class Recovery:
             _refuse(
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
-        num_without = run.blocks.count(0)
-        self._session.account.declare(num_without)
-        self._session.account.add_blocks(num_without)
-        self._session.num_blockless_contents += num_without
-        parent = self._contents[run.parent - 1] if run.parent else None
-        num_cached = num_blockless = 0
-        begin = 0
-        for block, generation in zip(run.blocks, run.generations, strict=True):
-            content = _Content(parent, run.root, run.tokens[begin : begin + step])
-            self._contents.append(content)
-            if not block:
-                num_blockless += 1
-            elif self._take_content(tree, content, block, generation):
-                num_cached += 1
-            parent = content
-            begin += step
-        self.cases[Case.CACHED] += num_cached
+        num_blockless = _num_blockless(run)
+        self._session.account.declare(num_blockless)
+        self._session.account.add_blocks(num_blockless)
+        self._session.num_blockless_contents += num_blockless
         self.cases[Case.BLOCKLESS] += num_blockless
-        self.cases[Case.DUPLICATE] += count - num_cached - num_blockless
+        parent = self._contents[run.parent - 1] if run.parent else None
+        first = len(self._contents)
+        for begin in range(0, count * step, step):
+            parent = _Content(parent, run.root, run.tokens[begin : begin + step])
+            self._contents.append(parent)
+        chain = self._contents[first:]
+        for group, blocks, generations in run.blocks:
+            num_cached = num_blocks = 0
+            for content, block, generation in zip(chain, blocks, generations, strict=True):
+                if block:
+                    num_blocks += 1
+                    num_cached += self._take_content(tree, content, group, block, generation)
+            self.cases[Case.CACHED] += num_cached
+            self.cases[Case.DUPLICATE] += num_blocks - num_cached
 
-    def _take_content(self, tree: PrefixTree, content: _Content, block: int, generation: int) -> bool:
+    def _take_content(self, tree: PrefixTree, content: _Content, group: int, block: int, generation: int) -> bool:
         """Returns whether the block serves hits; otherwise another one does."""
-        self._require_free(block, generation)
-        parent = content.parent
-        if parent is None or parent.node is None:
-            node = self._node(tree, content)
-        else:  # nearly always
-            node = content.node = tree.intern(parent.node, content.tokens)
-            tree.name(node)
-        self._blocks[block] = node, generation
-        if node.copy_in(self._pool):
+        self._require_free(group, block, generation)
+        parent, node = content.parent, content.node
+        if node is None:
+            if parent is None or parent.node is None:
+                node = self._node(tree, content)
+            else:  # nearly always
+                node = content.node = tree.intern(parent.node, content.tokens)
+                tree.name(node)
+        pool = self._session.pools[group]
+        self._blocks[group][block] = node, generation
+        if pool.copy_of(node):
             return False
-        self._pool.restore_cached(block, generation, node)
+        pool.restore_cached(block, generation, node)
         return True
 
     def _node(self, tree: PrefixTree, content: _Content) -> Node:
@@ -187,7 +211,7 @@ class Recovery:
         for one in reversed(missing):
             if node is None:
                 assert one.root is not None
-                node = tree.intern_root(one.root, self._pool.block_size)
+                node = tree.intern_root(one.root, self._session.block_size)
             node = one.node = tree.intern(node, one.tokens)
             tree.name(node)
         assert node is not None
@@ -196,18 +220,18 @@ class Recovery:
     # -- sequences
 
     def _take_sequence(self, tree: PrefixTree, attempts: Fencing, reported: ReportedSequence, limits: Limits) -> None:
-        session, pool = self._session, self._pool
-        key = reported.key
-        size = pool.block_size
+        session, key = self._session, reported.key
+        size = session.block_size
         num_tokens, rest = divmod(len(reported.tokens), TOKEN_BYTES)
         self._check_sequence(reported, num_tokens, rest, limits)
         root = tree.intern_root(reported.root, size)
         # Each node has a block: of tokens for which the table has none no nodes are made.
-        num_full = min(num_tokens // size, len(reported.table))
+        num_full = min(num_tokens // size, *map(len, reported.tables))
         path = tree.match(root, reported.tokens, size, num_full)
         num_sealed = reported.num_computed_tokens // size
         try:
-            self._check_table(reported, path, num_sealed)
+            for group in range(len(session.pools)):
+                self._check_table(reported, group, path, num_sealed)
         except Refusal:
             tree.prune(root)
             raise
@@ -217,11 +241,12 @@ class Recovery:
         for node in path[num_sealed:]:
             node.add_leader(sequence)
         sequence.nodes = path
-        for index, (_, block, generation) in enumerate(reported.table):
-            self._take_entry(tree, block, generation, path[index] if index < num_sealed else None)
-        sequence.table = [entry.block for entry in reported.table]
+        for group, table in enumerate(reported.tables):
+            for index, (_, block, generation) in enumerate(table):
+                self._take_entry(tree, group, block, generation, path[index] if index < num_sealed else None)
+        sequence.tables = tuple([entry.block for entry in table] for table in reported.tables)
         sequence.num_sealed = num_sealed
-        sequence.num_named = len(sequence.table)
+        sequence.num_named = list(map(len, sequence.tables))
         sequence.num_computed_tokens = reported.num_computed_tokens
         sequence.num_cached_tokens = reported.num_cached_tokens
         session.account.add_tokens(num_tokens)
@@ -230,7 +255,7 @@ class Recovery:
 
     def _check_sequence(self, reported: ReportedSequence, num_tokens: int, rest: int, limits: Limits) -> None:
         session, key = self._session, reported.key
-        size = self._pool.block_size
+        size = session.block_size
         name = f"sequence {key.sequence_id!r} attempt {key.attempt}"
         if not 1 <= len(key.sequence_id.encode()) <= limits.max_id_bytes or key.attempt < 1:
             _refuse("sequences", f"{name}: needed an id of 1 to {limits.max_id_bytes} bytes and an attempt from 1 on")
@@ -240,34 +265,31 @@ class Recovery:
             _refuse("sequences", f"at most {limits.max_sequences_per_session} sequences per worker")
         if rest or not 0 < num_tokens <= limits.max_tokens_per_sequence:
             _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
-        if len(reported.table) > limits.max_blocks_per_sequence:
-            _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {len(reported.table)}")
+        lengths = list(map(len, reported.tables))
+        if max(lengths) > limits.max_blocks_per_sequence:
+            _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {max(lengths)}")
         session.account.require_tokens(num_tokens)
         if reported.root.model_fingerprint != self._fingerprint:
             _refuse("sequences", f"{name} has another model fingerprint than the worker")
-        if (
-            not reported.num_cached_tokens
-            <= reported.num_computed_tokens
-            <= min(num_tokens, len(reported.table) * size)
-        ):
+        if not reported.num_cached_tokens <= reported.num_computed_tokens <= min(num_tokens, min(lengths) * size):
             _refuse(
                 "sequences",
                 f"{name}: {reported.num_computed_tokens} tokens cannot be computed, {reported.num_cached_tokens} of them cached, "
-                f"of {num_tokens} in {len(reported.table)} blocks",
+                f"of {num_tokens} in {min(lengths)} blocks",
             )
-        if [entry.table_index for entry in reported.table] != list(range(len(reported.table))):
-            _refuse("sequences", f"{name}: its table must come whole, from index 0 on")
+        if any([entry.table_index for entry in table] != list(range(len(table))) for table in reported.tables):
+            _refuse("sequences", f"{name}: its tables must come whole, from index 0 on")
 
-    def _check_table(self, reported: ReportedSequence, path: list[Node], num_sealed: int) -> None:
+    def _check_table(self, reported: ReportedSequence, group: int, path: list[Node], num_sealed: int) -> None:
         """Refuse a table that contradicts what the report states of its blocks. Changes nothing."""
         seen: set[int] = set()
-        for index, block, generation in reported.table:
-            complete = self._blocks.get(block)
+        for index, block, generation in reported.tables[group]:
+            complete = self._blocks[group].get(block)
             if block in seen:
                 _refuse("sequences", f"block {block} is twice in the table of {reported.key.sequence_id!r}")
             seen.add(block)
             if complete is None:
-                self._require_free(block, generation)
+                self._require_free(group, block, generation)
                 continue
             if index >= num_sealed:
                 _refuse("sequences", f"block {block} is complete, but a table that names it has not computed it yet")
@@ -277,9 +299,9 @@ class Recovery:
                     "sequences", f"block {block} of generation {generation:#x} holds something else than a table says"
                 )
 
-    def _take_entry(self, tree: PrefixTree, block: int, generation: int, node: Node | None) -> None:
+    def _take_entry(self, tree: PrefixTree, group: int, block: int, generation: int, node: Node | None) -> None:
         """One entry of a checked table; `node`: what it holds if it is complete."""
-        pool = self._pool
+        pool = self._session.pools[group]
         if not pool.is_free(block):
             self.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
             pool.pin(block)
@@ -291,7 +313,7 @@ class Recovery:
         # Another block serves the hits of this content, or only the table states what the block holds.
         tree.name(node)
         pool.seal(block, node)
-        self._blocks[block] = node, generation
+        self._blocks[group][block] = node, generation
         self.cases[Case.HELD_SEALED] += 1
 
     def _enter(self, attempts: Fencing, sequence: Sequence) -> Case:
@@ -303,16 +325,23 @@ class Recovery:
             return Case.FENCED
         return Case.FENCES if others else Case.LIVE
 
-    def _require_free(self, block: int, generation: int) -> None:
-        pool = self._pool
+    def _require_free(self, group: int, block: int, generation: int) -> None:
+        pool = self._session.pools[group]
         if not 0 < block < pool.num_blocks:
             _refuse("blocks", f"block {block} does not exist: the pool has blocks 1 to {pool.num_blocks - 1}")
         if not 0 < generation <= self._last_stamp:
             _refuse(
                 "blocks", f"block {block} has generation {generation:#x}, which no manager up to this one has given"
             )
-        if not pool.is_free(block) or block in self._blocks:
+        if not pool.is_free(block) or block in self._blocks[group]:
             _refuse("blocks", f"block {block} is reported twice, in different places")
+
+
+def _num_blockless(run: ContentRun) -> int:
+    """Contents of a chain that no block holds."""
+    if len(run.blocks) == 1:
+        return run.blocks[0].blocks.count(0)
+    return run.num_contents - sum(map(any, zip(*(one.blocks for one in run.blocks), strict=False)))
 
 
 def _refuse(field: str, message: str) -> NoReturn:

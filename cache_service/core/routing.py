@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
+from .copies import Holder
 from .hashing import HashFunction
 from .messages import TOKEN_BYTES, Root, WorkerLoad
-from .prefix_tree import Holder, Node, PrefixTree
+from .prefix_tree import Node, PrefixTree
 from .session import Session
 
 SEQUENCE_COST_TOKENS = 16
@@ -27,23 +28,23 @@ class RoutedWorker(NamedTuple):
 
 
 def reach(
-    path: list[Node], pools_of: Callable[[Node], Iterable[Holder]], signature_of: Callable[[Node], object]
+    path: list[Node], holders_of: Callable[[Node], Iterable[Holder]], signature_of: Callable[[Node], object]
 ) -> dict[Holder, int]:
-    """How many leading nodes of the path each pool has, for the pools of the first node.
+    """How many leading nodes of the path each holder has, for the holders of the first node.
 
-    All workers have a common prefix, node after node. So a node costs one comparison of signatures where it has the same pools as
+    All workers have a common prefix, node after node. So a node costs one comparison of signatures where it has the same holders as
     the node before.
     """
     reached: dict[Holder, int] = {}
     if not path:
         return reached
-    remaining, signature = set(pools_of(path[0])), signature_of(path[0])
+    remaining, signature = set(holders_of(path[0])), signature_of(path[0])
     for index, node in enumerate(path):
         here = signature_of(node)
         if here == signature:
             continue
         signature = here
-        left = remaining.intersection(pools_of(node))
+        left = remaining.intersection(holders_of(node))
         reached.update(dict.fromkeys(remaining - left, index))
         remaining = left
         if not remaining:
@@ -52,12 +53,17 @@ def reach(
     return reached
 
 
+def cached_along(path: list[Node]) -> dict[Holder, int]:
+    """How many leading nodes of the path look-ups find, by holder; for those that find any."""
+    return reach(path, Node.complete_holders, Node.copies_signature)
+
+
 def _holders_or_leaders(node: Node) -> set[Holder]:
-    return {*node.pools(), *node.leading_pools()}
+    return {*node.complete_holders(), *node.leading_holders()}
 
 
 def _signature(node: Node) -> tuple[int, int]:
-    return node.holders_signature(), node.leaders_signature()
+    return node.copies_signature(), node.leaders_signature()
 
 
 _ORDER = itemgetter(0, 1)
@@ -65,7 +71,7 @@ _ORDER = itemgetter(0, 1)
 
 
 class _Prompt(NamedTuple):
-    """What a prompt means to pools of one block size."""
+    """What a prompt means to workers of one block size."""
 
     cached: dict[Holder, int]
     in_flight: dict[Holder, int]
@@ -76,7 +82,7 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _P
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    cached = reach(path, Node.pools, Node.holders_signature)
+    cached = cached_along(path)
     in_flight = reach(path, _holders_or_leaders, _signature)
     return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
 
@@ -99,11 +105,11 @@ def route(
     prompts: dict[int, _Prompt] = {}
     ranked: list[tuple[int, int, Session]] = []
     for session in sessions:
-        pool, load = session.pool, session.load
-        prompt = prompts.get(pool.block_size)
+        block_size, load = session.block_size, session.load
+        prompt = prompts.get(block_size)
         if prompt is None:
-            prompt = prompts[pool.block_size] = _look_up(tree, root, tokens, pool.block_size)
-        num_computed = prompt.in_flight.get(pool, 0) * pool.block_size
+            prompt = prompts[block_size] = _look_up(tree, root, tokens, block_size)
+        num_computed = prompt.in_flight.get(session.holder, 0) * block_size
         num_running = len(session.sequences)
         if load.num_running > num_running:
             num_running = load.num_running
@@ -113,8 +119,8 @@ def route(
     ranked.sort(key=_ORDER)
     routed = []
     for _, _, session in ranked[:max_workers] if max_workers else ranked:
-        prompt, block_size = prompts[session.pool.block_size], session.pool.block_size
-        num_cached = prompt.cached.get(session.pool, 0) * block_size
-        num_in_flight = prompt.in_flight.get(session.pool, 0) * block_size
+        prompt, block_size = prompts[session.block_size], session.block_size
+        num_cached = prompt.cached.get(session.holder, 0) * block_size
+        num_in_flight = prompt.in_flight.get(session.holder, 0) * block_size
         routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load))
     return routed

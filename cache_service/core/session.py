@@ -1,4 +1,4 @@
-"""A session: one registration of a worker, with its pool, lease, downlink and live sequences."""
+"""A session: one registration of a worker, with its pools, lease, downlink and live sequences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from enum import Enum
 
 from .block_pool import BlockPool
 from .budget import Account
+from .copies import Holder
 from .downlink import Downlink
-from .messages import TOKEN_BYTES, Drain, Limits, Registration, Root, SequenceKey, WorkerLoad
+from .messages import TOKEN_BYTES, BlockCounts, Drain, Limits, Registration, Root, SequenceKey, WorkerLoad
 from .prefix_tree import Node, RootNode
-from .refusal import Reason, Refusal
+from .refusal import Reason, Refusal, bad_field
 from .session_key import NO_KEY, SessionKey
 
 
@@ -38,11 +39,12 @@ class Session:
         self,
         number: int,
         registration: Registration,
-        pool: BlockPool,
+        holder: Holder,
+        pools: tuple[BlockPool, ...],
         account: Account,
         downlink: Downlink,
         lease_end: float,
-        most_blocks_per_sequence: int,
+        max_blocks_per_sequence: int,
         key: SessionKey = NO_KEY,
     ) -> None:
         self.number = number
@@ -51,11 +53,17 @@ class Session:
         self.registration = registration
         self.name = registration.worker_id.encode()
         """The worker's id as bytes, for hashes."""
-        self.pool = pool
+        self.block_size = registration.layout.block_size
+        self.holder = holder
+        """Under which the prefix tree knows its pools."""
+        self.pools = pools
+        """By group."""
         self.account = account
         """Its part of the budget of all workers."""
-        self.most_blocks_per_sequence = most_blocks_per_sequence
-        """Largest table that can ever be granted: the smallest of all limits."""
+        self.most_blocks_per_sequence = min(
+            max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in pools)
+        )
+        """Largest table of each group that can ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0
@@ -65,8 +73,8 @@ class Session:
         self.downlink = downlink
         self.sequences: dict[tuple[str, int], Sequence] = {}
         """Live sequences by (sequence_id, attempt)."""
-        self.reserve_wish = 0
-        """Blocks that the worker wants in its reserve."""
+        self.reserve_wishes = [0] * len(pools)
+        """Blocks that the worker wants in its reserve, by group."""
         self.load = WorkerLoad()
         self.recovering = False
         """Its report is not complete: look-ups skip the session, and its other calls are refused."""
@@ -94,40 +102,85 @@ class Session:
         sequence = self.sequences.get((key.sequence_id, key.attempt))
         return sequence.root.key[0] if sequence is not None and isinstance(sequence.root, RootNode) else None
 
+    @property
+    def retired(self) -> bool:
+        """Whether it has ended: look-ups ignore it, and it counts in no budget."""
+        return self.holder.retired
+
+    def retire(self) -> None:
+        """The session has ended."""
+        self.holder.retired = True
+        self.account.close()
+
+    def counts(self) -> tuple[BlockCounts, ...]:
+        """Blocks by state, by group."""
+        return tuple([pool.counts() for pool in self.pools])
+
+    def require_groups(self, num_groups: int, field: str) -> None:
+        """Raise Refusal (BAD_FIELD) if a message names more groups than the worker has."""
+        if num_groups > len(self.pools):
+            raise bad_field(
+                field,
+                f"worker {self.worker_id!r} is registered with {len(self.pools)} groups, got group {num_groups - 1}",
+            )
+
     def never_fits(self, num_blocks: int, limits: Limits, *, needed: str, cure: str, field: str) -> Refusal:
-        """The refusal of a table that can never be granted. It names the first limit that `num_blocks` exceeds; `needed` and `cure`
-        are what was asked for and what else the worker can do, in words."""
-        capacity, budget = self.pool.capacity, self.account.budget
+        """The refusal of tables that can never be granted. It names the first limit that `num_blocks` of each group exceed;
+        `needed` and `cure` are what was asked for and what else the worker can do, in words."""
+        budget = self.account.budget
+        capacity, group = min((pool.capacity, group) for group, pool in enumerate(self.pools))
         if num_blocks > limits.max_blocks_per_sequence:
             limit = f"a sequence has at most {limits.max_blocks_per_sequence}"
             setting = "give the worker larger blocks (--block-size)"
         elif num_blocks > capacity:
-            limit = f"the whole pool of worker {self.worker_id!r} has {capacity}"
+            limit = f"the whole pool{self._of_group(group)} of worker {self.worker_id!r} has {capacity}"
             setting = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
         else:
             limit = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
             setting = "raise --max-total-blocks and --max-total-tokens of the manager"
         return Refusal(Reason.NEVER_FITS, f"{needed}; {limit}: {cure}, or {setting}", field=field)
 
-    def require_available(self, num_blocks: int, hits: List[int] = ()) -> None:
-        """Raise Refusal (NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS) unless `num_blocks` can be granted now while `hits`, which
-        may be cached blocks, are pinned."""
-        pool = self.pool
-        num_available = pool.num_available - pool.num_cached_of(hits)
-        if num_blocks <= num_available:
-            return
-        counts = pool.counts()
+    def _of_group(self, group: int) -> str:
+        """For messages: which group, where there are several."""
+        return f" of group {group}" if len(self.pools) > 1 else ""
+
+    def require_available(self, num_blocks: List[int], hits: List[List[int]] = ()) -> None:
+        """Raise Refusal (NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS) unless `num_blocks` of each group can be granted now while
+        `hits` of each group, which may be cached blocks, are pinned."""
+        for group, pool in enumerate(self.pools):
+            num_available = pool.num_available
+            if hits:
+                num_available -= pool.num_cached_of(hits[group])
+            if num_blocks[group] > num_available:
+                raise self._no_blocks(group, num_blocks[group], num_available)
+        if len(self.pools) > 1 and self.account.budget.is_tight:
+            self._require_budget(num_blocks, hits)
+
+    def _require_budget(self, num_blocks: List[int], hits: List[List[int]]) -> None:
+        """Each pool alone has room, but blocks that were never granted come out of one budget, in the order of the groups."""
+        blocks_left = self.account.blocks_left
+        for group, (pool, count) in enumerate(zip(self.pools, num_blocks, strict=True)):
+            num_new = pool.num_new_of(count, blocks_left)
+            num_others = pool.num_available + pool.num_withheld - pool.num_never_granted
+            if hits:
+                num_others -= pool.num_cached_of(hits[group])
+            if count > num_others + num_new:
+                raise self.account.too_many_blocks(sum(num_blocks))
+            blocks_left -= num_new
+
+    def _no_blocks(self, group: int, num_blocks: int, num_available: int) -> Refusal:
+        counts = self.pools[group].counts()
         if num_blocks <= num_available + counts.withheld:
-            raise self.account.too_many_blocks(num_blocks - num_available + self.account.blocks_left)
-        raise Refusal(
+            return self.account.too_many_blocks(num_blocks - num_available + self.account.blocks_left)
+        return Refusal(
             Reason.NO_BLOCKS,
-            f"needed {num_blocks} blocks; worker {self.worker_id!r} has {counts.free} free and {num_available - counts.free} "
-            f"evictable of {counts.capacity} ({counts.held} held, {counts.reserved} reserved): wait until sequences end, or give "
-            "the worker more blocks (--num-blocks)",
+            f"needed {num_blocks} blocks{self._of_group(group)}; worker {self.worker_id!r} has {counts.free} free and "
+            f"{num_available - counts.free} evictable of {counts.capacity} ({counts.held} held, {counts.reserved} reserved): wait "
+            "until sequences end, or give the worker more blocks (--num-blocks)",
         )
 
     def __repr__(self) -> str:
-        return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.pool.counts()}>"
+        return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.counts()}>"
 
 
 class Sequence:
@@ -143,7 +196,7 @@ class Sequence:
         "num_sealed",
         "root",
         "session",
-        "table",
+        "tables",
         "tokens",
     )
 
@@ -154,18 +207,18 @@ class Sequence:
         """Parent of the first node."""
         self.tokens = bytearray(tokens)
         """All tokens known: the prompt and those that Append has stated since."""
-        self.table: list[int] = []
-        """Block ids, from position 0."""
+        self.tables: tuple[list[int], ...] = ()
+        """Block ids from position 0, by group. Set by who grants them, like `num_named`."""
         self.nodes: list[Node] = []
         """Path of the prompt's full blocks, and of others as they are sealed."""
         self.num_sealed = 0
-        """Leading blocks of the table that are sealed, hits included."""
+        """Leading blocks of the tables that are sealed, hits included."""
         self.num_cached_tokens = 0
         """Tokens served from the cache when the sequence was granted."""
         self.num_computed_tokens = 0
         """Tokens whose KV the worker has reported as completed, hits included."""
-        self.num_named = 0
-        """Leading entries of the table that the worker has named or was granted by Allocate."""
+        self.num_named: list[int] = []
+        """By group: leading entries of the table that the worker has named or was granted by Allocate."""
         self.fenced = False
         """A larger attempt lives on another session; only Free is accepted."""
 
@@ -173,7 +226,7 @@ class Sequence:
         key = self.key
         return (
             f"<Sequence {key.sequence_id!r} attempt={key.attempt} round={key.round} tokens={self.num_tokens} "
-            f"computed={self.num_computed_tokens} table={self.table}{' fenced' if self.fenced else ''}>"
+            f"computed={self.num_computed_tokens} tables={self.tables}{' fenced' if self.fenced else ''}>"
         )
 
     @property
@@ -182,16 +235,21 @@ class Sequence:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def pool(self) -> BlockPool:
-        """The pool that its table's blocks belong to."""
-        return self.session.pool
+    def holder(self) -> Holder:
+        """Under which the prefix tree knows the pools of its tables."""
+        return self.session.holder
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the shortest of its tables has room for."""
+        return min(map(len, self.tables)) * self.session.block_size
 
     def block_tokens(self, index: int) -> bytes:
         """The tokens of the full block at a table index."""
-        step = self.pool.block_size * TOKEN_BYTES
+        step = self.session.block_size * TOKEN_BYTES
         return bytes(self.tokens[index * step : (index + 1) * step])
 
     def token_count(self, index: int) -> int:
         """Slots of the block at a table index whose KV is known to be computed."""
-        size = self.pool.block_size
+        size = self.session.block_size
         return max(0, min(size, self.num_computed_tokens - index * size))

@@ -6,10 +6,11 @@ check comes before the first change.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
 
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry
+from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry, Tables
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session
@@ -19,8 +20,9 @@ class _Merge(NamedTuple):
     """An update that was checked and can be applied."""
 
     new_tokens: bytes
-    new_blocks: list[int]
-    num_named: int
+    bound: Tables
+    new_blocks: list[list[int]]
+    """Of these entries by group: the blocks that they add to the tables."""
     num_computed_tokens: int
 
 
@@ -83,12 +85,11 @@ def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> b
     return stated[overlap:]
 
 
-def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
-    """The blocks that the update adds to the table; each block named must be that entry already, or be reserved here."""
+def _new_blocks(sequence: Sequence, group: int, bound: tuple[TableEntry, ...]) -> list[int]:
+    """The blocks that the update adds to a table; each block named must be that entry already, or be reserved here."""
     if not bound:
         return []
-    pool = sequence.pool
-    table = sequence.table
+    pool, table = sequence.session.pools[group], sequence.tables[group]
     blocks: dict[int, None] = {}
     for index, block, generation in bound:
         if index < len(table):
@@ -104,8 +105,8 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
             )
         raise Refusal(
             Reason.STALE_GENERATION,
-            f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index}, but "
-            f"{found}: the worker's state is not the manager's; register again",
+            f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index} of group "
+            f"{group}, but {found}: the worker's state is not the manager's; register again",
         )
     return list(blocks)
 
@@ -113,68 +114,88 @@ def _new_blocks(sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
 def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
     """Refuse a wrong update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
-    new_blocks = _new_blocks(sequence, update.bound)
+    session, bound, tables = sequence.session, update.bound, sequence.tables
+    if len(bound) > len(tables):
+        session.require_groups(len(bound), "bound")
+    new_blocks: list[list[int]] = []
+    for entries in bound:
+        new_blocks.append(_new_blocks(sequence, len(new_blocks), entries))
     num_new_tokens = len(new_tokens) // TOKEN_BYTES
-    sequence.session.account.require_tokens(num_new_tokens)
-    num_blocks = len(sequence.table) + len(new_blocks)
-    if num_blocks > limits.max_blocks_per_sequence:
+    session.account.require_tokens(num_new_tokens)
+    if len(tables) == 1:
+        shortest = longest = len(tables[0]) + (len(new_blocks[0]) if new_blocks else 0)
+    else:
+        lengths = [len(table) + len(new) for table, new in zip_longest(tables, new_blocks, fillvalue=())]
+        shortest, longest = min(lengths), max(lengths)
+    if longest > limits.max_blocks_per_sequence:
         raise bad_field(
             "bound",
-            f"at most {limits.max_blocks_per_sequence} blocks per sequence, got {num_blocks}: end the sequence, or register larger "
+            f"at most {limits.max_blocks_per_sequence} blocks per sequence, got {longest}: end the sequence, or register larger "
             "blocks",
         )
     num_computed = update.num_computed_tokens
     num_tokens = sequence.num_tokens + num_new_tokens
-    num_slots = num_blocks * sequence.pool.block_size
+    num_slots = shortest * session.block_size
     if num_computed > num_tokens or num_computed > num_slots:
         raise bad_field(
             "num_computed_tokens",
             f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
-    num_named = sequence.num_named
-    if new_blocks:
-        num_named = num_blocks  # new entries are named in order, up to the last one
-    elif update.bound:
-        num_named = max(num_named, max(entry.table_index for entry in update.bound) + 1)
-    return _Merge(new_tokens, new_blocks, num_named, max(num_computed, sequence.num_computed_tokens))
+    return _Merge(new_tokens, bound, new_blocks, max(num_computed, sequence.num_computed_tokens))
 
 
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Apply a checked update, and seal the blocks that are full and computed now."""
-    pool = sequence.pool
-    new_tokens, new_blocks, sequence.num_named, sequence.num_computed_tokens = merge
+    session = sequence.session
+    new_tokens, bound, new_blocks, sequence.num_computed_tokens = merge
     if new_tokens:
-        session = sequence.session
         num_new_tokens = len(new_tokens) // TOKEN_BYTES
         sequence.tokens += new_tokens
         session.account.add_tokens(num_new_tokens)
         session.num_generated_tokens += num_new_tokens
-    if new_blocks:
-        for block in new_blocks:
-            pool.bind(block)
-        sequence.table += new_blocks
-    _seal(tree, sequence)
+    if bound:
+        _bind(sequence, bound, new_blocks)
+    if sequence.num_computed_tokens // session.block_size > sequence.num_sealed:
+        _seal(tree, sequence)
+
+
+def _bind(sequence: Sequence, bound: Tables, new_blocks: list[list[int]]) -> None:
+    """Lengthen the tables by the blocks that checked entries add."""
+    for group, blocks in enumerate(new_blocks):
+        if blocks:
+            pool, table = sequence.session.pools[group], sequence.tables[group]
+            for block in blocks:
+                pool.bind(block)
+            table += blocks
+            sequence.num_named[group] = len(table)  # named in order, up to the last one
+        elif bound[group]:
+            last = max(entry.table_index for entry in bound[group])
+            sequence.num_named[group] = max(sequence.num_named[group], last + 1)
 
 
 def _seal(tree: PrefixTree, sequence: Sequence) -> None:
     """Give every full computed block its node. From now on it is a hit for others and never changes."""
-    pool = sequence.pool
-    nodes = sequence.nodes
-    num_full = sequence.num_computed_tokens // pool.block_size
+    session = sequence.session
+    nodes, block_size = sequence.nodes, session.block_size
+    num_full = sequence.num_computed_tokens // block_size
     if num_full > len(nodes):
         before = nodes[-1] if nodes else sequence.root
-        tree.extend(nodes, sequence.root, sequence.tokens, pool.block_size, num_full)
+        tree.extend(nodes, sequence.root, sequence.tokens, block_size, num_full)
         # Generated blocks have no leader: their content is not known before.
         before.num_sequences -= 1
         nodes[-1].num_sequences += 1
-    for index in range(sequence.num_sealed, num_full):
+    num_sealed = sequence.num_sealed
+    pools, tables = session.pools, sequence.tables
+    for index in range(num_sealed, num_full):
         node = nodes[index]
         tree.name(node)
-        pool.seal(sequence.table[index], node)
+        for pool in pools:
+            pool.seal(tables[pool.slot][index], node)
         node.drop_leader(sequence)
-    if tree.journal is not None and num_full > sequence.num_sealed:
-        tree.journal.sealed(sequence.key, pool, nodes, sequence.table, sequence.num_sealed, num_full)
-    sequence.num_sealed = max(sequence.num_sealed, num_full)
+    if tree.journal is not None:
+        for pool, table in zip(pools, tables, strict=True):
+            tree.journal.sealed(sequence.key, session.holder, pool.slot, nodes, table, num_sealed, num_full)
+    sequence.num_sealed = num_full
 
 
 def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int, limits: Limits) -> Appended:
@@ -185,23 +206,28 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     """
     sequence = _find(session, item.update)
     merge = _check(sequence, item.update, limits)
-    pool = session.pool
     if item.want_blocks > session.most_blocks_per_sequence:
         needed = f"a table of {item.want_blocks} blocks was wanted"
         raise session.never_fits(item.want_blocks, limits, needed=needed, cure="end the sequence", field="want_blocks")
-    num_missing = item.want_blocks - len(sequence.table) - len(merge.new_blocks)
-    if num_missing > 0:
+    num_missing: list[int] = []
+    if item.want_blocks:
+        num_missing = [max(0, item.want_blocks - len(table)) for table in sequence.tables]
+        for group, blocks in enumerate(merge.new_blocks):
+            num_missing[group] = max(0, num_missing[group] - len(blocks))
         session.require_available(num_missing)
     _apply(tree, sequence, merge)
-    if num_missing > 0:
-        sequence.table += pool.take_held(num_missing, generation)
+    num_sealed_tokens = sequence.num_sealed * session.block_size
     if not item.want_blocks:
-        return Appended(sequence.num_sealed * pool.block_size)
-    unnamed = range(sequence.num_named, len(sequence.table))
-    return Appended(
-        sequence.num_sealed * pool.block_size,
-        tuple(TableEntry(i, sequence.table[i], pool.generation(sequence.table[i])) for i in unnamed),
-    )
+        return Appended(num_sealed_tokens)
+    entries = []
+    for pool, table, count, num_named in zip(
+        session.pools, sequence.tables, num_missing, sequence.num_named, strict=True
+    ):
+        if count:
+            table += pool.take_held(count, generation)
+        unnamed = range(num_named, len(table))
+        entries.append(tuple(TableEntry(i, table[i], pool.generation(table[i])) for i in unnamed))
+    return Appended(num_sealed_tokens, tuple(entries) if any(entries) else ())
 
 
 def free(tree: PrefixTree, attempts: Fencing, session: Session, update: SequenceUpdate, limits: Limits) -> None:
@@ -220,16 +246,16 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
             else:
                 _apply(tree, sequence, merge)
         end(tree, attempts, sequence)
-    for _, block, generation in update.bound:
-        if session.pool.is_reserved(block, generation):
-            session.pool.unreserve(block)
+    for pool, entries in zip(session.pools, update.bound, strict=False):
+        for _, block, generation in entries:
+            if pool.is_reserved(block, generation):
+                pool.unreserve(block)
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Release every table entry, the last block first: a prefix is evicted after its continuations."""
-    pool = sequence.pool
-    for block in reversed(sequence.table):
-        pool.release(block)
+    for pool in sequence.session.pools:
+        pool.release(*reversed(sequence.tables[pool.slot]))
     leave(tree, attempts, sequence)
 
 
@@ -243,6 +269,6 @@ def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     tree.prune(deepest)
     sequence.session.account.add_tokens(-sequence.num_tokens)
     sequence.nodes = []
-    sequence.table = []
+    sequence.tables = ()
     del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]
     attempts.drop(sequence)

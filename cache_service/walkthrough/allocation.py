@@ -17,7 +17,7 @@ _D = "two birds sing a loud song to the sun"
 
 
 def _play(worker: Worker) -> Iterator[Scene]:
-    pool = worker.session.pool
+    pool = worker.pool
 
     a = worker.allocate("A", _A)
     num_tokens = len(_A.split())

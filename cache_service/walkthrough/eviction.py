@@ -16,7 +16,7 @@ _F = "in the big city a young girl had a kite"
 
 
 def _play(worker: Worker) -> Iterator[Scene]:
-    pool = worker.session.pool
+    pool = worker.pool
 
     a, b, c = worker.allocate_all({"A": _A, "B": _B, "C": _C})
     yield Scene(

@@ -15,7 +15,7 @@ _C = "once there was a big ship far out at sea"
 
 
 def _play(worker: Worker) -> Iterator[Scene]:
-    pool = worker.session.pool
+    pool = worker.pool
     yield Scene(
         "All blocks are free",
         f"""

@@ -14,7 +14,7 @@ _A_NEXT_TURN = f"{_A} buds wake up and sing now tell me more"
 
 
 def _play(worker: Worker) -> Iterator[Scene]:
-    pool = worker.session.pool
+    pool = worker.pool
 
     a = worker.allocate("A", _A)
     yield Scene(

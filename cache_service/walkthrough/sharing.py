@@ -13,7 +13,7 @@ _B = f"{_SYSTEM} when is it closed"
 
 
 def _play(worker: Worker) -> Iterator[Scene]:
-    pool = worker.session.pool
+    pool = worker.pool
     a = worker.allocate("A", _A)
     yield Scene(
         f"A asks: {len(a.blocks)} misses",

@@ -8,7 +8,7 @@ from ..core.block_pool import BlockPool, State
 from ..core.manager import EPOCH_SHIFT
 from ..core.messages import BlockCounts
 from ..core.prefix_tree import Node
-from .worker import WORKER_ID, Words, Worker
+from .worker import BLOCK_SIZE, WORKER_ID, Words, Worker
 
 
 class BlockView(NamedTuple):
@@ -72,8 +72,7 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(worker: Worker) -> Snapshot:
     """Look at everything; changes nothing."""
-    session = worker.session
-    pool = session.pool
+    pool = worker.pool
     tables = _tables(worker)
     held = {entry.block: entry.words for table in tables for entry in table.entries}
     blocks = [BlockView(0, pool.state(0), pool.ref_count(0), counter(pool.generation(0)), False, ())]
@@ -84,7 +83,7 @@ def take_snapshot(worker: Worker) -> Snapshot:
         generation = counter(description.generation)
         blocks.append(BlockView(block, description.state, description.ref_count, generation, description.sealed, words))
     return Snapshot(
-        pool.block_size,
+        BLOCK_SIZE,
         pool.counts(),
         pool.num_evicted,
         tuple(blocks),
@@ -103,10 +102,10 @@ def _tables(worker: Worker) -> tuple[TableView, ...]:
     tables = []
     for sequence in worker.session.sequences.values():
         words = worker.words.decode(sequence.tokens)
-        size = sequence.pool.block_size
+        size, pool = BLOCK_SIZE, worker.pool
         entries = [
-            EntryView(block, words[index * size : (index + 1) * size], sequence.pool.node(block) is not None)
-            for index, block in enumerate(sequence.table)
+            EntryView(block, words[index * size : (index + 1) * size], pool.node(block) is not None)
+            for index, block in enumerate(sequence.tables[0])
         ]
         tables.append(
             TableView(
@@ -122,7 +121,7 @@ def _tables(worker: Worker) -> tuple[TableView, ...]:
 
 def _roots(worker: Worker) -> list[Node]:
     """Roots of all that is cached or live, in the order of the blocks."""
-    pool = worker.session.pool
+    pool = worker.pool
     roots: dict[Node, None] = {}
     for block in range(1, pool.num_blocks):
         node = pool.node(block)
@@ -139,7 +138,7 @@ def _node_view(node: Node, pool: BlockPool, words: Words) -> NodeView:
     return NodeView(
         () if node.parent is None else words.decode(node.tokens),
         node.block_hash,
-        node.copy_in(pool),
+        pool.copy_of(node),
         tuple(leader.key.sequence_id for leader in node.iter_leaders()),
         tuple(_node_view(child, pool, words) for child in node.iter_children()),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
-from ..core.block_pool import State
+from ..core.block_pool import BlockPool, State
 from ..core.integrity import Audit
 from ..core.manager import CacheManager
 from ..core.messages import (
@@ -16,7 +16,8 @@ from ..core.messages import (
     AppendItem,
     Grant,
     Granted,
-    PoolConfig,
+    Group,
+    Layout,
     Registration,
     Reply,
     ReservedBlock,
@@ -72,6 +73,14 @@ class Words:
         return self._ids[word]
 
 
+class NewTable(NamedTuple):
+    """What a sequence was granted."""
+
+    blocks: tuple[int, ...]
+    """From table index 0 on."""
+    num_cached_tokens: int
+
+
 class _Known:
     """What the worker knows of one of its sequences."""
 
@@ -96,8 +105,8 @@ class Worker:
     def __init__(self) -> None:
         self.words = Words()
         self.manager = CacheManager(epoch=1)
-        pool = PoolConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
-        registration = Registration(WORKER_ID, 1, 1, "in-process", "walkthrough", _ROOT.model_fingerprint, pool)
+        layout = Layout(BLOCK_SIZE, (Group(NUM_BLOCKS),))
+        registration = Registration(WORKER_ID, 1, 1, "in-process", "walkthrough", _ROOT.model_fingerprint, layout)
         self._session_number = self.manager.register(registration, now=0.0).session
         self._call_no = 0
         self._applied = 0
@@ -110,13 +119,18 @@ class Worker:
         """The manager's side of this worker."""
         return self.manager.worker(WORKER_ID)
 
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of its one group."""
+        return self.session.pools[0]
+
     def table(self, name: str) -> list[int]:
         """The block table of a live sequence."""
-        return list(self.session.sequences[name, 1].table)
+        return list(self.session.sequences[name, 1].tables[0])
 
     def blocks_in(self, state: State, among: Iterable[int] | None = None) -> list[int]:
         """The blocks in a state, of all or of those given, in that order."""
-        pool = self.session.pool
+        pool = self.pool
         return [block for block in (among or range(1, pool.num_blocks)) if pool.state(block) is state]
 
     def check(self) -> Audit:
@@ -130,18 +144,19 @@ class Worker:
 
     # -- the calls
 
-    def allocate(self, name: str, prompt: str, *, reserve_wish: int | None = None) -> Granted:
+    def allocate(self, name: str, prompt: str, *, reserve_wish: int | None = None) -> NewTable:
         """Allocate one sequence, which must be granted."""
         return self.allocate_all({name: prompt}, reserve_wish=reserve_wish)[0]
 
-    def allocate_all(self, prompts: dict[str, str], *, reserve_wish: int | None = None) -> list[Granted]:
+    def allocate_all(self, prompts: dict[str, str], *, reserve_wish: int | None = None) -> list[NewTable]:
         """Allocate several sequences in one call; all must be granted."""
         granted = []
         for name, outcome in zip(prompts, self._allocate(prompts, reserve_wish), strict=True):
             if not isinstance(outcome, Granted):
                 raise UnexpectedAnswer(f"allocate({name!r}) was to be granted; the core answered {outcome!r}")
-            self._known[name] = _Known(self.words.encode(prompts[name]), len(outcome.blocks))
-            granted.append(outcome)
+            table = NewTable(outcome.tables[0].blocks, outcome.num_cached_tokens)
+            self._known[name] = _Known(self.words.encode(prompts[name]), len(table.blocks))
+            granted.append(table)
         return granted
 
     def allocate_in_vain(self, name: str, prompt: str) -> Refusal:
@@ -160,9 +175,10 @@ class Worker:
         known.num_generated += len(new_tokens) // TOKEN_BYTES
         bound = []
         while known.num_blocks * BLOCK_SIZE < known.num_tokens:
-            bound.append(TableEntry(known.num_blocks, *self._reserve.pop(0)))
+            spare = self._reserve.pop(0)
+            bound.append(TableEntry(known.num_blocks, spare.block, spare.generation))
             known.num_blocks += 1
-        update = SequenceUpdate(_key(name), start, new_tokens, known.num_computed_tokens, tuple(bound))
+        update = SequenceUpdate(_key(name), start, new_tokens, known.num_computed_tokens, (tuple(bound),))
         (outcome,), reply = self.manager.append(self._uplink(), [AppendItem(update)])
         if not isinstance(outcome, Appended):
             raise UnexpectedAnswer(f"append({name!r}) was to be accepted; the core answered {outcome!r}")
@@ -201,7 +217,8 @@ class Worker:
 
     def _uplink(self, reserve_wish: int | None = None) -> Uplink:
         self._call_no += 1
-        return Uplink(self._session_number, self._call_no, self._applied, reserve_wish)
+        wishes = () if reserve_wish is None else (reserve_wish,)
+        return Uplink(self._session_number, self._call_no, self._applied, wishes)
 
     def _apply(self, reply: Reply) -> str:
         """Take new grants into the reserve; returns how to say so."""
@@ -220,7 +237,7 @@ def _key(name: str) -> SequenceKey:
 
 def _answer(outcome: AllocateOutcome) -> str:
     if isinstance(outcome, Granted):
-        return f"table {list(outcome.blocks)}, {outcome.num_cached_tokens} tokens cached"
+        return f"table {list(outcome.tables[0].blocks)}, {outcome.num_cached_tokens} tokens cached"
     if isinstance(outcome, Refusal):
         return f"{outcome.reason.value}: {outcome.message}"
     return f"wait for {outcome.leader.sequence_id!r} up to position {outcome.position}"

@@ -25,7 +25,9 @@ def _encode_event(event: Event) -> cache_pb2.ContentEvent:
     if isinstance(event, Stored):
         return cache_pb2.ContentEvent(number=event.number, stored=_encode_stored(event))
     if isinstance(event, Removed):
-        removed = cache_pb2.ContentRemoved(node=event.node, session=event.session, forgotten=event.forgotten)
+        removed = cache_pb2.ContentRemoved(
+            node=event.node, session=event.session, group=event.group, forgotten=event.forgotten
+        )
         return cache_pb2.ContentEvent(number=event.number, removed=removed)
     if isinstance(event, Cleared):
         cleared = cache_pb2.PoolCleared(session=event.session, worker_id=event.worker_id)
@@ -52,4 +54,5 @@ def _encode_stored(stored: Stored) -> cache_pb2.ContentStored:
         worker_id=stored.worker_id,
         sequence=None if stored.sequence is None else encode_key(stored.sequence),
         block_size=stored.block_size,
+        group=stored.group,
     )

@@ -14,7 +14,7 @@ from ..core.block_mirror import Columns
 from ..core.facts import ClusterFacts
 from ..core.pictures import Change, SessionChange, Wish
 from ..core.refusal import bad_field
-from ..worker_codec import GROUP, TIER, encode_key
+from ..worker_codec import TIER, encode_key
 
 _PART_WEIGHT: Final = 4096
 """Of one message, which delays other calls for some 0.1 ms. A block counts as 1."""
@@ -81,18 +81,20 @@ def _pieces(change: SessionChange) -> Iterator[tuple[cache_pb2.WorkerPicture, in
             cache_pb2.WorkerPicture(session=session, sequences=map(encode_sequence, sequences)),
             len(sequences) * _SEQUENCE_WEIGHT,
         )
-    if change.blocks is not None:
+    for group, columns in enumerate(change.blocks):
+        if columns is None:
+            continue
         # The null block, which is 0, is left out.
-        first = 1 if change.blocks.ids is None else 0
-        for begin in range(first, change.blocks.num_blocks, _PART_WEIGHT):
-            end = min(begin + _PART_WEIGHT, change.blocks.num_blocks)
-            blocks = _encode_blocks(change.blocks.part(begin, end), begin)
+        first = 1 if columns.ids is None else 0
+        for begin in range(first, columns.num_blocks, _PART_WEIGHT):
+            end = min(begin + _PART_WEIGHT, columns.num_blocks)
+            blocks = _encode_blocks(group, columns.part(begin, end), begin)
             yield cache_pb2.WorkerPicture(session=session, blocks=[blocks]), end - begin
 
 
-def _encode_blocks(columns: Columns, first: int) -> cache_pb2.BlockPicture:
+def _encode_blocks(group: int, columns: Columns, first: int) -> cache_pb2.BlockPicture:
     return cache_pb2.BlockPicture(
-        group=GROUP,
+        group=group,
         tier=TIER,
         block_ids=columns.ids,
         first_block=first if columns.ids is None else 0,

@@ -18,7 +18,7 @@ def compare_budget(sessions: List[Session], budget: Budget, findings: Findings) 
         num_blocks += account.num_blocks
         num_slots += account.num_blocks * account.block_size
         num_tokens += account.num_sequence_tokens
-        has = session.pool.last_granted + session.num_blockless_contents
+        has = sum(pool.last_granted for pool in session.pools) + session.num_blockless_contents
         if account.num_blocks != has:
             findings.add("budget", f"the session counts for {account.num_blocks} blocks, it has {has}", session)
         has = sum(sequence.num_tokens for sequence in session.sequences.values())

@@ -26,6 +26,8 @@ class Violation(NamedTuple):
     session: int = 0
     block: int = -1
     sequence: SequenceKey | None = None
+    group: int = 0
+    """Of the block."""
 
 
 class Audit(NamedTuple):
@@ -50,29 +52,41 @@ class Findings:
         self.num_sessions = 0
 
     def add(
-        self, law: str, message: str, session: Session | None = None, block: int = -1, sequence: Leader | None = None
+        self,
+        law: str,
+        message: str,
+        session: Session | None = None,
+        block: int = -1,
+        sequence: Leader | None = None,
+        group: int = 0,
     ) -> None:
-        """Record a violation."""
+        """Record a violation. `group`: that of the block."""
         if len(self.violations) < MAX_VIOLATIONS:
             key = None if sequence is None else sequence.key
             worker_id, number = ("", 0) if session is None else (session.worker_id, session.number)
-            self.violations.append(Violation(law, message, worker_id, number, block, key))
+            self.violations.append(Violation(law, message, worker_id, number, block, key, group))
 
     def name_owners(self, session: Session) -> Course:
         """Complete the violations of a session that name a block and no sequence by a sequence whose table has the block."""
-        nameless = {v.block for v in self.violations if v.session == session.number and v.sequence is None}
-        owners: dict[int, SequenceKey] = {}
+        nameless: dict[int, set[int]] = {}
+        for violation in self.violations:
+            if violation.session == session.number and violation.sequence is None:
+                nameless.setdefault(violation.group, set()).add(violation.block)
+        owners: dict[tuple[int, int], SequenceKey] = {}
         if nameless:
             for sequence in list(session.sequences.values()):
-                table = sequence.table
-                for begin in range(0, len(table), self.portion):
-                    for block in nameless.intersection(table[begin : begin + self.portion]):
-                        owners.setdefault(block, sequence.key)
-                    yield self.portion // 4
+                for group, blocks in nameless.items():
+                    if not sequence.tables:
+                        break  # it has ended since
+                    table = sequence.tables[group]
+                    for begin in range(0, len(table), self.portion):
+                        for block in blocks.intersection(table[begin : begin + self.portion]):
+                            owners.setdefault((group, block), sequence.key)
+                        yield self.portion // 4
                 yield 1
         if owners:
             self.violations = [
-                violation._replace(sequence=owners.get(violation.block))
+                violation._replace(sequence=owners.get((violation.group, violation.block)))
                 if violation.session == session.number and violation.sequence is None
                 else violation
                 for violation in self.violations

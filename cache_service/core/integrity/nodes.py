@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ..prefix_tree import Holder, Leader, Leaders, Node, PrefixTree, Walk
+from ..copies import Holder, block_at
+from ..prefix_tree import Leader, Leaders, Node, PrefixTree, Walk
 from .findings import Course, Findings
 from .world import World
 
@@ -39,10 +40,11 @@ class NodeLaws:
 
     def _add(self, law: str, message: str, node: Node) -> None:
         """Record a violation with a block that holds the node; `Findings.name_owners` adds the owner."""
-        for pool in node.pools():
-            session = self._world.session_of(pool)
+        for holder in node.holders():
+            session = self._world.session_of(holder)
             if session is not None:
-                self._findings.add(law, message, session, node.copy_in(pool))
+                slot = next((slot for slot in range(len(session.pools)) if node.copy_in(holder, slot)), 0)
+                self._findings.add(law, message, session, node.copy_in(holder, slot), group=slot)
                 return
         self._findings.add(law, message)
 
@@ -51,25 +53,27 @@ class NodeLaws:
             self._add("tree", f"{node!r} has no copy, child or sequence and is still there", node)
         if node.num_sequences and node not in self._counted:
             self.suspects.append(node)
-        for pool in node.pools():
-            self._copy(node, pool)
+        for holder in node.holders():
+            self._copies(node, holder)
         if node.copies is not None and not node.copies.is_signed():
-            self._add("tree", f"{node!r} has a signature that is not of the pools that hold it", node)
+            self._add("tree", f"{node!r} has a signature that is not of the slots that hold it", node)
         if isinstance(node.leaders, Leaders) and not node.leaders.is_counted():
             self._add("tree", f"{node!r} has counts of leaders that are not of the sequences that lead it", node)
         for leader in node.iter_leaders():
             if not self._lives(leader):
                 message = f"{node!r} is led by a sequence that has ended"
-                self._findings.add("tree", message, self._world.session_of(leader.pool), -1, leader)
+                self._findings.add("tree", message, self._world.session_of(leader.holder), -1, leader)
 
-    def _copy(self, node: Node, pool: Holder) -> None:
-        block = node.copy_in(pool)
-        if not 0 < block < pool.num_blocks or pool.node(block) is not node:
-            message = f"{node!r} names block {block} as its copy, which holds something else"
-            self._findings.add("sealing", message, self._world.session_of(pool), block)
-        if pool.retired and self._world.session_of(pool) is None:
+    def _copies(self, node: Node, holder: Holder) -> None:
+        blocks = node.blocks_in(holder)
+        for slot, pool in enumerate(holder.pools):
+            block = block_at(blocks, slot)
+            if block and not (0 < block < pool.num_blocks and pool.node(block) is node):
+                message = f"{node!r} names block {block} as its copy, which holds something else"
+                self._findings.add("sealing", message, self._world.session_of(holder), block, group=slot)
+        if holder.retired and self._world.session_of(holder) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
 
     def _lives(self, leader: Leader) -> bool:
-        session = self._world.session_of(leader.pool)
+        session = self._world.session_of(leader.holder)
         return session is not None and session.sequences.get((leader.key.sequence_id, leader.key.attempt)) is leader

@@ -82,14 +82,17 @@ class OnlineAudit:
         yield SLICE
         sessions = list(world.sessions.values())
         for session in sessions:
-            for laws in (PoolLaws(session, world.last_generation, findings), SequenceLaws(session, findings)):
-                course = laws.course()
+            courses = [
+                PoolLaws(session, group, world.last_generation, findings).course()
+                for group in range(len(session.pools))
+            ]
+            for course in (*courses, SequenceLaws(session, findings).course()):
                 for cost in course:
                     yield cost
-                    if session.pool.retired:
+                    if session.retired:
                         break
-            if not session.pool.retired:
-                findings.num_blocks += session.pool.capacity
+            if not session.retired:
+                findings.num_blocks += sum(pool.capacity for pool in session.pools)
                 findings.num_sessions += 1
         for session in sessions:
             yield from findings.name_owners(session)

@@ -15,11 +15,12 @@ _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 
 
 class PoolLaws:
-    """Checks the pool of one session."""
+    """Checks the pool of one group of a session."""
 
-    def __init__(self, session: Session, last_generation: Callable[[], int], findings: Findings) -> None:
+    def __init__(self, session: Session, group: int, last_generation: Callable[[], int], findings: Findings) -> None:
         self._session = session
-        self._pool: BlockPool = session.pool
+        self._group = group
+        self._pool: BlockPool = session.pools[group]
         self._last_generation = last_generation
         self._findings = findings
 
@@ -32,7 +33,7 @@ class PoolLaws:
         self._null_block()
 
     def _add(self, law: str, message: str, block: int = -1) -> None:
-        self._findings.add(law, message, self._session, block)
+        self._findings.add(law, message, self._session, block, group=self._group)
 
     def _snapshot_cost(self) -> int:
         """Of a copy of some five bytes per block, and a note per sequence."""
@@ -46,7 +47,10 @@ class PoolLaws:
         counts = pool.counts()
         states, ref_counts = pool.snapshot_states(), pool.snapshot_ref_counts()
         num_known = len(states)
-        tables = [(sequence.table, len(sequence.table)) for sequence in self._session.sequences.values()]
+        group = self._group
+        tables = [
+            (sequence.tables[group], len(sequence.tables[group])) for sequence in self._session.sequences.values()
+        ]
         yield 2 * self._snapshot_cost()
 
         found = [0] * len(State)
@@ -162,7 +166,7 @@ class PoolLaws:
 
     def _sealed(self, block: int, state: int, node: Node) -> None:
         pool = self._pool
-        copy = node.copy_in(pool)
+        copy = pool.copy_of(node)
         if state in (FREE, RESERVED):
             self._add("state", f"block {block} is {State(state).name.lower()} and still sealed", block)
         elif state == CACHED and copy != block:

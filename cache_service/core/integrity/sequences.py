@@ -30,18 +30,21 @@ class SequenceLaws:
             self._figures(kept_as, sequence)
             yield 8
             begin = 0
-            while living.get(kept_as) is sequence and begin < max(len(sequence.nodes), len(sequence.table)):
+            while living.get(kept_as) is sequence and begin < max(
+                len(sequence.nodes), *(len(table) for table in sequence.tables)
+            ):
                 end = begin + self._findings.portion
                 self._nodes(sequence, begin, end)
-                self._table(sequence, begin, end)
-                yield 3 * (min(end, len(sequence.table)) - begin)
+                for group in range(len(sequence.tables)):
+                    self._table(sequence, group, begin, end)
+                yield 3 * sum(max(0, min(end, len(table)) - begin) for table in sequence.tables)
                 begin = end
 
-    def _add(self, law: str, message: str, sequence: Sequence, block: int = -1) -> None:
-        self._findings.add(law, message, self._session, block, sequence)
+    def _add(self, law: str, message: str, sequence: Sequence, block: int = -1, group: int = 0) -> None:
+        self._findings.add(law, message, self._session, block, sequence, group)
 
     def _figures(self, kept_as: tuple[str, int], sequence: Sequence) -> None:
-        size = self._session.pool.block_size
+        size = self._session.block_size
         if (sequence.key.sequence_id, sequence.key.attempt) != kept_as or sequence.session is not self._session:
             self._add("attempts", "a session's sequence is kept under another key", sequence)
         if sequence.num_sealed != sequence.num_computed_tokens // size:
@@ -50,10 +53,10 @@ class SequenceLaws:
                 f"{sequence.num_computed_tokens} tokens are computed and {sequence.num_sealed} blocks of {size} sealed",
                 sequence,
             )
-        if sequence.num_computed_tokens > min(sequence.num_tokens, len(sequence.table) * size):
+        if sequence.num_computed_tokens > min(sequence.num_tokens, sequence.num_slots):
             self._add(
                 "sealing",
-                f"{sequence.num_computed_tokens} tokens are computed, {sequence.num_tokens} known, in {len(sequence.table)} blocks",
+                f"{sequence.num_computed_tokens} tokens are computed, {sequence.num_tokens} known, in {sequence.num_slots} slots",
                 sequence,
             )
 
@@ -73,13 +76,14 @@ class SequenceLaws:
                 self._add("tree", f"node {index} and the sequence disagree who computes it", sequence)
             before = node
 
-    def _table(self, sequence: Sequence, begin: int, end: int) -> None:
-        pool, nodes, num_sealed = self._session.pool, sequence.nodes, sequence.num_sealed
-        for index, block in enumerate(sequence.table[begin:end], begin):
+    def _table(self, sequence: Sequence, group: int, begin: int, end: int) -> None:
+        pool, nodes, num_sealed = self._session.pools[group], sequence.nodes, sequence.num_sealed
+        for index, block in enumerate(sequence.tables[group][begin:end], begin):
             if not 0 < block < pool.num_blocks:
-                self._add("null block", f"entry {index} names block {block}", sequence, block)
+                self._add("null block", f"entry {index} names block {block}", sequence, block, group)
             elif pool.node(block) is not (nodes[index] if index < min(num_sealed, len(nodes)) else None):
-                self._add("sealing", f"entry {index} (block {block}) is not sealed as it should be", sequence, block)
+                message = f"entry {index} (block {block}) is not sealed as it should be"
+                self._add("sealing", message, sequence, block, group)
 
 
 # The laws that need all live sequences at one moment: each of these takes place within one slice, some 0.5 ms per 1,000 of them.

@@ -7,8 +7,9 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from ..budget import Budget
+from ..copies import Holder
 from ..fencing import Fencing
-from ..prefix_tree import Holder, PrefixTree
+from ..prefix_tree import PrefixTree
 from ..session import Session
 
 
@@ -28,7 +29,7 @@ class World(NamedTuple):
         """Live ones and retired ones, as of now."""
         return [*self.sessions.values(), *self.retired]
 
-    def session_of(self, pool: Holder) -> Session | None:
-        """The session that a pool belongs to, if there is one."""
-        among = self.retired if pool.retired else self.sessions.values()
-        return next((session for session in among if session.pool is pool), None)
+    def session_of(self, holder: Holder) -> Session | None:
+        """The session that a holder belongs to, if there is one."""
+        among = self.retired if holder.retired else self.sessions.values()
+        return next((session for session in among if session.holder is holder), None)
