@@ -34,13 +34,13 @@ class WorkerMetrics:
         engine: Engine,
         link: ManagerLink,
         facts: ModelFacts,
-        bytes_per_block: int,
+        kv_cache_bytes: int,
         num_server_rebuilds: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._link = link
         self._facts = facts
-        self._bytes_per_block = bytes_per_block
+        self._kv_cache_bytes = kv_cache_bytes
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
@@ -99,11 +99,14 @@ class WorkerMetrics:
 
     def _fill_cache(self, page: MetricsPage) -> None:
         cache = self._engine.cache
-        num_blocks = cache.settings.num_blocks
-        page.gauge("kvpool_worker_capacity_blocks", "Blocks that can be granted.", num_blocks - 1)
-        page.gauge("kvpool_worker_held_blocks", "Blocks in tables, shared ones once.", cache.num_used_blocks)
-        page.gauge("kvpool_worker_reserve_blocks", "Blocks granted ahead of need.", cache.num_spare_blocks)
-        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", num_blocks * self._bytes_per_block)
+        for name, text, values in (
+            ("capacity_blocks", "Blocks that can be granted.", [count - 1 for count in cache.settings.num_blocks]),
+            ("held_blocks", "Blocks in tables, shared ones once.", cache.num_used_blocks),
+            ("reserve_blocks", "Blocks granted ahead of need.", cache.num_spare_blocks),
+        ):
+            for group, value in enumerate(values):
+                page.gauge(f"kvpool_worker_{name}", text, value, group=str(group))
+        page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", self._kv_cache_bytes)
         page.counter(
             "kvpool_worker_decodes_that_waited_for_a_call",
             "Decodes that skipped a step for lack of a spare block although the pool had some.",

@@ -146,7 +146,7 @@ class Server:
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
             metrics = WorkerMetrics(
-                self.engine, self._link, loaded.facts, plan.bytes_per_block, lambda: grpc_server.num_rebuilds
+                self.engine, self._link, loaded.facts, plan.total_bytes, lambda: grpc_server.num_rebuilds
             )
             self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
@@ -324,7 +324,7 @@ def _build_engine(
     cache = EngineCache(
         CacheSettings(
             block_size=plan.block_size,
-            num_blocks=plan.num_blocks,
+            num_blocks=(plan.num_blocks,),
             report_seconds=settings.report_seconds,
             reserve_seconds=settings.reserve_seconds,
         )

@@ -56,7 +56,7 @@ class ThroughputLog:
             generated_tokens_per_s=round(generated / seconds, 1),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            kv_usage=round(cache.num_used_blocks / (cache.settings.num_blocks - 1), 3),
+            kv_usage=round(cache.usage, 3),
             **hits,
         )
 

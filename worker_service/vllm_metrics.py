@@ -23,16 +23,15 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> Non
     """All of vLLM's metrics that kvpool has."""
     labels = {"model_name": facts.name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
-    usage = cache.num_used_blocks / (cache.settings.num_blocks - 1)
     page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
     page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.num_waiting, **labels)
-    page.gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, **labels)
+    page.gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", cache.usage, **labels)
     page.gauge(
         "vllm:cache_config_info",
         "Layout of the KV cache.",
         1,
         block_size=str(cache.settings.block_size),
-        num_gpu_blocks=str(cache.settings.num_blocks),
+        num_gpu_blocks=str(sum(cache.settings.num_blocks)),
         cache_dtype=facts.dtype,
         enable_prefix_caching=str(engine.settings.prefix_caching),
         engine=ENGINE,

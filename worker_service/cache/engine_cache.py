@@ -49,39 +49,52 @@ class EngineCache:
         return self._state.open_link() is not None
 
     @property
-    def num_used_blocks(self) -> int:
-        """Blocks in tables, shared ones counted once."""
-        return self._state.ledger.num_used
+    def num_used_blocks(self) -> tuple[int, ...]:
+        """By group: blocks in tables, shared ones counted once."""
+        return tuple(ledger.num_used for ledger in self._state.ledgers)
 
     @property
-    def num_spare_blocks(self) -> int:
-        return len(self._state.reserve)
+    def usage(self) -> float:
+        """Share of blocks that are in tables, 0 to 1, in the group where it is largest: the one that will be exhausted first."""
+        return max(ledger.num_used / (ledger.num_blocks - 1) for ledger in self._state.ledgers)
+
+    @property
+    def num_spare_blocks(self) -> tuple[int, ...]:
+        """By group: blocks of the reserve."""
+        return tuple(map(len, self._state.reserves))
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether reserve and pool are empty: the manager has reported so, and no sequence is giving blocks back."""
+        """Whether reserve and pool of a group are empty: the manager has reported so, and no sequence is giving blocks back."""
         state = self._state
-        return state.pool_is_empty and not state.reserve and not state.ending
+        if state.ending:
+            return False
+        return any(
+            is_empty and not reserve for is_empty, reserve in zip(state.pool_is_empty, state.reserves, strict=True)
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether the manager has acknowledged that this worker holds and reserves nothing."""
         state = self._state
-        return not (state.sequences or state.ending or state.reserve or state.reserve.returning)
+        return not (state.sequences or state.ending or any(state.reserves) or any(state.returning()))
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        """Make the table cover `num_slots` positions with blocks of the reserve. False, without a change, if it has too few."""
+        """Make the tables cover `num_slots` positions with blocks of the reserve. False, without a change, if it has too few."""
         state = self._state
-        num_missing = -(-num_slots // self.settings.block_size) - len(sequence.table)
-        if num_missing > len(state.reserve):
-            if not state.pool_is_empty:
+        num_missing = -(-num_slots // self.settings.block_size) - sequence.num_entries
+        if num_missing <= 0:
+            return True
+        if num_missing > state.num_spare:
+            if not any(state.pool_is_empty):
                 self.num_reserve_waits += 1
             return False
-        for _ in range(num_missing):
-            block, generation = state.reserve.take()
-            state.ledger.use(block)
-            sequence.table.append(block)
-            sequence.generations.append(generation)
+        for group, reserve in enumerate(state.reserves):
+            for _ in range(num_missing):
+                block, generation = reserve.take()
+                state.ledgers[group].use(block)
+                sequence.tables[group].append(block)
+                sequence.generations[group].append(generation)
         return True
 
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
@@ -114,9 +127,11 @@ class EngineCache:
         if first == last:
             return
         for index in range(first, last):
-            parent = state.ledger.content(sequence.table[index - 1]) if index else None
+            parent = state.ledgers[0].content(sequence.tables[0][index - 1]) if index else None
             tokens = pack_tokens(sequence.tokens[index * size : (index + 1) * size])
-            state.ledger.complete(sequence.table[index], Content(parent, sequence.root, tokens))
+            content = Content(parent, sequence.root, tokens, len(state.ledgers))
+            for ledger, table in zip(state.ledgers, sequence.tables, strict=True):
+                ledger.complete(table[index], content)
         if state.report_due_at is None:
             state.report_due_at = now + self.settings.report_seconds
         state.is_urgent = state.is_urgent or parking.is_waited_for(state, sequence)
@@ -202,13 +217,14 @@ class EngineCache:
             load=load,
             draining=draining,
         )
-        request.counts.add(
-            group=0,
-            tier=common_pb2.TIER_DEVICE,
-            capacity=self.settings.num_blocks - 1,
-            held=self._state.ledger.num_used,
-            reserved=len(self._state.reserve),
-        )
+        for group, (ledger, reserve) in enumerate(zip(self._state.ledgers, self._state.reserves, strict=True)):
+            request.counts.add(
+                group=group,
+                tier=common_pb2.TIER_DEVICE,
+                capacity=ledger.num_blocks - 1,
+                held=ledger.num_used,
+                reserved=len(reserve),
+            )
         return request
 
     def on_keep_alive(self, session: int, response: cache_pb2.KeepAliveResponse) -> None:

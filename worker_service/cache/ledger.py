@@ -19,13 +19,13 @@ class DisagreementError(Exception):
 
 
 class Content:
-    """The content of a complete block: its tokens, after those of the parent. Lives as long as its block or a child."""
+    """What complete blocks hold, one in each group: tokens, after those of the parent. Lives as long as a block or a child."""
 
-    __slots__ = ("block", "parent", "root", "tokens")
+    __slots__ = ("blocks", "parent", "root", "tokens")
 
-    def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes) -> None:
-        self.block = 0
-        """The block that holds it; 0 once that is granted again and only a child keeps the content."""
+    def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes, num_groups: int = 1) -> None:
+        self.blocks = [0] * num_groups
+        """By group: the block that holds it; 0 once that is granted again, if it ever was complete."""
         self.parent = parent
         self.root = root
         self.tokens = tokens
@@ -45,10 +45,10 @@ def _is_same_chain(one: Content, other: Content) -> bool:
     return True
 
 
-def _join(content: Content, before: Content | None) -> None:
+def _join(block: int, content: Content, before: Content | None) -> None:
     """Make `before` the parent of a content that was computed after a duplicate of it. Raises DisagreementError if it was not."""
     if content.parent is None or before is None or not _is_same_chain(content.parent, before):
-        raise DisagreementError(f"block {content.block} was returned as cached after a prefix other than its own")
+        raise DisagreementError(f"block {block} was returned as cached after a prefix other than its own")
     # Later comparisons take one step.
     content.parent = before
 
@@ -66,10 +66,11 @@ def _other_tokens(blocks: List[int], pieces: List[bytes], tokens: bytes) -> Disa
 
 
 class BlockLedger:
-    """Generations, table references and contents of `num_blocks` blocks; block 0 is the null block."""
+    """Generations, table references and contents of the `num_blocks` blocks of a group; block 0 is the null block."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, group: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.group = group
         self.num_used = 0
         """Blocks in at least one table."""
         self._generation = array("Q", bytes(8 * num_blocks))
@@ -92,7 +93,7 @@ class BlockLedger:
         self._generation[block] = generation
         content = self._contents[block]
         if content is not None:
-            content.block = 0
+            content.blocks[self.group] = 0
             self._contents[block] = None
             del self._idle[block]
 
@@ -110,14 +111,14 @@ class BlockLedger:
             if content is None or generation != known[block]:
                 raise self._not_held(block, generation)
             if content.parent is not before:
-                _join(content, before)
+                _join(block, content, before)
             pieces.append(content.tokens)
             before = content
         if b"".join(pieces) != tokens:
             raise _other_tokens(blocks, pieces, tokens)
         # A content has its parent's root, so the last one is compared for all.
         if before is not None and before.root != root:
-            raise DisagreementError(f"block {before.block} was returned as cached under a root other than its own")
+            raise DisagreementError(f"block {blocks[-1]} was returned as cached under a root other than its own")
 
     def _not_held(self, block: int, generation: int) -> DisagreementError:
         """Why a block is no hit with that generation."""
@@ -147,7 +148,7 @@ class BlockLedger:
     def complete(self, block: int, content: Content) -> None:
         """All slots of a block in a table hold their KV."""
         self._contents[block] = content
-        content.block = block
+        content.blocks[self.group] = block
 
     def content(self, block: int) -> Content | None:
         """The content of a complete block; None for others."""

@@ -28,6 +28,10 @@ BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MOST_SECONDS = 0.25
 
 
+Returned = tuple[tuple[ReservedBlock, ...], ...]
+"""Surplus of the reserves, by group."""
+
+
 class Stated(NamedTuple):
     """What a call stated of one sequence, to be marked as acknowledged once the call is executed."""
 
@@ -45,7 +49,7 @@ class Call:
 
     request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest
     stated: tuple[Stated, ...]
-    returned: tuple[ReservedBlock, ...]
+    returned: Returned
 
 
 class LinkState:
@@ -68,21 +72,22 @@ class LinkState:
         """Calls answered STALE_CALL since the last one that was executed."""
         self._backoff = BACKOFF_FIRST_SECONDS
 
-    def uplink(self, reserve_wish: int, returned: Iterable[ReservedBlock]) -> cache_pb2.Uplink:
-        """The head of the next mutating call, under the next number."""
+    def uplink(self, reserve_wishes: Iterable[int], returned: Returned) -> cache_pb2.Uplink:
+        """The head of the next mutating call, under the next number. `reserve_wishes`: by group."""
         self.num_calls += 1
         uplink = cache_pb2.Uplink(
             session=self.session, session_key=self.key, call_no=self.num_calls, downlink_ack=self.applied_number
         )
-        uplink.reserve_wishes.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=reserve_wish)
-        blocks = list(returned)
-        if blocks:
-            uplink.returned.add(
-                group=0,
-                tier=common_pb2.TIER_DEVICE,
-                block_ids=[block.block for block in blocks],
-                generations=[block.generation for block in blocks],
-            )
+        for group, wish in enumerate(reserve_wishes):
+            uplink.reserve_wishes.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=wish)
+        for group, blocks in enumerate(returned):
+            if blocks:
+                uplink.returned.add(
+                    group=group,
+                    tier=common_pb2.TIER_DEVICE,
+                    block_ids=[block.block for block in blocks],
+                    generations=[block.generation for block in blocks],
+                )
         return uplink
 
     def new_entries(self, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:

@@ -9,8 +9,7 @@ from kvpool.protocol.tokens import TOKEN_BYTES, pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from . import parking
-from .link_state import Call, LinkState, Stated
-from .reserve import ReservedBlock
+from .link_state import Call, LinkState, Returned, Stated
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -56,8 +55,9 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     num_bytes = 0
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
-        num_entries = -(-num_tokens // state.settings.block_size) - sequence.acked_entries
-        num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens) + _ENTRY_BYTES * max(0, num_entries)
+        num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries)
+        num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens)
+        num_bytes += _ENTRY_BYTES * num_entries * len(state.ledgers)
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
         if chosen and is_full:
             break
@@ -65,22 +65,23 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     return chosen
 
 
-def _wish(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> int:
-    """Blocks wanted in the reserve once a call that states all entries of `named` is executed: `target` spare ones, and those bound
-    to other sequences but not stated yet."""
+def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> list[int]:
+    """By group: blocks wanted in the reserve once a call that states all entries of `named` is executed: `target` spare ones, and
+    those bound to other sequences but not stated yet."""
     skip = {id(sequence) for sequence in named}
     unnamed = sum(
-        len(sequence.table) - sequence.acked_entries
+        sequence.num_entries - sequence.acked_entries
         for sequence in state.sequences.values()
         if id(sequence) not in skip
     )
-    surplus = len(state.reserve) - target
-    # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager that
-    # answers: while it is away it grants nothing, and decoding may speed up again.
-    is_too_much = surplus > 0 and (target == 0 or surplus > target)
-    if is_too_much and not link.is_unanswered:
-        state.reserve.give_up(surplus)
-    return max(target, len(state.reserve)) + unnamed
+    for reserve in state.reserves:
+        surplus = len(reserve) - target
+        # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager
+        # that answers: while it is away it grants nothing, and decoding may speed up again.
+        is_too_much = surplus > 0 and (target == 0 or surplus > target)
+        if is_too_much and not link.is_unanswered:
+            reserve.give_up(surplus)
+    return [max(target, len(reserve)) + unnamed for reserve in state.reserves]
 
 
 def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
@@ -90,7 +91,7 @@ def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
     # From here on this worker does not use their blocks: the manager may grant them again before its answer arrives.
     for sequence in ready:
         state.let_go(sequence)
-    return free_call(link, ready, _wish(state, link, ready, target), state.reserve.returning)
+    return free_call(link, ready, _wishes(state, link, ready, target), state.returning())
 
 
 def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call | None:
@@ -112,26 +113,29 @@ def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call
     if len(reports) == len(unreported):
         # Blocks filled while the call is in flight get a time of their own. If the call fails, the next one is urgent.
         state.report_due_at, state.is_urgent = None, False
-    return append_call(link, reports, size, _wish(state, link, reports, target), state.reserve.returning)
+    return append_call(link, reports, size, _wishes(state, link, reports, target), state.returning())
 
 
 def _wants_refill(state: CacheState, target: int) -> bool:
     """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step."""
-    num_spare = len(state.reserve)
-    if state.pool_is_empty:
+    num_spare = state.num_spare
+    if any(state.pool_is_empty):
         return False
     # At most one block per sequence is due: cheaper to compare first.
     return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
 
 
 def _has_idle_surplus(state: CacheState, target: int) -> bool:
-    return bool(state.reserve.returning) or (bool(state.reserve) and target == 0)
+    return any(state.returning()) or (target == 0 and any(state.reserves))
 
 
 def _allocate(
     state: CacheState, link: LinkState, target: int, candidates: List[CacheSequence], now: float
 ) -> Call | None:
-    is_short = state.pool_is_empty and len(state.reserve) < target
+    is_short = any(
+        is_empty and len(reserve) < target
+        for is_empty, reserve in zip(state.pool_is_empty, state.reserves, strict=True)
+    )
     hold_back = is_short or now < state.ask_again_at
     # An unanswered Allocate is repeated even then: blocks that it was granted, if any, are of no use to others.
     wanted = _one_call(
@@ -150,8 +154,8 @@ def _allocate(
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    wish = _wish(state, link, (), _target_with(state, target, wanted))
-    return allocate_call(link, wanted, wish, state.reserve.returning)
+    wishes = _wishes(state, link, (), _target_with(state, target, wanted))
+    return allocate_call(link, wanted, wishes, state.returning())
 
 
 def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
@@ -159,7 +163,7 @@ def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) ->
     that could take blocks that they need or that are hits for them, because the manager fills the reserve first."""
     size = state.settings.block_size
     num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
-    return max(target, min(state.spare_target(wanted), len(state.reserve) + num_left))
+    return max(target, min(state.spare_target(wanted), state.num_spare + num_left))
 
 
 def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
@@ -172,53 +176,54 @@ def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tupl
         tokens=pack_tokens(sequence.tokens[start:num_tokens]),
         num_computed_tokens=num_computed,
     )
-    if first < len(sequence.table):
-        update.bound.add(
-            group=0,
-            tier=common_pb2.TIER_DEVICE,
-            start_index=first,
-            block_ids=sequence.table[first:],
-            generations=sequence.generations[first:],
-        )
-    return update, Stated(sequence, num_tokens, len(sequence.table), num_computed)
+    if first < sequence.num_entries:
+        for group, (table, generations) in enumerate(zip(sequence.tables, sequence.generations, strict=True)):
+            update.bound.add(
+                group=group,
+                tier=common_pb2.TIER_DEVICE,
+                start_index=first,
+                block_ids=table[first:],
+                generations=generations[first:],
+            )
+    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed)
 
 
 def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
     """Send the next part of the report."""
     request = cache_pb2.ReportRequest()
     request.CopyFrom(part)
-    request.uplink.CopyFrom(link.uplink(0, ()))
+    request.uplink.CopyFrom(link.uplink((), ()))
     return Call(request, (), ())
 
 
-def free_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+def free_call(link: LinkState, sequences: List[CacheSequence], wishes: List[int], returned: Returned) -> Call:
     """End these sequences. States all computed tokens, so that their blocks are sealed first."""
-    request = cache_pb2.FreeRequest(uplink=link.uplink(wish, returned))
+    request = cache_pb2.FreeRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
         update, what = _update(sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
         stated.append(what)
-    return Call(request, tuple(stated), tuple(returned))
+    return Call(request, tuple(stated), returned)
 
 
 def append_call(
-    link: LinkState, sequences: List[CacheSequence], block_size: int, wish: int, returned: List[ReservedBlock]
+    link: LinkState, sequences: List[CacheSequence], block_size: int, wishes: List[int], returned: Returned
 ) -> Call:
     """State the full computed blocks of these sequences, and the wish for the reserve."""
-    request = cache_pb2.AppendRequest(uplink=link.uplink(wish, returned))
+    request = cache_pb2.AppendRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
         num_full = sequence.num_computed_tokens // block_size * block_size
         update, what = _update(sequence, num_full, num_full)
         request.items.add(update=update)
         stated.append(what)
-    return Call(request, tuple(stated), tuple(returned))
+    return Call(request, tuple(stated), returned)
 
 
-def allocate_call(link: LinkState, sequences: List[CacheSequence], wish: int, returned: List[ReservedBlock]) -> Call:
+def allocate_call(link: LinkState, sequences: List[CacheSequence], wishes: List[int], returned: Returned) -> Call:
     """Request block tables for these sequences, in this order."""
-    request = cache_pb2.AllocateRequest(uplink=link.uplink(wish, returned))
+    request = cache_pb2.AllocateRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
         prompt = pack_tokens(sequence.tokens)
@@ -231,4 +236,4 @@ def allocate_call(link: LinkState, sequences: List[CacheSequence], wish: int, re
             max_cached_tokens=sequence.max_cached_tokens,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
-    return Call(request, tuple(stated), tuple(returned))
+    return Call(request, tuple(stated), returned)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpool.protocol.status import reason_of
 from kvpool.protocol.tokens import TOKEN_BYTES
-from kvpool.v1 import cache_pb2
+from kvpool.v1 import cache_pb2, common_pb2
 
 from . import events, parking
 from .ledger import DisagreementError
@@ -21,8 +21,9 @@ Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.Fre
 
 def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
     """Apply the reply to a call, which was executed."""
-    if call.returned:
-        state.reserve.returned(call.returned)
+    if any(call.returned):
+        for reserve, returned in zip(state.reserves, call.returned, strict=True):
+            reserve.returned(returned)
         state.ask_again_at = now
     # The downlink first: it has grants to the reserve that precede the tables of this reply.
     take_entries(state, link, response.downlink)
@@ -41,18 +42,23 @@ def take_reply(state: CacheState, link: LinkState, call: Call, response: Respons
             state.ending.remove(stated.sequence)
             state.end(stated.sequence)
         state.ask_again_at = now
-    state.num_free = sum(counts.free for counts in response.downlink.counts)
-    num_available = state.num_free + sum(counts.cached for counts in response.downlink.counts)
-    state.pool_is_empty = not num_available and len(state.reserve) < state.spare_target()
+    if len(response.downlink.counts) == len(state.ledgers):
+        state.num_free = [counts.free for counts in response.downlink.counts]
+        target = state.spare_target()
+        state.pool_is_empty = [
+            not counts.free + counts.cached and len(reserve) < target
+            for counts, reserve in zip(response.downlink.counts, state.reserves, strict=True)
+        ]
 
 
 def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlink) -> None:
     """Apply new entries, in order."""
     for entry in link.new_entries(downlink):
         if entry.HasField("grant"):
+            group = _group(state, entry.grant)
             for block, generation in zip(*_pairs(entry.grant.block_ids, entry.grant.generations), strict=True):
-                state.ledger.accept_grant(block, generation)
-                state.reserve.add(block, generation)
+                state.ledgers[group].accept_grant(block, generation)
+                state.reserves[group].add(block, generation)
         elif entry.HasField("stop"):
             sequence = state.sequences.get(SequenceId(entry.stop.sequence_id, entry.stop.attempt))
             if sequence is not None and sequence.state is not SequenceState.ENDING:
@@ -60,6 +66,15 @@ def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlin
         elif entry.HasField("drain"):
             grace = entry.drain.grace_ms / 1000 if entry.drain.HasField("grace_ms") else None
             state.events.append(events.DrainAsked(grace))
+
+
+def _group(state: CacheState, run: common_pb2.BlockRun) -> int:
+    """The group of a run, after a check that there is one."""
+    if run.group >= len(state.ledgers):
+        raise DisagreementError(
+            f"blocks of group {run.group} were granted; the groups are 0 to {len(state.ledgers) - 1}"
+        )
+    return run.group
 
 
 def _pairs(blocks: Sequence[int], generations: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
@@ -100,29 +115,37 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
 
 
 def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:
-    """Enter the table granted for a prompt: its leading blocks as hits, the others as grants."""
-    if len(granted.tables) != 1 or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
+    """Enter the tables granted for a prompt: their leading blocks as hits, the others as grants."""
+    groups = [table.group for table in granted.tables]
+    if groups != list(range(len(state.ledgers))) or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
         raise DisagreementError(
-            f"{sequence!r} was granted {len(granted.tables)} tables with {granted.num_cached_tokens} of its "
-            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table, and a token to compute, were expected"
+            f"{sequence!r} was granted tables of the groups {groups} with {granted.num_cached_tokens} of its "
+            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table for each of {len(state.ledgers)} groups, and a token to "
+            "compute, were expected"
         )
-    blocks, generations = _pairs(granted.tables[0].block_ids[:], granted.tables[0].generations[:])
+    tables = [_pairs(table.block_ids[:], table.generations[:]) for table in granted.tables]
+    if len({len(blocks) for blocks, _ in tables}) > 1:
+        raise DisagreementError(
+            f"{sequence!r} was granted tables of different length: {[len(one) for one, _ in tables]}"
+        )
     num_hits = granted.num_cached_tokens // state.settings.block_size
-    hits, hit_generations = blocks[:num_hits], generations[:num_hits]
-    ledger = state.ledger
-    ledger.accept_hits(hits, hit_generations, prompt[: granted.num_cached_tokens * TOKEN_BYTES], sequence.root)
+    cached = prompt[: granted.num_cached_tokens * TOKEN_BYTES]
+    for ledger, (blocks, generations) in zip(state.ledgers, tables, strict=True):
+        ledger.accept_hits(blocks[:num_hits], generations[:num_hits], cached, sequence.root)
+    sequence.tables = tuple(list(blocks[:num_hits]) for blocks, _ in tables)
+    sequence.generations = tuple(list(generations[:num_hits]) for _, generations in tables)
     sequence.uses_blocks = True
-    ledger.use(*hits)
-    sequence.table += hits
-    sequence.generations += hit_generations
-    for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
-        ledger.accept_grant(block, generation)
-        ledger.use(block)
-        sequence.table.append(block)
-        sequence.generations.append(generation)
+    for ledger, hits in zip(state.ledgers, sequence.tables, strict=True):
+        ledger.use(*hits)
+    for group, (ledger, (blocks, generations)) in enumerate(zip(state.ledgers, tables, strict=True)):
+        for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
+            ledger.accept_grant(block, generation)
+            ledger.use(block)
+            sequence.tables[group].append(block)
+            sequence.generations[group].append(generation)
     sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
     sequence.acked_tokens = len(sequence.tokens)
-    sequence.acked_entries = len(sequence.table)
+    sequence.acked_entries = sequence.num_entries
     sequence.acked_computed_tokens = granted.num_cached_tokens
 
 

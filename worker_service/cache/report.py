@@ -7,6 +7,7 @@ that the engine never waits long.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from kvpool.protocol.tokens import pack_tokens
@@ -30,18 +31,21 @@ class _SequenceSnapshot(NamedTuple):
     tokens: bytes
     num_computed_tokens: int
     num_cached_tokens: int
-    table: list[int]
-    generations: list[int]
+    tables: list[list[int]]
+    generations: list[list[int]]
 
 
 class Report:
-    """A snapshot for the manager. `sequences`: those that hold blocks; their present state counts as acknowledged."""
+    """A snapshot for the manager. `sequences`: those that hold blocks; their present state counts as acknowledged. `reserves`: by
+    group, as `ledgers`."""
 
-    def __init__(self, ledger: BlockLedger, sequences: list[CacheSequence], reserve: list[ReservedBlock]) -> None:
-        self._contents = ledger.contents()
-        self._generations = ledger.generations()
-        self._idle = ledger.idle_blocks()
-        self._reserve = reserve
+    def __init__(
+        self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[ReservedBlock]]
+    ) -> None:
+        self._contents = [ledger.contents() for ledger in ledgers]
+        self._generations = [ledger.generations() for ledger in ledgers]
+        self._idle = [ledger.idle_blocks() for ledger in ledgers]
+        self._reserves = reserves
         self._sequences = [
             _SequenceSnapshot(
                 sequence.key,
@@ -49,14 +53,14 @@ class Report:
                 pack_tokens(sequence.tokens),
                 sequence.num_computed_tokens,
                 sequence.num_cached_tokens,
-                list(sequence.table),
-                list(sequence.generations),
+                list(map(list, sequence.tables)),
+                list(map(list, sequence.generations)),
             )
             for sequence in sequences
         ]
         for sequence in sequences:
             sequence.acked_tokens = len(sequence.tokens)
-            sequence.acked_entries = len(sequence.table)
+            sequence.acked_entries = sequence.num_entries
             sequence.acked_computed_tokens = sequence.num_computed_tokens
         self._numbers: dict[Content, int] = {}
         """Numbers of the contents sent so far, from 1."""
@@ -82,40 +86,46 @@ class Report:
     def _build(self) -> Iterator[cache_pb2.ReportRequest]:
         yield from self._content_parts()
         yield from self._sequence_parts()
-        for begin in range(0, max(len(self._reserve), len(self._idle)), _MAX_BLOCKS):
-            part = cache_pb2.ReportRequest(idle_blocks=self._idle[begin : begin + _MAX_BLOCKS])
-            reserved = self._reserve[begin : begin + _MAX_BLOCKS]
-            _add_run(part.reserve, [r.block for r in reserved], [r.generation for r in reserved])
-            yield part
+        for group, (reserve, idle) in enumerate(zip(self._reserves, self._idle, strict=True)):
+            for begin in range(0, max(len(reserve), len(idle)), _MAX_BLOCKS):
+                part = cache_pb2.ReportRequest()
+                part.idle_blocks.add(
+                    group=group, tier=common_pb2.TIER_DEVICE, block_ids=idle[begin : begin + _MAX_BLOCKS]
+                )
+                reserved = reserve[begin : begin + _MAX_BLOCKS]
+                _add_run(part.reserve, group, [r.block for r in reserved], [r.generation for r in reserved])
+                yield part
         yield cache_pb2.ReportRequest(last=True)
 
     def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         """Chains from contents already sent down to each complete block, so that parents come before their children. No block is
         granted during a report, so each content keeps its block."""
-        numbers = self._numbers
+        numbers, num_groups = self._numbers, len(self._generations)
         part = cache_pb2.ReportRequest()
         run = cache_pb2.ContentRun()
         tokens: list[bytes] = []
         count = num_bytes = 0
-        for last in self._contents:
-            if last is None:
+        for last in chain.from_iterable(self._contents):
+            if last is None or last in numbers:
                 continue
-            chain: list[Content] = []
+            path: list[Content] = []
             above: Content | None = last
             while above is not None and above not in numbers:
-                chain.append(above)
+                path.append(above)
                 above = above.parent
-            for content in reversed(chain):
+            for content in reversed(path):
                 parent = 0 if content.parent is None else numbers[content.parent]
                 if not tokens or parent != len(numbers):  # not the child of the one before
                     run.tokens = b"".join(tokens)
                     tokens = []
                     run = part.contents.add(parent=parent)
+                    for group in range(num_groups):
+                        run.blocks.add(group=group, tier=common_pb2.TIER_DEVICE)
                     if not parent:
                         run.root.CopyFrom(content.root)
-                block = content.block
-                run.block_ids.append(block)
-                run.generations.append(self._generations[block])
+                for held, block, generations in zip(run.blocks, content.blocks, self._generations, strict=True):
+                    held.block_ids.append(block)
+                    held.generations.append(generations[block])
                 tokens.append(content.tokens)
                 numbers[content] = len(numbers) + 1
                 count += 1
@@ -133,12 +143,13 @@ class Report:
     def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = num_bytes = 0
-        for key, root, tokens, num_computed, num_cached, table, generations in self._sequences:
+        for key, root, tokens, num_computed, num_cached, tables, generations in self._sequences:
             reported = part.sequences.add(
                 key=key, root=root, tokens=tokens, num_computed_tokens=num_computed, num_cached_tokens=num_cached
             )
-            _add_run(reported.tables, table, generations)
-            count += len(table)
+            for group, table in enumerate(tables):
+                _add_run(reported.tables, group, table, generations[group])
+                count += len(table)
             num_bytes += len(tokens)
             if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
                 yield part
@@ -148,6 +159,6 @@ class Report:
             yield part
 
 
-def _add_run(runs: object, blocks: list[int], generations: list[int]) -> None:
+def _add_run(runs: object, group: int, blocks: list[int], generations: list[int]) -> None:
     if blocks:
-        runs.add(group=0, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)  # type: ignore[attr-defined]
+        runs.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A sequence of the worker's cache side: its block table, and how much of it the manager has acknowledged."""
+"""A sequence of the worker's cache side: its block tables, and how much of them the manager has acknowledged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SequenceId(NamedTuple):
 class CacheSequence:
     """One (sequence_id, attempt) of the engine, in its current round.
 
-    The engine reads `state`, `table`, `num_cached_tokens` and `num_computed_tokens`; only EngineCache writes.
+    The engine reads `state`, `tables`, `num_cached_tokens` and `num_computed_tokens`; only EngineCache writes.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class CacheSequence:
         self.level = 0
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
-        self.table: list[int] = []
-        """Block ids, from position 0."""
-        self.generations: list[int] = []
-        """Generation of each entry of the table."""
+        self.tables: tuple[list[int], ...] = ()
+        """By group: block ids, from position 0. All have the same length; empty while it holds nothing."""
+        self.generations: tuple[list[int], ...] = ()
+        """Generation of each entry of the tables."""
         self.num_cached_tokens = 0
         """Tokens that the cache served in the current round."""
         self.num_computed_tokens = 0
@@ -78,7 +78,7 @@ class CacheSequence:
         self.acked_tokens = 0
         """Tokens that the manager has acknowledged."""
         self.acked_entries = 0
-        """Table entries that it has acknowledged."""
+        """Entries of each table that it has acknowledged."""
         self.acked_computed_tokens = 0
         self.parked_on: SequenceId | None = None
         self.parked_position = 0
@@ -89,7 +89,7 @@ class CacheSequence:
     def __repr__(self) -> str:
         return (
             f"<CacheSequence {self.id.sequence_id!r} attempt={self.id.attempt} round={self.round} {self.state.value} "
-            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} table={self.table}>"
+            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables}>"
         )
 
     @property
@@ -97,13 +97,18 @@ class CacheSequence:
         """The protocol's key, with the current round."""
         return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
 
+    @property
+    def num_entries(self) -> int:
+        """Length of its tables."""
+        return len(self.tables[0]) if self.tables else 0
+
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that its tokens occupy."""
+        """Blocks of each group that its tokens occupy."""
         return -(-len(self.tokens) // block_size)
 
     def num_blocks_to_come(self, block_size: int) -> int:
-        """Blocks that the sequence can still need beyond its table."""
-        return max(0, -(-(self.max_tokens - 1) // block_size) - len(self.table))
+        """Blocks of each group that the sequence can still need beyond its tables."""
+        return max(0, -(-(self.max_tokens - 1) // block_size) - self.num_entries)
 
     def next_round(self) -> CacheSequence:
         """The same request with its generated tokens, holding nothing."""
@@ -122,8 +127,7 @@ class CacheSequence:
 
     def forget(self) -> None:
         """Reset table, progress and acknowledgements."""
-        self.table = []
-        self.generations = []
+        self.tables = self.generations = ()
         self.num_cached_tokens = self.num_computed_tokens = 0
         self.uses_blocks = self.maybe_granted = False
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0

@@ -9,7 +9,7 @@ from . import events
 from .ledger import BlockLedger
 from .link_state import LinkState
 from .report import Report
-from .reserve import DecodingRate, Reserve, spare_target
+from .reserve import DecodingRate, Reserve, ReservedBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 
 
@@ -20,8 +20,9 @@ class CacheState:
         self.settings = settings
         self.link: LinkState | None = None
         """None while no session is open."""
-        self.ledger = BlockLedger(settings.num_blocks)
-        self.reserve = Reserve()
+        self.ledgers = tuple(BlockLedger(count, group) for group, count in enumerate(settings.num_blocks))
+        """By group, like `reserves`."""
+        self.reserves = tuple(Reserve() for _ in settings.num_blocks)
         self.sequences: dict[SequenceId, CacheSequence] = {}
         """Live and ending sequences, and those the manager may hold blocks for."""
         self.ending: list[CacheSequence] = []
@@ -35,11 +36,11 @@ class CacheState:
         """The next report must not wait."""
         self.ask_again_at = 0.0
         """The last Allocate found no blocks: no other before this time, unless blocks are freed."""
-        self.pool_is_empty = False
-        """The last call left fewer blocks in the pool than the reserve wanted."""
-        self.num_free: int | None = None
-        """Blocks that the manager can grant without eviction, as of the last reply; None before the first of a session. Fewer than
-        the blank blocks here if the budget of all workers is reached."""
+        self.pool_is_empty = [False] * len(self.ledgers)
+        """By group: the last call left fewer blocks in the pool than the reserve wanted."""
+        self.num_free: list[int] | None = None
+        """By group: blocks that the manager can grant without eviction, as of the last reply; None before the first of a session.
+        Fewer than the blank blocks here if the budget of all workers is reached."""
         self.is_given_up = False
         """The blocks held here cannot be reported to the manager and must be forgotten."""
         self.events: list[events.Event] = []
@@ -47,7 +48,7 @@ class CacheState:
     @property
     def holds_anything(self) -> bool:
         """Whether there is anything to report to a manager."""
-        return bool(self.ledger.holds_anything or self.reserve)
+        return any(ledger.holds_anything for ledger in self.ledgers) or any(self.reserves)
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
         """A session is open. If the manager asked for a report, it is sent first: also an empty one, since the manager waits."""
@@ -55,8 +56,8 @@ class CacheState:
             self._end_unheard(sequence)
         self.link = link
         if report_wanted:
-            holders = [sequence for sequence in self.sequences.values() if sequence.table]
-            link.report = Report(self.ledger, holders, self.reserve.spare())
+            holders = [sequence for sequence in self.sequences.values() if sequence.num_entries]
+            link.report = Report(self.ledgers, holders, [reserve.spare() for reserve in self.reserves])
 
     def lose_session(self, why: str) -> None:
         """The session is over. Blocks stay; unanswered calls count as not executed."""
@@ -76,9 +77,10 @@ class CacheState:
             sequence.parked_on = None
             sequence.state = SequenceState.WAITING
         self.parked = []
-        self.reserve.returning = []
+        for reserve in self.reserves:
+            reserve.returning = []
         self.report_due_at, self.is_urgent = None, False
-        self.ask_again_at, self.pool_is_empty = 0.0, False
+        self.ask_again_at, self.pool_is_empty = 0.0, [False] * len(self.ledgers)
         self.num_free = None
 
     def _end_unheard(self, sequence: CacheSequence) -> None:
@@ -98,7 +100,8 @@ class CacheState:
         return None if self.link is None or self.link.report is not None else self.link
 
     def spare_target(self, joining: List[CacheSequence] = ()) -> int:
-        """Blocks that the reserve should hold for the live sequences, and for `joining` ones with tables for their tokens."""
+        """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their
+        tokens."""
         live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
         size = self.settings.block_size
         to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
@@ -106,17 +109,31 @@ class CacheState:
         rate = self.rate.tokens_per_second
         return spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
 
+    @property
+    def num_spare(self) -> int:
+        """Blocks that each sequence of one block more could take: of the smallest reserve."""
+        return min(map(len, self.reserves))
+
+    def returning(self) -> tuple[tuple[ReservedBlock, ...], ...]:
+        """Surplus of the reserves, by group."""
+        return tuple(tuple(reserve.returning) for reserve in self.reserves)
+
     def num_blank(self) -> int:
-        """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager."""
-        num_reserved = len(self.reserve) + len(self.reserve.returning)
-        num_blank = self.settings.num_blocks - 1 - self.ledger.num_used - self.ledger.num_idle - num_reserved
-        return num_blank if self.num_free is None else min(num_blank, self.num_free)
+        """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager; of the group with
+        the fewest."""
+        return min(self._num_blank(group) for group in range(len(self.ledgers)))
+
+    def _num_blank(self, group: int) -> int:
+        ledger, reserve = self.ledgers[group], self.reserves[group]
+        num_reserved = len(reserve) + len(reserve.returning)
+        num_blank = ledger.num_blocks - 1 - ledger.num_used - ledger.num_idle - num_reserved
+        return num_blank if self.num_free is None else min(num_blank, self.num_free[group])
 
     def num_blocks_due(self) -> int:
-        """Blocks needed if each live sequence gets one more token."""
+        """Blocks of each group needed if each live sequence gets one more token."""
         size = self.settings.block_size
         return sum(
-            len(sequence.tokens) >= len(sequence.table) * size and sequence.num_blocks_to_come(size) > 0
+            len(sequence.tokens) >= sequence.num_entries * size and sequence.num_blocks_to_come(size) > 0
             for sequence in self.sequences.values()
             if sequence.state is SequenceState.LIVE
         )
@@ -125,8 +142,9 @@ class CacheState:
         """This worker no longer uses the sequence's blocks. Drops the last one first, as the manager does."""
         if sequence.uses_blocks:
             sequence.uses_blocks = False
-            for block in reversed(sequence.table):
-                self.ledger.drop(block)
+            for ledger, table in zip(self.ledgers, sequence.tables, strict=True):
+                for block in reversed(table):
+                    ledger.drop(block)
 
     def end(self, sequence: CacheSequence) -> None:
         """The sequence holds nothing, here or at the manager."""
@@ -139,12 +157,12 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Size of the pool, and timing and size of calls."""
+    """Sizes of the pools, and timing and size of calls."""
 
     block_size: int = 16
     """Token slots of one block."""
-    num_blocks: int = 1024
-    """Blocks of the pool, the null block included."""
+    num_blocks: tuple[int, ...] = (1024,)
+    """Blocks of each group's pool, the null block included."""
     report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
@@ -157,3 +175,8 @@ class CacheSettings:
     """Sequences in one call to the manager."""
     max_call_bytes: int = 8 << 20
     """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of each group that one sequence can have at most: those of the smallest pool."""
+        return min(self.num_blocks) - 1

@@ -177,18 +177,18 @@ class Engine:
         return max_tokens
 
     def _tokens_that_fit(self, room: int, num_prompt: int) -> int:
-        """The largest number of new tokens, by the model's limit and the pool's."""
+        """The largest number of new tokens, by the model's limit and the pools'."""
         cache = self.cache.settings
-        return max(1, min(room, (cache.num_blocks - 1) * cache.block_size - num_prompt + 1))
+        return max(1, min(room, cache.capacity * cache.block_size - num_prompt + 1))
 
     def _check_fits(self, num_prompt: int, max_tokens: int) -> None:
         cache = self.cache.settings
         num_blocks = -(-(num_prompt + max_tokens - 1) // cache.block_size)
-        if num_blocks > cache.num_blocks - 1:
+        if num_blocks > cache.capacity:
             raise EngineError(
                 ErrorKind.NEVER_FITS,
                 f"{num_prompt} prompt tokens and {max_tokens} new ones need {num_blocks} blocks of {cache.block_size}; this worker "
-                f"has {cache.num_blocks - 1}: lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
+                f"has {cache.capacity}: lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
                 field="max_tokens",
             )
 

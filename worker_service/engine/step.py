@@ -31,7 +31,7 @@ class SequencePart(NamedTuple):
     start: int
     """Position of token_ids[0] in the sequence."""
     block_table: list[int]
-    """Block ids of the sequence from position 0, covering at least start + len(token_ids) positions."""
+    """Block ids of the sequence from position 0, covering at least start + len(token_ids) positions; of its first group."""
     sampling: SamplingParams | None
     """How to sample the token after the last one; None in the middle of a prefill: no logits are computed."""
     banned_ids: Collection[int] = ()
@@ -39,6 +39,8 @@ class SequencePart(NamedTuple):
     counts: TokenCounts | None = None
     """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
+    further_tables: tuple[list[int], ...] = ()
+    """The same of its other groups. The models here have one."""
 
 
 class Step(NamedTuple):
