@@ -41,7 +41,7 @@ from .explanation import ClosestPrompt, Explanation, Miss, MissCause, WorkerExpl
 from .messages import Message
 from .model import Model
 from .options import GenerateOptions
-from .picture_view import PictureView, WorkerView
+from .picture_view import PictureView, PoolView, WorkerView
 from .stream import GenerateStream
 from .sync_client import SyncClient, SyncStream
 from .watch import ManagerAway
@@ -73,6 +73,7 @@ __all__ = [
     "NotFound",
     "PermissionDenied",
     "PictureView",
+    "PoolView",
     "ProtocolError",
     "ResourceExhausted",
     "ServiceError",

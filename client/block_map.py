@@ -15,7 +15,7 @@ PAGE_BLOCKS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """All blocks of one worker's device pool, as the manager described them page by page."""
+    """All blocks of the pool of one worker's group, as the manager described them page by page."""
 
     worker_id: str
     """Whose blocks they are."""
@@ -25,21 +25,35 @@ class BlockMap:
     """Blocks of the pool, the null block included."""
     blocks: tuple[cache_pb2.BlockDescription, ...]
     """In order of block_id. The null block may be missing."""
+    group: int = 0
+    num_groups: int = 1
+    """Of the worker."""
 
 
-async def fetch_block_map(client: Client, worker_id: str, page_blocks: int = PAGE_BLOCKS) -> BlockMap:
+async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
+    """Those of all groups of a worker. NotFound as below."""
+    first = await fetch_block_map(client, worker_id)
+    return [first, *[await fetch_block_map(client, worker_id, group=group) for group in range(1, first.num_groups)]]
+
+
+async def fetch_block_map(
+    client: Client, worker_id: str, page_blocks: int = PAGE_BLOCKS, *, group: int = 0
+) -> BlockMap:
     """Page through Describe, `page_blocks` at a time, at most PAGE_BLOCKS. Pages are taken one after the other, so blocks may
     change between them. NotFound if the worker is not there."""
     blocks: dict[int, cache_pb2.BlockDescription] = {}
     first_block = 0
     while True:
-        response = await client.describe(worker_id=worker_id, first_block=first_block, max_blocks=page_blocks)
+        response = await client.describe(
+            worker_id=worker_id, first_block=first_block, max_blocks=page_blocks, group=group
+        )
         if not response.workers:
             raise NotFound(
                 f"the manager knows no live worker {worker_id!r}; `kvpool status` lists them", reason="UNKNOWN_WORKER"
             )
         worker = response.workers[0]
-        num_blocks = num_device_blocks(worker)
+        pools = {pool.group: pool for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE}
+        num_blocks = pools[group].num_blocks
         blocks |= {block.block_id: block for block in worker.blocks}
         first_block += page_blocks
         if first_block >= num_blocks:
@@ -48,9 +62,17 @@ async def fetch_block_map(client: Client, worker_id: str, page_blocks: int = PAG
                 block_size=worker.kv_cache_config.block_size,
                 num_blocks=num_blocks,
                 blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
+                group=group,
+                num_groups=len(pools),
             )
 
 
 def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of the device tier, null blocks included."""
+    """Blocks of the device tier, over all groups, null blocks included."""
     return sum(pool.num_blocks for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE)
+
+
+def sequence_blocks(worker: cache_pb2.WorkerDescription) -> int:
+    """Blocks of each group that sequences can have: those of the smallest pool, without its null block."""
+    pools = [pool for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE]
+    return min((pool.num_blocks for pool in pools), default=1) - 1

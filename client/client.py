@@ -95,26 +95,30 @@ class Client:
         worker_id: str = "",
         first_block: int | None = None,
         max_blocks: int = 0,
+        group: int = 0,
         max_sequences: int = 0,
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with worker_id and first_block also a page of its block map, with max_sequences
-        also at most that many live sequences of each worker, oldest first (1,000 in all)."""
+        """Live workers and their block counts; with worker_id and first_block also a page of the block map of a group, with
+        max_sequences also at most that many live sequences of each worker, oldest first (1,000 in all)."""
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         return await self._manager.describe(
             deadline,
             worker_id=worker_id,
             first_block=first_block,
             max_blocks=max_blocks,
+            group=group,
             max_sequences=max_sequences,
         )
 
     async def describe_block(
-        self, worker_id: str, block_id: int, *, timeout: float | None = None
+        self, worker_id: str, block_id: int, *, group: int = 0, timeout: float | None = None
     ) -> cache_pb2.DescribeBlockResponse:
-        """One block of a worker: what it holds, the prefix before it and the sequences that share it. NotFound if the worker is
-        not there."""
-        return await self._manager.describe_block(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, block_id)
+        """One block of a worker's group: what it holds, the prefix before it and the sequences that share it. NotFound if the
+        worker is not there."""
+        return await self._manager.describe_block(
+            Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, block_id, group
+        )
 
     def watch(
         self,

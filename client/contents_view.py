@@ -27,7 +27,9 @@ class ContentNode:
     block_hash: int
     """xxh64 of the chain. A name, never a proof."""
     sessions: dict[int, str] = field(default_factory=dict)
-    """Sessions whose worker has it, with the worker's name; empty: it is listed for what comes after it."""
+    """Sessions whose worker has it in any group, with the worker's name; empty: it is listed for what comes after it."""
+    groups: dict[int, set[int]] = field(default_factory=dict)
+    """By session: the worker's groups that have it. It is a hit as far as all groups have it and what comes before it."""
     children: dict[int, ContentNode] = field(default_factory=dict)
     """By number."""
     num_served_tokens: int = 0
@@ -79,6 +81,7 @@ class ContentsView:
         elif kind == "cleared":
             for holder in self.nodes.values():
                 holder.sessions.pop(event.cleared.session, None)
+                holder.groups.pop(event.cleared.session, None)
         elif kind == "served" and (node := self.nodes.get(event.served.node)) is not None:
             node.num_served_tokens += event.served.num_cached_tokens
 
@@ -103,12 +106,17 @@ class ContentsView:
                 parent.children[stored.node] = known
         if stored.session:
             known.sessions[stored.session] = stored.worker_id
+            known.groups.setdefault(stored.session, set()).add(stored.group)
 
     def _remove(self, removed: cache_pb2.ContentRemoved) -> None:
         node = self.nodes.get(removed.node)
         if node is None:
             return
-        node.sessions.pop(removed.session, None)
+        groups = node.groups.get(removed.session, set())
+        groups.discard(removed.group)
+        if not groups:
+            node.groups.pop(removed.session, None)
+            node.sessions.pop(removed.session, None)
         if removed.forgotten:
             del self.nodes[removed.node]
             if node.parent is not None:

@@ -73,26 +73,28 @@ class Manager:
         worker_id: str = "",
         first_block: int | None = None,
         max_blocks: int = 0,
+        group: int = 0,
         max_sequences: int = 0,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with first_block also one page of that worker's block map, with max_sequences
-        also at most that many live sequences of each worker, oldest first."""
+        """Live workers and their block counts; with first_block also one page of the block map of that worker's group, with
+        max_sequences also at most that many live sequences of each worker, oldest first."""
         request = cache_pb2.DescribeRequest(
             worker_id=worker_id,
             include_blocks=first_block is not None,
             first_block=first_block or 0,
             max_blocks=max_blocks,
+            group=group,
             max_sequences=max_sequences,
         )
         return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
 
     async def describe_block(
-        self, deadline: Deadline, worker_id: str, block_id: int
+        self, deadline: Deadline, worker_id: str, block_id: int, group: int = 0
     ) -> cache_pb2.DescribeBlockResponse:
-        """One block of a worker."""
+        """One block of a worker's group."""
         if not 0 <= block_id < 2**32:
             raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")
-        request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id)
+        request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id, group=group)
         return await self._call(self._channels.manager(self._config.manager).DescribeBlock, request, deadline)
 
     async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:

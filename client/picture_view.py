@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,13 +14,9 @@ from .errors import ProtocolError
 
 
 @dataclass(slots=True)
-class WorkerView:
-    """One session of a worker. The lists are by block id; what is not there yet was never granted, and is free."""
+class PoolView:
+    """The blocks of one group. The lists are by block id; what is not there yet was never granted, and is free."""
 
-    session: int
-    """Its number."""
-    description: cache_pb2.WorkerDescription = field(default_factory=cache_pb2.WorkerDescription)
-    """Without lease, blocks and sequences."""
     states: bytearray = field(default_factory=bytearray)
     """A BlockState each."""
     ref_counts: array[int] = field(default_factory=lambda: array("H"))
@@ -28,8 +25,6 @@ class WorkerView:
     """Number of the picture in which it was granted or hit last, modulo 2^32; 0: in none since somebody watches."""
     salt_numbers: array[int] = field(default_factory=lambda: array("H"))
     """Of the tenant's salt; 0: none, or nothing is held."""
-    sequences: dict[tuple[str, int, int], cache_pb2.SequenceDescription] = field(default_factory=dict)
-    """Live ones, by id, attempt and round."""
 
     def grow(self, num_blocks: int) -> None:
         """Make the lists at least so long; new blocks are free."""
@@ -39,6 +34,20 @@ class WorkerView:
             self.ref_counts.frombytes(bytes(2 * count))
             self.last_used.frombytes(bytes(4 * count))
             self.salt_numbers.frombytes(bytes(2 * count))
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One session of a worker."""
+
+    session: int
+    """Its number."""
+    description: cache_pb2.WorkerDescription = field(default_factory=cache_pb2.WorkerDescription)
+    """Without lease, blocks and sequences."""
+    pools: dict[int, PoolView] = field(default_factory=lambda: defaultdict(PoolView))
+    """By group."""
+    sequences: dict[tuple[str, int, int], cache_pb2.SequenceDescription] = field(default_factory=dict)
+    """Live ones, by id, attempt and round."""
 
 
 class PictureView:
@@ -79,14 +88,14 @@ class PictureView:
             worker.description = part.worker
         for blocks in part.blocks:
             if blocks.tier == common_pb2.TIER_DEVICE:
-                _apply_blocks(worker, blocks)
+                _apply_blocks(worker.pools[blocks.group], blocks)
         for key in part.ended_sequences:
             worker.sequences.pop((key.sequence_id, key.attempt, key.round), None)
         for sequence in part.sequences:
             worker.sequences[sequence.key.sequence_id, sequence.key.attempt, sequence.key.round] = sequence
 
 
-def _apply_blocks(worker: WorkerView, blocks: cache_pb2.BlockPicture) -> None:
+def _apply_blocks(pool: PoolView, blocks: cache_pb2.BlockPicture) -> None:
     count = len(blocks.states)
     lists = (blocks.ref_counts, 2), (blocks.last_used, 4), (blocks.salt_numbers, 2)
     if any(len(data) != size * count for data, size in lists) or len(blocks.block_ids) not in (0, count):
@@ -95,19 +104,19 @@ def _apply_blocks(worker: WorkerView, blocks: cache_pb2.BlockPicture) -> None:
     salt_numbers = _numbers("H", blocks.salt_numbers)
     if not blocks.block_ids:
         span = slice(blocks.first_block, blocks.first_block + count)
-        worker.grow(span.stop)
-        worker.states[span] = blocks.states
-        worker.ref_counts[span], worker.last_used[span] = ref_counts, last_used
-        worker.salt_numbers[span] = salt_numbers
+        pool.grow(span.stop)
+        pool.states[span] = blocks.states
+        pool.ref_counts[span], pool.last_used[span] = ref_counts, last_used
+        pool.salt_numbers[span] = salt_numbers
         return
-    worker.grow(max(blocks.block_ids) + 1)
+    pool.grow(max(blocks.block_ids) + 1)
     for block, state, ref_count, used, salt in zip(
         blocks.block_ids, blocks.states, ref_counts, last_used, salt_numbers, strict=True
     ):
-        worker.states[block] = state
-        worker.ref_counts[block] = ref_count
-        worker.last_used[block] = used
-        worker.salt_numbers[block] = salt
+        pool.states[block] = state
+        pool.ref_counts[block] = ref_count
+        pool.last_used[block] = used
+        pool.salt_numbers[block] = salt
 
 
 def _numbers(kind: str, data: bytes) -> array[int]:

@@ -22,28 +22,33 @@ MAX_TEXTS: Final = 64
 
 
 async def block(request: Request) -> Response:
-    """?worker_id=…&block_id=…"""
-    worker_id, block_id = _asked(request)
+    """?worker_id=…&block_id=…, and &group=… unless it is 0"""
+    worker_id, block_id, group = _asked(request)
     try:
-        described = await gateway_of(request).client.describe_block(worker_id, block_id, timeout=SECONDS)
+        client = gateway_of(request).client
+        described = await client.describe_block(worker_id, block_id, group=group, timeout=SECONDS)
     except KvpoolError as error:
         raise api_error(error) from error
     return JSONResponse({**_block_json(described), **await _texts(request, worker_id, described)})
 
 
-def _asked(request: Request) -> tuple[str, int]:
+def _asked(request: Request) -> tuple[str, int, int]:
     worker_id, block_id = request.query_params.get("worker_id", ""), request.query_params.get("block_id", "")
+    group = request.query_params.get("group", "0")
     if not worker_id:
         raise ApiError(400, "worker_id names the worker whose block it is", param="worker_id")
     if not block_id.isascii() or not block_id.isdigit() or not 0 < int(block_id[:10]) < 1 << 32:
         raise ApiError(400, f"block_id is a number from 1, got {block_id[:64]!r}", param="block_id")
-    return worker_id, int(block_id[:10])
+    if not group.isascii() or not group.isdigit() or int(group[:10]) >= 1 << 32:
+        raise ApiError(400, f"group is a number from 0, got {group[:64]!r}", param="group")
+    return worker_id, int(block_id[:10]), int(group[:10])
 
 
 def _block_json(described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:
     block, root = described.block, described.root
     return {
         "epoch": str(described.epoch),
+        "group": block.group,
         "block_id": block.block_id,
         "state": cache_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower(),
         "ref_count": block.ref_count,

@@ -25,7 +25,8 @@ Key = tuple[str, int, int]
 class _Worker:
     """What is known of one session."""
 
-    pool: PoolPicture = field(default_factory=PoolPicture)
+    pools: dict[int, PoolPicture] = field(default_factory=dict)
+    """By group."""
     description: cache_pb2.WorkerDescription | None = None
     described_at: int = 0
     sequences: dict[Key, tuple[int, cache_pb2.SequenceDescription]] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class ClusterPicture:
         if picture.HasField("worker"):
             worker.description, worker.described_at = picture.worker, version
         for blocks in picture.blocks:
-            worker.pool.apply(blocks, version)
+            worker.pools.setdefault(blocks.group, PoolPicture()).apply(blocks, version)
         for key in map(_key, picture.ended_sequences):
             if worker.sequences.pop(key, None) is not None:
                 worker.ended[key] = version
@@ -138,8 +139,12 @@ class ClusterPicture:
         found: dict[str, Any] = {"session": str(session)}
         if worker.description is not None and worker.described_at > since:
             found["worker"] = _worker_json(worker.description)
-        if include_blocks and (blocks := worker.pool.as_json(since)):
-            found["blocks"] = blocks
+        if include_blocks:
+            blocks = [
+                {"group": group, **entry} for group, pool in worker.pools.items() for entry in pool.as_json(since)
+            ]
+            if blocks:
+                found["blocks"] = blocks
         if sequences := [_sequence_json(sequence) for at, sequence in worker.sequences.values() if at > since]:
             found["sequences"] = sequences
         if since and (ended := [key for key, at in worker.ended.items() if at > since]):
@@ -149,6 +154,7 @@ class ClusterPicture:
 
 _KEY_NAMES: Final = ("sequence_id", "attempt", "round")
 _COUNTS: Final = ("capacity", "free", "cached", "held", "reserved", "copying", "shared", "withheld")
+_NO_COUNTS: Final = common_pb2.BlockCounts()
 _LOAD: Final = ("num_running", "num_waiting", "num_uncomputed_tokens")
 _TOTALS: Final = ("num_prompt_tokens", "num_cached_tokens", "num_evicted_blocks", "num_calls", "num_generated_tokens")
 _BUDGET: Final = ("num_blocks", "max_blocks", "num_slots", "num_sequence_tokens", "max_tokens")
@@ -168,15 +174,21 @@ def _cluster_json(cluster: cache_pb2.ClusterPicture) -> dict[str, Any]:
 
 
 def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
-    counts = worker.counts[0] if worker.counts else common_pb2.BlockCounts()
+    counts = {one.group: one for one in worker.counts}
+    groups = [
+        {
+            "num_blocks": pool.num_blocks,
+            "counts": {name: getattr(counts.get(pool.group, _NO_COUNTS), name) for name in _COUNTS},
+        }
+        for pool in worker.kv_cache_config.pools
+    ]
     return {
         "worker_id": worker.worker_id,
         "address": worker.address,
         "model_name": worker.model_name,
         "block_size": worker.kv_cache_config.block_size,
-        "num_blocks": sum(pool.num_blocks for pool in worker.kv_cache_config.pools),
         "max_model_len": worker.max_model_len,
-        "counts": {name: getattr(counts, name) for name in _COUNTS},
+        "groups": groups,
         "load": {name: _number(getattr(worker.load, name), name) for name in _LOAD},
         "totals": {name: str(getattr(worker.totals, name)) for name in _TOTALS},
         "num_sequences": worker.num_sequences,

@@ -1,4 +1,4 @@
-"""The blocks of one worker's pool, and in which picture each of them changed last."""
+"""The blocks of one group of a worker, and in which picture each of them changed last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS: Final = (("states", "u1"), ("ref_counts", "<u2"), ("last_used", "<u4")
 
 
 class PoolPicture:
-    """All blocks of a pool that were ever granted; the others are free. A worker of this version has one pool."""
+    """All blocks of a pool that were ever granted; the others are free."""
 
     def __init__(self) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, kind) for name, kind in _COLUMNS}

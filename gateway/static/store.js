@@ -1,6 +1,6 @@
 // What the page knows of the cluster: one event stream of the gateway, kept as state. Views read it and listen for changes.
 //
-// Events of `store`: "picture" (detail: {whole, changed: Map of session → blocks}), "manager", "requests".
+// Events of `store`: "picture" (detail: {whole, changed: Map of session → blocks by group}), "manager", "requests".
 
 import { Rates } from "./rates.js";
 import { WorkerState } from "./worker-state.js";

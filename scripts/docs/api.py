@@ -29,7 +29,7 @@ SECTIONS: Final = {
     ),
     "Why a prompt misses": ("Explanation", "WorkerExplanation", "Miss", "MissCause", "ClosestPrompt"),
     "Models": ("Model",),
-    "Watching": ("PictureView", "WorkerView", "ContentsView", "ContentNode", "ManagerAway"),
+    "Watching": ("PictureView", "WorkerView", "PoolView", "ContentsView", "ContentNode", "ManagerAway"),
     "Errors": ("KvpoolError",),
 }
 """Headings, and the names that are described in full below them. The other errors are a table."""

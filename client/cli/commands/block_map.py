@@ -14,7 +14,7 @@ from rich.text import Text
 from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2
 
-from ...block_map import BlockMap, fetch_block_map
+from ...block_map import BlockMap, fetch_block_maps
 from ...client import Client
 from ...errors import NotFound
 from ..terminal import JsonOption, ManagerOption, client_config, print_json, stdout_console
@@ -53,6 +53,8 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
     per_row = _cells_per_row(width)
     text = Text(no_wrap=True)
     text.append(printable(block_map.worker_id), style="bold")
+    if block_map.num_groups > 1:
+        text.append(f", group {block_map.group}")
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
     legend = _legend(block_map.blocks, owners, width, max_owners)
@@ -192,9 +194,10 @@ def _flow(items: Sequence[Text], width: int) -> Text:
 
 
 def block_map_object(block_map: BlockMap) -> dict[str, object]:
-    """The blocks of one worker for `--json`, without the null block; the names are part of the interface."""
+    """The blocks of one group of a worker for `--json`, without the null block; the names are part of the interface."""
     return {
         "worker_id": block_map.worker_id,
+        "group": block_map.group,
         "block_size": block_map.block_size,
         "num_blocks": block_map.num_blocks,
         "blocks": [
@@ -229,7 +232,8 @@ def blocks(
             if worker is not None and worker not in live:
                 names = ", ".join(live) or "none"
                 raise NotFound(f"no live worker {worker!r}; there are: {names}", reason="UNKNOWN_WORKER")
-            return [await fetch_block_map(client, worker_id) for worker_id in ([worker] if worker else live)]
+            maps = [await fetch_block_maps(client, worker_id) for worker_id in ([worker] if worker else live)]
+            return [one for of_worker in maps for one in of_worker]
 
     block_maps = asyncio.run(fetch())
     if as_json:

@@ -34,7 +34,7 @@ from kvpool.process.settings import (
 from kvpool.process.signals import INTERRUPTED
 from kvpool.v1 import cache_pb2
 
-from ...block_map import num_device_blocks
+from ...block_map import sequence_blocks
 from ...config import MANAGER_VARIABLE, ClientConfig
 from ...errors import InvalidRequest, KvpoolError
 from ..launch.children import Children
@@ -305,7 +305,7 @@ def say_ready(
         )
     for worker in workers:
         block_size = worker.kv_cache_config.block_size
-        capacity = num_device_blocks(worker) - 1
+        capacity = sequence_blocks(worker)
         pid = pids.get(worker.worker_id)
         log.say(
             f"{worker.worker_id} (pid {pid}) serves {worker.model_name} on {worker.address}: "

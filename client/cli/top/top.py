@@ -252,13 +252,13 @@ class Observer:
             return
         block_map = None
         try:
-            block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS)
+            block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS, group=picture.group)
         except NotFound:
             pass  # which the picture says by itself
         except KvpoolError:
             return  # the manager is away, which the other looks show
         # A key pressed meanwhile may have chosen another worker.
-        if picture.chosen == chosen and picture.shows_map:
+        if picture.chosen == chosen and picture.shows_map and (block_map is None or block_map.group == picture.group):
             picture.block_map = block_map
 
     def _say_away(self, error: KvpoolError) -> str:
@@ -275,8 +275,15 @@ class Observer:
             self._choose(names[place % len(names)])
 
     def toggle_map(self) -> None:
-        """Show the blocks, or no longer."""
-        self.picture.shows_map = not self.picture.shows_map
+        """Show the blocks, or no longer; of a worker with several groups those of the next group first."""
+        picture = self.picture
+        last = (
+            max((len(worker.counts) for worker in picture.workers if worker.worker_id == picture.chosen), default=1) - 1
+        )
+        if picture.shows_map and picture.group < last:
+            picture.group += 1
+        else:
+            picture.shows_map, picture.group = not picture.shows_map, 0
         self._forget_map()
 
     def toggle_requests(self) -> None:
@@ -285,7 +292,7 @@ class Observer:
         self._forget_requests()
 
     def _choose(self, worker: str) -> None:
-        self.picture.chosen = worker
+        self.picture.chosen, self.picture.group = worker, 0
         self._forget_requests()
         self._forget_map()
 

@@ -67,6 +67,8 @@ class Picture:
     """The worker whose requests and blocks are shown."""
     shows_requests: bool = True
     shows_map: bool = True
+    group: int = 0
+    """Whose blocks the map shows."""
     requests: cache_pb2.WorkerDescription | None = None
     """The chosen worker with its sequences; None: not shown, or not fetched yet."""
     request_rates: dict[SequenceName, float | None] = field(default_factory=dict)

@@ -25,14 +25,14 @@ export class BlockDetails {
   }
 
   /** Ask for this block and show it. Resolves with the answer; null: another block was asked for meanwhile, or there is none. */
-  show(workerId, blockId, waitMs = WAIT_MS) {
+  show(workerId, group, blockId, waitMs = WAIT_MS) {
     this.#cancel();
     return new Promise((resolve) => {
       const call = new AbortController();
       this.#call = { call, resolve };
       this.#timer = setTimeout(async () => {
         try {
-          const block = await getJson("/api/block", { worker_id: workerId, block_id: blockId }, call.signal);
+          const block = await getJson("/api/block", { worker_id: workerId, group, block_id: blockId }, call.signal);
           this.#fill(block);
           resolve(block);
         } catch (failure) {

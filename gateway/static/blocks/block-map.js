@@ -15,7 +15,7 @@ const SHARE_OF_HEIGHT = 0.62;
 const GRID_FROM = 6; // CSS pixels of a cell, from which lines between cells can be seen
 
 export class BlockMap extends EventTarget {
-  worker = null;
+  pool = null;
   focused = null;
   #canvas = make("canvas", { class: "map-cells", "aria-hidden": "true" });
   #grid = make("div", { class: "map-grid", hidden: true });
@@ -64,9 +64,9 @@ export class BlockMap extends EventTarget {
     return this.#painter.frameTimes;
   }
 
-  /** Show this worker's pool. */
-  show(worker) {
-    this.worker = worker;
+  /** Show this pool. */
+  show(pool) {
+    this.pool = pool;
     this.focus(null);
     this.light([]);
     this.#layOut();
@@ -100,9 +100,9 @@ export class BlockMap extends EventTarget {
   /** How many blocks are in each class of the colouring. */
   countClasses() {
     const counts = new Array(this.#colouring.classes.length).fill(0);
-    if (this.worker === null) return counts;
+    if (this.pool === null) return counts;
     for (let cell = 0; cell < this.#layout.cells; cell += 1)
-      counts[this.#colouring.classOf(this.worker, cell + FIRST_BLOCK, store.number)] += 1;
+      counts[this.#colouring.classOf(this.pool, cell + FIRST_BLOCK, store.number)] += 1;
     return counts;
   }
 
@@ -120,7 +120,7 @@ export class BlockMap extends EventTarget {
   }
 
   #cells() {
-    return this.worker === null ? 0 : Math.max(0, this.worker.states.length - FIRST_BLOCK);
+    return this.pool === null ? 0 : Math.max(0, this.pool.states.length - FIRST_BLOCK);
   }
 
   #onWidth(width) {
@@ -138,7 +138,7 @@ export class BlockMap extends EventTarget {
     this.#frame.style.height = `${rows * size}px`;
     this.#grid.hidden = size < GRID_FROM;
     this.#grid.style.backgroundSize = `${size}px ${size}px`;
-    const id = this.worker?.info?.worker_id ?? "";
+    const id = this.pool?.worker.info?.worker_id ?? "";
     this.element.setAttribute(
       "aria-label",
       `${count(cells)} blocks of ${id}. Arrow keys, Page up, Page down, Home and End move; Enter lights up the prefix of a block; Escape ends it.`,
@@ -160,7 +160,7 @@ export class BlockMap extends EventTarget {
       const block = cell + FIRST_BLOCK;
       if (lit.has(block)) return litColour;
       if (related.has(block)) return relatedColour;
-      const found = classOf(this.worker, block, store.number);
+      const found = classOf(this.pool, block, store.number);
       return lit.size > 0 || (only !== null && only !== found) ? back[found] : full[found];
     });
   }

@@ -15,11 +15,14 @@ class BlocksView extends HTMLElement {
   #details = new BlockDetails();
   #legend = new Legend((chosen) => this.#choose(this.#colouring, chosen));
   #workers = make("select", { id: "blocks-worker", onchange: () => this.#onWorker() });
+  #groups = make("select", { id: "blocks-group", onchange: () => this.#onGroup() });
+  #groupRow = make("span", { class: "row", hidden: true }, make("label", { for: "blocks-group" }, "Group"), this.#groups);
   #modes = make("div", { class: "group", role: "group", "aria-label": "Colour by" });
   #said = make("p", { class: "quiet", role: "status" });
   #colouring = "state";
   #onlyClass = null;
   #wanted = null; // worker_id, chosen by the reader or named in the address
+  #group = 0;
   #selected = null;
 
   connectedCallback() {
@@ -31,6 +34,7 @@ class BlocksView extends HTMLElement {
         make("h1", {}, "Blocks"),
         make("label", { for: "blocks-worker" }, "Worker"),
         this.#workers,
+        this.#groupRow,
         make("span", { "aria-hidden": "true" }, "Colour by"),
         this.#modes,
       ),
@@ -50,9 +54,10 @@ class BlocksView extends HTMLElement {
     this.map.disconnect();
   }
 
-  /** The address may name a worker and a colouring. */
+  /** The address may name a worker, a group and a colouring. */
   routeChanged(parameters) {
     this.#wanted = parameters.get("worker");
+    this.#group = Number(parameters.get("group")) || 0;
     const colouring = parameters.get("colour");
     this.#choose(COLOURINGS.has(colouring) ? colouring : "state", null);
     this.#showWorkers();
@@ -79,19 +84,30 @@ class BlocksView extends HTMLElement {
 
   #onWorker() {
     this.#wanted = this.#workers.value;
+    this.#group = 0;
+    this.#keepAddress();
+    this.#showWorkers();
+  }
+
+  #onGroup() {
+    this.#group = Number(this.#groups.value);
     this.#keepAddress();
     this.#showWorkers();
   }
 
   #keepAddress() {
-    keepParameters({ ...(this.#wanted === null ? {} : { worker: this.#wanted }), colour: this.#colouring });
+    keepParameters({
+      ...(this.#wanted === null ? {} : { worker: this.#wanted }),
+      ...(this.#group === 0 ? {} : { group: this.#group }),
+      colour: this.#colouring,
+    });
   }
 
   #onPicture({ whole, changed }) {
     this.#showWorkers();
-    const { worker } = this.map;
-    if (worker === null) return;
-    const blocks = changed.get(worker.session) ?? [];
+    const { pool } = this.map;
+    if (pool === null) return;
+    const blocks = changed.get(pool.worker.session)?.[pool.group] ?? [];
     this.map.change(blocks, whole);
     this.#legend.count(this.map.countClasses());
     if (this.map.focused !== null && [...blocks].includes(this.map.focused)) this.#ask(this.map.focused, 400);
@@ -104,18 +120,30 @@ class BlocksView extends HTMLElement {
       this.#workers.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
     const worker = store.workerNamed(this.#wanted) ?? (this.#wanted === null ? workers[0] : undefined) ?? null;
     if (worker !== null) this.#workers.value = worker.info.worker_id;
-    if (worker !== this.map.worker) {
+    const pool = this.#showGroups(worker);
+    if (pool !== this.map.pool) {
       this.#selected = null;
       this.#details.clear();
-      this.map.show(worker);
+      this.map.show(pool);
       this.#legend.count(this.map.countClasses());
     }
     if (this.#selected === null) this.#say();
   }
 
+  /** Offer the groups of the worker, if it has several. @returns the pool of the chosen one, or null */
+  #showGroups(worker) {
+    const pools = worker?.pools ?? [];
+    this.#groupRow.hidden = pools.length < 2;
+    if (this.#groups.options.length !== pools.length)
+      this.#groups.replaceChildren(...pools.map(({ group }) => make("option", { value: group }, String(group))));
+    const pool = pools[this.#group] ?? pools[0] ?? null;
+    if (pool !== null) this.#groups.value = String(pool.group);
+    return pool;
+  }
+
   #say() {
-    const gone = this.#wanted !== null && this.map.worker === null;
-    setText(this.#said, gone ? `There is no worker ${this.#wanted} now.` : this.map.worker === null ? "There is no worker." : "");
+    const gone = this.#wanted !== null && this.map.pool === null;
+    setText(this.#said, gone ? `There is no worker ${this.#wanted} now.` : this.map.pool === null ? "There is no worker." : "");
   }
 
   #onFocus(block) {
@@ -124,7 +152,8 @@ class BlocksView extends HTMLElement {
   }
 
   #ask(block, waitMs = undefined) {
-    return this.#details.show(this.map.worker.info.worker_id, block, waitMs);
+    const { worker, group } = this.map.pool;
+    return this.#details.show(worker.info.worker_id, group, block, waitMs);
   }
 
   async #onSelect(block) {

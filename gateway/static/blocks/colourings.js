@@ -5,14 +5,14 @@ import { STATES } from "../block-states.js";
 const KINDS = 7;
 const AGES = [4, 32, 256, 2048]; // pictures of the manager
 
-/** name → {title, classes: [{title, css}], classOf(worker, block, number)} */
+/** name → {title, classes: [{title, css}], classOf(pool, block, number)} */
 export const COLOURINGS = new Map([
   [
     "state",
     {
       title: "state",
       classes: STATES,
-      classOf: (worker, block) => worker.states[block],
+      classOf: (pool, block) => pool.states[block],
     },
   ],
   [
@@ -23,8 +23,8 @@ export const COLOURINGS = new Map([
         title,
         css: `--ramp-${index}`,
       })),
-      classOf: (worker, block) => {
-        const refs = worker.refCounts[block];
+      classOf: (pool, block) => {
+        const refs = pool.refCounts[block];
         return refs <= 2 ? refs : refs <= 4 ? 3 : refs <= 8 ? 4 : 5;
       },
     },
@@ -43,8 +43,8 @@ export const COLOURINGS = new Map([
       ],
       /** All cells grow older with every picture. */
       always: true,
-      classOf: (worker, block, number) => {
-        const used = worker.lastUsed[block];
+      classOf: (pool, block, number) => {
+        const used = pool.lastUsed[block];
         if (used === 0) return 0;
         const age = (number - used) >>> 0;
         return age < AGES[0] ? 5 : age < AGES[1] ? 4 : age < AGES[2] ? 3 : age < AGES[3] ? 2 : 1;
@@ -62,8 +62,8 @@ export const COLOURINGS = new Map([
           css: `--kind-${index + 1}`,
         })),
       ],
-      classOf: (worker, block) => {
-        const salt = worker.salts[block];
+      classOf: (pool, block) => {
+        const salt = pool.salts[block];
         return salt === 0 ? 0 : ((salt - 1) % KINDS) + 1;
       },
     },

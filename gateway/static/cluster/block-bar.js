@@ -21,12 +21,13 @@ export class BlockBar {
     this.element = make("div", {}, bar, this.#words);
   }
 
-  show(counts) {
+  /** `title`: what the words begin with. */
+  show(counts, title = "") {
     for (const [name, part] of this.#parts) part.style.flexGrow = String(counts[name]);
     const words = SHOWN.filter((name) => counts[name] > 0 || name === "held" || name === "cached").map(
       (name) => `${name} ${share(counts[name], counts.capacity)}`,
     );
     const shared = counts.shared > 0 ? `, ${count(counts.shared)} shared` : "";
-    setText(this.#words, `${count(counts.capacity)} blocks: ${words.join(", ")}${shared}`);
+    setText(this.#words, `${title}${count(counts.capacity)} blocks: ${words.join(", ")}${shared}`);
   }
 }

@@ -12,7 +12,8 @@ export class WorkerCard {
   #facts = make("p", { class: "quiet worker-facts" });
   #state = make("span", { class: "badge", hidden: true });
   #figures = { rate: make("dd"), hits: make("dd"), running: make("dd"), waiting: make("dd"), evicted: make("dd") };
-  #bar = new BlockBar();
+  #bars = [];
+  #barsElement = make("div");
   #chart;
   #drain = make("button", { type: "button" }, "Drain…");
   #blocks = make("a", {}, "Blocks");
@@ -41,7 +42,7 @@ export class WorkerCard {
         figure("evicted", this.#figures.evicted),
       ),
       this.#chart.element,
-      this.#bar.element,
+      this.#barsElement,
     );
   }
 
@@ -58,6 +59,10 @@ export class WorkerCard {
     setText(this.#figures.waiting, count(info.load.num_waiting));
     setText(this.#figures.evicted, count(info.totals.num_evicted_blocks));
     this.#chart.show(rates.series("generated"));
-    this.#bar.show(info.counts);
+    while (this.#bars.length < info.groups.length) {
+      this.#bars.push(new BlockBar());
+      this.#barsElement.append(this.#bars.at(-1).element);
+    }
+    this.#bars.forEach((bar, group) => bar.show(info.groups[group].counts, info.groups.length > 1 ? `Group ${group}: ` : ""));
   }
 }
