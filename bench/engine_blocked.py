@@ -130,7 +130,7 @@ async def _drain(request: Request) -> None:
 
 async def _control(trace: Trace) -> float:
     """Seconds between steps without a manager."""
-    run = _Run(trace, _EndlessCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks)))
+    run = _Run(trace, _EndlessCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,))))
     running = asyncio.create_task(run.engine.run())
     await run.generate_all()
     running.cancel()
@@ -140,7 +140,7 @@ async def _control(trace: Trace) -> float:
 
 async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, int]:
     """Seconds between steps with a manager, steps, and decodes that waited for a call."""
-    cache = EngineCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks))
+    cache = EngineCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,)))
     run = _Run(trace, cache)
     is_open = asyncio.Event()
     introduction = register_request("bench", number, trace.block_size, trace.num_blocks)

@@ -101,7 +101,7 @@ class Fleet:
     def fill(self, worker: int, num_blocks: int) -> None:
         """Cache blocks until the pool has no free ones."""
         (session,) = [session for session in self.manager.sessions if session.number == self.sessions[worker]]
-        while session.pool.counts().free >= num_blocks:
+        while session.pools[0].counts().free >= num_blocks:
             self.serve(worker, num_blocks)
 
 
@@ -162,7 +162,7 @@ def memory(num_blocks: int) -> dict[str, Any]:
     resident = _resident_bytes()
     fleet = Fleet(1, num_blocks)
     fleet.fill(0, CHAIN_BLOCKS)
-    cached = (_resident_bytes() - resident) / fleet.manager.sessions[0].pool.counts().cached
+    cached = (_resident_bytes() - resident) / fleet.manager.sessions[0].pools[0].counts().cached
     return {"bytes_per_free_block": free, "bytes_per_cached_block": cached}
 
 
@@ -191,7 +191,7 @@ def report(num_blocks: int) -> dict[str, Any]:
         parent = Content(parent if block % CHAIN_BLOCKS else None, root, tokens)
         ledger.complete(block, parent)
         ledger.drop(block)
-    snapshot = Report(ledger, [], [])
+    snapshot = Report((ledger,), [], [[]])
     manager = CacheManager(1)
     introduction = _registration("w", count)._replace(holds_state=True)
     session = manager.register(introduction, 0.0).session
@@ -211,7 +211,7 @@ def report(num_blocks: int) -> dict[str, Any]:
     began, cpu_began = time.perf_counter(), time.thread_time()
     pause = longest(partial(apply, data) for data in parts)
     seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu_began
-    assert manager.sessions[0].pool.counts().cached == count
+    assert manager.sessions[0].pools[0].counts().cached == count
     return {"pause": pause, "seconds": seconds, "cpu": cpu}
 
 

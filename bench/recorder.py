@@ -63,7 +63,7 @@ class Recorder:
         self._tokens = trace.all_tokens()
         self._manager = CacheManager(1)
         session = self._manager.register(registration("bench", trace.block_size, trace.num_blocks), 0.0).session
-        self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, num_blocks=trace.num_blocks))
+        self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,)))
         self._cache.on_registered(cache_pb2.RegisterResponse(session=session))
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=trace.num_at_once, max_num_batched_tokens=trace.max_num_batched_tokens
@@ -209,8 +209,8 @@ class Recorder:
                 kind,
                 uplink.call_no,
                 uplink.downlink_ack,
-                uplink.reserve_wish,
-                tuple((block, generation) for block, generation in uplink.returned),
+                uplink.reserve_wishes[0] if uplink.reserve_wishes else None,
+                tuple((block, generation) for returned in uplink.returned for block, generation in returned),
                 tuple(items),
             )
         )
@@ -223,7 +223,7 @@ def _recorded(update: SequenceUpdate) -> RecordedItem:
         update.start,
         len(update.tokens) // 4,
         update.num_computed_tokens,
-        tuple((index, block, generation) for index, block, generation in update.bound),
+        tuple((index, block, generation) for entries in update.bound for index, block, generation in entries),
     )
 
 

@@ -17,7 +17,8 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
-    PoolConfig,
+    Group,
+    Layout,
     Registration,
     ReservedBlock,
     Root,
@@ -31,19 +32,22 @@ FINGERPRINT = "bench"
 """Model fingerprint; the workers of benchmarks have no model."""
 
 
-def registration(worker_id: str, block_size: int, num_blocks: int) -> Registration:
-    """A worker's registration at the core."""
-    return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, PoolConfig(block_size, num_blocks))
+def registration(worker_id: str, block_size: int, num_blocks: int, num_groups: int = 1) -> Registration:
+    """A worker's registration at the core; its groups have `num_blocks` each."""
+    layout = Layout(block_size, (Group(num_blocks),) * num_groups)
+    return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, layout)
 
 
 class OurReplay:
     """kvpool's core executes the recorded calls. The time includes building its messages from token lists and block ids."""
 
-    def __init__(self, recording: Recording, num_events: int = 0) -> None:
-        """`num_events`: that a journal of contents keeps; 0: nobody follows them."""
+    def __init__(self, recording: Recording, num_events: int = 0, num_groups: int = 1) -> None:
+        """`num_events`: that a journal of contents keeps; 0: nobody follows them. `num_groups`: of the worker; each gets what was
+        recorded of one, since pools of one size grant the same blocks."""
         self._trace = trace = recording.trace
         self._recording = recording
         self._num_events = num_events
+        self._num_groups = num_groups
         self._tokens = trace.all_tokens()
         self._root = Root(FINGERPRINT)
         self.manager = CacheManager(1)
@@ -53,7 +57,7 @@ class OurReplay:
         """Replay all calls on an empty manager; returns the seconds they took."""
         self.manager = manager = CacheManager(1)
         self._session = manager.register(
-            registration("bench", self._trace.block_size, self._trace.num_blocks), 0.0
+            registration("bench", self._trace.block_size, self._trace.num_blocks, self._num_groups), 0.0
         ).session
         calls = self._recording.calls
         if self._num_events:
@@ -82,7 +86,10 @@ class OurReplay:
 
     def _uplink(self, call: RecordedCall) -> Uplink:
         returned = tuple([ReservedBlock(block, generation) for block, generation in call.returned])
-        return Uplink(self._session, call.call_no, call.downlink_ack, call.reserve_wish, returned)
+        wishes = (call.reserve_wish,) * self._num_groups
+        return Uplink(
+            self._session, call.call_no, call.downlink_ack * self._num_groups, wishes, (returned,) * self._num_groups
+        )
 
     def _allocate_item(self, item: RecordedItem) -> AllocateItem:
         tokens = array("I", self._tokens[item.request][: item.num_tokens]).tobytes()
@@ -91,12 +98,13 @@ class OurReplay:
 
     def _update(self, item: RecordedItem) -> SequenceUpdate:
         start = item.start
+        bound = tuple([TableEntry(index, block, generation) for index, block, generation in item.bound])
         return SequenceUpdate(
             SequenceKey(str(item.request), 1, item.round),
             start,
             array("I", self._tokens[item.request][start : start + item.num_tokens]).tobytes(),
             item.num_computed,
-            tuple([TableEntry(index, block, generation) for index, block, generation in item.bound]),
+            (bound,) * self._num_groups if bound else (),
         )
 
 

@@ -41,7 +41,10 @@ def replay(path: Path) -> Callable[[], float]:
 
 def hits() -> float:
     """A worker's cache side applies the reply to an Allocate of a prompt that is cached except for its end; the least seconds."""
-    cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=NUM_PROMPT // BLOCK_SIZE + 1))
+    count = NUM_PROMPT // BLOCK_SIZE + 1
+    # Earlier commits have one group, and the number of its blocks here.
+    has_groups = isinstance(CacheSettings().num_blocks, tuple)
+    cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=(count,) if has_groups else count))  # type: ignore[arg-type]
     cache.on_registered(cache_pb2.RegisterResponse(session=1))
     tokens = list(range(1000, 1000 + NUM_PROMPT))
     _allocate(cache, tokens, 0, 1)
