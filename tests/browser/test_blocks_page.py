@@ -28,8 +28,8 @@ LIT = """async () => {
 }"""
 STORED = """async (name) => {
   const { store } = await import('/static/store.js');
-  const worker = store.workerNamed(name);
-  return JSON.stringify({ states: [...worker.states], refs: [...worker.refCounts] });
+  const [pool] = store.workerNamed(name).pools;
+  return JSON.stringify({ states: [...pool.states], refs: [...pool.refCounts] });
 }"""
 
 

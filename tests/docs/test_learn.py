@@ -141,7 +141,7 @@ TRANSITIONS = re.findall(r"^\| (free|cached|held|reserved) \| `(\w+)` \| (\w+) \
 def _block_in(state: str) -> tuple[BlockPool, int]:
     """A pool of one block, which is in that state; held ones are in one table and not sealed."""
     tree = PrefixTree(xxh64)
-    pool = BlockPool(2, 4, tree, Account(Budget(8, 32), 4))
+    pool = BlockPool(2, tree, tree.new_holder(1), 0, Account(Budget(8, 32), 4))
     if state == "reserved":
         pool.take_reserved(1, 1)
     elif state != "free":
@@ -217,7 +217,7 @@ def test_the_life_that_is_told() -> None:
     assert second.num_cached_tokens == 32
     assert list(second.blocks[:2]) == table[:2]
     assert len(second.blocks) == 4
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     assert [pool.ref_count(block) for block in table] == [2, 2, 1, 1]
     worker.free("first")
     assert [pool.state(block) for block in table] == [State.HELD, State.HELD, State.CACHED, State.FREE]

@@ -17,7 +17,7 @@ from kvpool.process.metrics import MetricsPage
 from kvpool.worker_service.metrics import WorkerMetrics
 from tests.cache_service.edge.peer import registration
 from tests.docs.blocks import ROOT
-from tests.worker_service.test_worker_metrics import BYTES_PER_BLOCK, FACTS, one_world
+from tests.worker_service.test_worker_metrics import FACTS, KV_CACHE_BYTES, one_world
 
 _ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\| (?P<help>\S.*) \|$", re.MULTILINE)
 
@@ -61,7 +61,7 @@ async def test_the_document_lists_what_there_is() -> None:
     managers, workers = MetricsPage(), MetricsPage()
     ManagerMetrics(manager, counts, Audits(manager), lambda: 0).fill(managers, 0.0)
     world = one_world()
-    WorkerMetrics(world.engine, world.link, FACTS, BYTES_PER_BLOCK, lambda: 0).fill(workers)
+    WorkerMetrics(world.engine, world.link, FACTS, KV_CACHE_BYTES, lambda: 0).fill(workers)
     gateways, counted = MetricsPage(), GatewayMetrics()
     counted.requests["/health", 200] += 1
     counted.fill(gateways, connection_limits(GatewaySettings()), num_viewers=0)

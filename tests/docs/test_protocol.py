@@ -271,13 +271,13 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
     assert isinstance(heard, Appended)
     assert lost == heard
     assert heard.num_sealed_tokens == 8
-    assert [entry[:2] for entry in heard.new_entries] == [(2, 5)]
+    assert [entry[:2] for entry in heard.new_entries[0]] == [(2, 5)]
     with pytest.raises(Refusal) as refused:
         desk.manager.append(Uplink(desk.number, 7), [])
     assert refused.value.reason is Reason.STALE_CALL
-    last = desk.report("a", 12, new_tokens=[9, 10, 11, 12], bound=heard.new_entries, want_blocks=4)
+    last = desk.report("a", 12, new_tokens=[9, 10, 11, 12], bound=heard.new_entries[0], want_blocks=4)
     assert isinstance(last, Appended)
-    assert (desk.call_no, last.num_sealed_tokens, [entry[:2] for entry in last.new_entries]) == (9, 12, [(3, 6)])
+    assert (desk.call_no, last.num_sealed_tokens, [entry[:2] for entry in last.new_entries[0]]) == (9, 12, [(3, 6)])
 
 
 # -- further claims, tried in the core
@@ -318,7 +318,7 @@ def test_a_block_goes_through_its_states_as_the_table_says() -> None:
     desk.free("b")
     everything = desk.grant("c", range(500, 532))
     assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
-    assert desk.session.pool.num_evicted == 1
+    assert desk.session.pools[0].num_evicted == 1
 
 
 # -- the shell commands

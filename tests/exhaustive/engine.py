@@ -6,6 +6,7 @@ anew, or that nobody may read any more, holds nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
@@ -25,13 +26,18 @@ class BrokenLaw(Exception):
     """A law does not hold; the message says which and where."""
 
 
+Tables = Sequence[Sequence[int]]
+"""By group."""
+
+
 class Part(NamedTuple):
-    """What a step does for one sequence: positions `start` … `end` − 1, through the table as it was at the launch."""
+    """What a step does for one sequence: positions `start` … `end` − 1, through the tables as they were at the launch."""
 
     sequence: CacheSequence
     start: int
     end: int
-    table: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    """By group."""
     tokens: tuple[int, ...]
     samples: bool
 
@@ -51,8 +57,11 @@ class TinyEngine:
         """In the order of admission: the last is the youngest."""
         self.step: list[Part] = []
         """The step that is on the device."""
-        self.slots: list[Content | None] = [None] * (settings.num_blocks * settings.block_size)
-        self.generations = [0] * settings.num_blocks
+        self.slots: list[list[Content | None]] = [
+            [None] * (count * settings.block_size) for count in settings.num_blocks
+        ]
+        """By group, like `generations`."""
+        self.generations = [[0] * count for count in settings.num_blocks]
         self.failed: list[tuple[str, int, str]] = []
         """Streams that broke off since the last look: sequence, attempt, why."""
 
@@ -92,7 +101,9 @@ class TinyEngine:
                 continue
             start, end = sequence.num_computed_tokens, len(sequence.tokens)
             if self.cache.extend(sequence, end):
-                self.step.append(Part(sequence, start, end, tuple(sequence.table), tuple(sequence.tokens), True))
+                self.step.append(
+                    Part(sequence, start, end, tuple(map(tuple, sequence.tables)), tuple(sequence.tokens), True)
+                )
             elif self.cache.is_exhausted and len(self.running) > 1:
                 youngest = self.running.pop()
                 self.step = [part for part in self.step if part.sequence is not youngest]
@@ -105,15 +116,16 @@ class TinyEngine:
     def end_step(self) -> None:
         """The device has done the step: KV is written, and each sequence has its next token."""
         step, self.step = self.step, []
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         for part in step:
             self._read(part)
-            for position in range(part.start, part.end):
-                slot = self._slot(part.table, position)
-                if slot in written:
-                    raise BrokenLaw(f"one writer: two sequences write slot {slot} in one step")
-                written.add(slot)
-                self.slots[slot] = part.sequence.root.tenant_salt, part.tokens[: position + 1]
+            for group, table in enumerate(part.tables):
+                for position in range(part.start, part.end):
+                    slot = self._slot(table, position)
+                    if (group, slot) in written:
+                        raise BrokenLaw(f"one writer: two sequences write slot {slot} of group {group} in one step")
+                    written.add((group, slot))
+                    self.slots[group][slot] = part.sequence.root.tenant_salt, part.tokens[: position + 1]
         self.cache.end_step(
             [Computed(part.sequence, part.end, next_token(part.tokens) if part.samples else None) for part in step],
             0.0,
@@ -123,22 +135,23 @@ class TinyEngine:
             if sequence in self.running and len(sequence.tokens) >= sequence.max_tokens:
                 self.remove(sequence)
 
-    def _slot(self, table: tuple[int, ...] | list[int], position: int) -> int:
+    def _slot(self, table: Sequence[int], position: int) -> int:
         size = self.cache.settings.block_size
         return table[position // size] * size + position % size
 
     def _read(self, part: Part) -> None:
         """The device reads the KV of all tokens before those that it computes."""
-        self._require_kv(part.sequence, part.table, part.start, "a running step reads")
+        self._require_kv(part.sequence, part.tables, part.start, "a running step reads")
 
-    def _require_kv(self, sequence: CacheSequence, table: tuple[int, ...] | list[int], count: int, who: str) -> None:
-        for position in range(count):
-            slot = self._slot(table, position)
-            if self.slots[slot] != content(sequence, position + 1):
-                raise BrokenLaw(
-                    f"exact hits, use after free: {who} block {table[position // self.cache.settings.block_size]} for position "
-                    f"{position} of {sequence!r}; it holds {self.slots[slot]}"
-                )
+    def _require_kv(self, sequence: CacheSequence, tables: Tables, count: int, who: str) -> None:
+        for group, table in enumerate(tables):
+            for position in range(count):
+                slot = self._slot(table, position)
+                if self.slots[group][slot] != content(sequence, position + 1):
+                    raise BrokenLaw(
+                        f"exact hits, use after free: {who} block {table[position // self.cache.settings.block_size]} of group "
+                        f"{group} for position {position} of {sequence!r}; it holds {self.slots[group][slot]}"
+                    )
 
     # -- after each event
 
@@ -166,31 +179,40 @@ class TinyEngine:
 
     def _forget_slots(self) -> None:
         """A block that was granted anew may be written by its new owner at any time; one that nobody may read holds nothing."""
-        ledger, size = self.cache._state.ledger, self.cache.settings.block_size
-        for block, generation in enumerate(ledger._generation):
-            if generation < self.generations[block]:
-                raise BrokenLaw(f"generations grow: block {block} went from {self.generations[block]} to {generation}")
-            is_unused = ledger.content(block) is None and not ledger._num_users[block]
-            if generation > self.generations[block] or is_unused:
-                self.slots[block * size : (block + 1) * size] = [None] * size
-        self.generations = list(ledger._generation)
+        size = self.cache.settings.block_size
+        for ledger in self.cache._state.ledgers:
+            before, slots = self.generations[ledger.group], self.slots[ledger.group]
+            for block, generation in enumerate(ledger._generation):
+                if generation < before[block]:
+                    raise BrokenLaw(f"generations grow: block {block} went from {before[block]} to {generation}")
+                is_unused = ledger.content(block) is None and not ledger._num_users[block]
+                if generation > before[block] or is_unused:
+                    slots[block * size : (block + 1) * size] = [None] * size
+            self.generations[ledger.group] = list(ledger._generation)
 
     def require_laws(self) -> None:
         """One writer; and whoever may read a slot finds there what it expects."""
-        ledger = self.cache._state.ledger
-        filling: dict[int, CacheSequence] = {}
+        ledgers = self.cache._state.ledgers
+        filling: dict[tuple[int, int], CacheSequence] = {}
         in_step = [part.sequence for part in self.step]
         for part in self.step:
-            for block in part.table:
-                if not ledger._num_users[block]:
-                    raise BrokenLaw(f"use after free: a running step names block {block}, which no table here names")
+            for ledger, table in zip(ledgers, part.tables, strict=True):
+                for block in table:
+                    if not ledger._num_users[block]:
+                        raise BrokenLaw(
+                            f"use after free: a running step names block {block}, which no table here names"
+                        )
         for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
             if not (sequence.uses_blocks or sequence.in_step):
                 continue
-            self._require_kv(sequence, sequence.table, sequence.num_computed_tokens, "a live table names")
-            for block in sequence.table:
-                if ledger.content(block) is None and filling.setdefault(block, sequence) is not sequence:
-                    raise BrokenLaw(f"one writer: block {block} is being filled by {sequence!r} and {filling[block]!r}")
+            self._require_kv(sequence, sequence.tables, sequence.num_computed_tokens, "a live table names")
+            for ledger, blocks in zip(ledgers, sequence.tables, strict=False):
+                for block in blocks:
+                    place = ledger.group, block
+                    if ledger.content(block) is None and filling.setdefault(place, sequence) is not sequence:
+                        raise BrokenLaw(
+                            f"one writer: block {block} is being filled by {sequence!r} and {filling[place]!r}"
+                        )
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

@@ -152,8 +152,9 @@ def _peer(index: int, peer: Peer) -> Form:
         # Not how many calls were stale: that decides something from MAX_STALE_CALLS on, which no world has faults enough for.
         linked = in_flight, told, link.is_unanswered
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
-    for reserved in (*state.reserve.spare(), *state.reserve.returning):
-        numbers.stamps.append(reserved.generation)
+    for reserve in state.reserves:
+        for reserved in (*reserve.spare(), *reserve.returning):
+            numbers.stamps.append(reserved.generation)
     return numbers.of(
         (
             bool(peer.registering),
@@ -166,15 +167,15 @@ def _peer(index: int, peer: Peer) -> Form:
             [numbered[id(sequence)] for sequence in state.parked],
             [numbered[id(sequence)] for sequence in engine.waiting],
             [numbered[id(sequence)] for sequence in engine.running],
-            [(numbered[id(part.sequence)], part.start, part.end, part.table, part.tokens) for part in engine.step],
-            [reserved.block for reserved in state.reserve.spare()],
-            [reserved.block for reserved in state.reserve.returning],
+            [(numbered[id(part.sequence)], part.start, part.end, part.tables, part.tokens) for part in engine.step],
+            [[reserved.block for reserved in reserve.spare()] for reserve in state.reserves],
+            [[reserved.block for reserved in reserve.returning] for reserve in state.reserves],
             state.report_due_at is None,
             state.is_urgent,
             state.pool_is_empty,
             state.ask_again_at,
             [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
-            _ledger(state.ledger, numbers),
+            [_ledger(ledger, numbers) for ledger in state.ledgers],
             engine.slots,
         )
     )
@@ -198,7 +199,8 @@ def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
 
 
 def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
-    numbers.stamps += sequence.generations
+    for generations in sequence.generations:
+        numbers.stamps += generations
     return (
         sequence.id.sequence_id,
         sequence.id.attempt,
@@ -208,7 +210,7 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.max_tokens,
         sequence.no_wait,
         sequence.state.value,
-        tuple(sequence.table),
+        tuple(map(tuple, sequence.tables)),
         sequence.num_cached_tokens,
         sequence.num_computed_tokens,
         sequence.uses_blocks,
@@ -258,50 +260,48 @@ def _manager(manager: CacheManager) -> Form:
 
 
 def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> Hashable:
-    pool = session.pool
-    blocks = range(1, pool.num_blocks)
     numbers.sessions.append(session.number)
     numbers.calls.append((session.number, session.last_call_no))
     numbers.entries += [(session.number, entry.number) for entry in session.downlink.pending()]
-    numbers.stamps += [pool.generation(block) for block in blocks]
+    for pool in session.pools:
+        numbers.stamps += [pool.generation(block) for block in range(1, pool.num_blocks)]
     numbers.registers.append((int(session.worker_id[1:]), session.registration.incarnation, 0))
     pending: list[Hashable] = []
     for _, entry in session.downlink.pending():
         if isinstance(entry, Grant):
             numbers.stamps.append(entry.generation)
-            pending.append(("grant", entry.blocks))
+            pending.append(("grant", entry.group, entry.blocks))
         else:
             assert isinstance(entry, Stop)
             pending.append(("stop", tuple(entry.key)))
     reported: Hashable = None
     if recovery is not None:
         numbers.stamps.append(recovery._last_stamp)
-        numbers.stamps += [generation for _, generation in recovery._blocks.values()]
+        for blocks in recovery._blocks:
+            numbers.stamps += [generation for _, generation in blocks.values()]
         reported = (
             recovery.num_parts,
             [(one.tokens, _number(recovery._contents, one.parent)) for one in recovery._contents],
-            [(block, _path(node)) for block, (node, _) in recovery._blocks.items()],
+            [[(block, _path(node)) for block, (node, _) in blocks.items()] for blocks in recovery._blocks],
         )
     return (
         session.worker_id,
         session.num_report_parts,
         reported,
-        session.reserve_wish,
+        tuple(session.reserve_wishes),
         pending,
-        list(pool.free_list()),
-        [int(pool.state(block)) for block in blocks],
-        [_sealed(pool, block) for block in blocks],
+        [_pool(pool) for pool in session.pools],
         [
             (
                 tuple(sequence.key),
                 bytes(sequence.tokens),
-                tuple(sequence.table),
+                tuple(map(tuple, sequence.tables)),
                 _path(sequence.root),
                 len(sequence.nodes),
                 sequence.num_sealed,
                 sequence.num_cached_tokens,
                 sequence.num_computed_tokens,
-                sequence.num_named,
+                tuple(sequence.num_named),
                 sequence.fenced,
             )
             for sequence in session.sequences.values()
@@ -313,9 +313,18 @@ def _number(contents: list[Any], content: Any) -> int:
     return next((number for number, one in enumerate(contents) if one is content), -1)
 
 
+def _pool(pool: BlockPool) -> Hashable:
+    blocks = range(1, pool.num_blocks)
+    return (
+        tuple(pool.free_list()),
+        tuple(int(pool.state(block)) for block in blocks),
+        tuple(_sealed(pool, block) for block in blocks),
+    )
+
+
 def _sealed(pool: BlockPool, block: int) -> Hashable:
     node = pool.node(block)
-    return None if node is None else (_path(node), node.copy_in(pool) == block)
+    return None if node is None else (_path(node), pool.copy_of(node) == block)
 
 
 def _path(node: Node) -> Hashable:

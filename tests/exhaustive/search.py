@@ -167,9 +167,9 @@ def tell(start: World, trace: list[Event]) -> list[str]:
 def _where(world: World) -> str:
     """The manager's tables, and the workers'."""
     books = [
-        f"{session.worker_id}: {session.pool.counts().free} free, {session.pool.counts().cached} cached, "
-        f"{session.pool.num_reserved} reserved, tables { {key[0]: s.table for key, s in session.sequences.items()} }"
+        f"{session.worker_id}: {session.pools[0].counts().free} free, {session.pools[0].counts().cached} cached, "
+        f"{session.pools[0].num_reserved} reserved, tables { {key[0]: s.tables for key, s in session.sequences.items()} }"
         for session in world.manager.sessions
-        if session.sequences or session.pool.num_reserved or session.pool.counts().cached
+        if session.sequences or session.pools[0].num_reserved or session.pools[0].counts().cached
     ]
     return "; ".join(books)

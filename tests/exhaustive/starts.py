@@ -15,10 +15,12 @@ class Start:
     budget: Budget
     at_once: bool = False
     """A call and its answer are one event, unless a fault is spent on it; else each message is one, and arrives when it likes."""
+    num_blocks: tuple[int, ...] = (3,)
+    """Of each group's pool, with the null block."""
 
     def begin(self) -> World:
         """The first state."""
-        return begin(self.wanted, self.budget, at_once=self.at_once)
+        return begin(self.wanted, self.budget, num_blocks=self.num_blocks, at_once=self.at_once)
 
 
 _SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 2, worker=0))
@@ -32,6 +34,8 @@ _SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
 STARTS: dict[str, Start] = {
     "single, restart": Start(_SINGLE, Budget(restarts=1)),
     "shared, 2 faults": Start(_SHARED, Budget(faults=2)),
+    "shared, fault, two groups": Start(_SHARED, Budget(faults=1), num_blocks=(4, 3)),
+    "single, restart, two groups": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 4)),
     "single, restart, fault": Start(_SINGLE, Budget(restarts=1, faults=1)),
     "single, restart, 2 faults, at once": Start(_SINGLE, Budget(restarts=1, faults=2), at_once=True),
     "shared, restart, 2 faults, at once": Start(_SHARED, Budget(restarts=1, faults=2), at_once=True),

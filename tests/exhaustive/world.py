@@ -132,7 +132,13 @@ class World:
     """
 
     def __init__(
-        self, wanted: tuple[Wanted, ...], budget: Budget, block_size: int, num_blocks: int, *, at_once: bool = False
+        self,
+        wanted: tuple[Wanted, ...],
+        budget: Budget,
+        block_size: int,
+        num_blocks: tuple[int, ...],
+        *,
+        at_once: bool = False,
     ) -> None:
         assert budget.faults < MAX_STALE_CALLS, (
             "each fault can make one call stale: their number belongs into the fingerprint"
@@ -334,8 +340,9 @@ class World:
     def _introduction(self, index: int) -> cache_pb2.RegisterRequest:
         peer = self.peers[index]
         config = common_pb2.KVCacheConfig(block_size=peer.settings.block_size)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=peer.settings.num_blocks)
+        for group, num_blocks in enumerate(peer.settings.num_blocks):
+            config.groups.add(group=group).full_attention.SetInParent()
+            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=f"w{index}",
             incarnation=peer.incarnation,
@@ -554,7 +561,7 @@ class World:
             and not self.wire
             and all(peer.engine.cache.is_idle and not peer.engine.step for peer in self.peers)
             and all(
-                not session.sequences and not session.pool.num_reserved and session.pool.counts().held == 0
+                not session.sequences and not session.pools[0].num_reserved and session.pools[0].counts().held == 0
                 for session in self.manager.sessions
             )
         )
@@ -579,33 +586,39 @@ class World:
         """What the manager would hand out as a hit is there."""
         for session in self.manager.sessions:
             index = int(session.worker_id[1:])
-            peer, pool = self.peers[index], session.pool
+            peer = self.peers[index]
             if peer.incarnation != session.registration.incarnation:
                 continue  # the process that held it is gone, and the manager will hear of that with the next Register
-            for block in range(1, pool.num_blocks):
-                node = pool.node(block)
-                if node is None:
-                    continue
-                path = []
-                while node.parent is not None:
-                    path.append(node.tokens)
-                    node = node.parent
-                salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
-                data = b"".join(reversed(path))
-                tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-                size = pool.block_size
-                for slot in range(size):
-                    expected = salt, tokens[: len(tokens) - size + slot + 1]
-                    found = peer.engine.slots[block * size + slot]
-                    if found != expected:
-                        raise BrokenLaw(
-                            f"sealed-only sharing: block {block} of {session.worker_id} is sealed; slot {slot} should hold "
-                            f"{expected}, and holds {found}"
-                        )
+            for pool in session.pools:
+                for block in range(1, pool.num_blocks):
+                    node = pool.node(block)
+                    if node is None:
+                        continue
+                    path = []
+                    while node.parent is not None:
+                        path.append(node.tokens)
+                        node = node.parent
+                    salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
+                    data = b"".join(reversed(path))
+                    tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
+                    size = session.block_size
+                    for slot in range(size):
+                        expected = salt, tokens[: len(tokens) - size + slot + 1]
+                        found = peer.engine.slots[pool.slot][block * size + slot]
+                        if found != expected:
+                            raise BrokenLaw(
+                                f"sealed-only sharing: block {block} of {session.worker_id} is sealed; slot {slot} should hold "
+                                f"{expected}, and holds {found}"
+                            )
 
 
 def begin(
-    wanted: tuple[Wanted, ...], budget: Budget, block_size: int = 2, num_blocks: int = 3, *, at_once: bool = False
+    wanted: tuple[Wanted, ...],
+    budget: Budget,
+    block_size: int = 2,
+    num_blocks: tuple[int, ...] = (3,),
+    *,
+    at_once: bool = False,
 ) -> World:
     """The world in which both workers have just registered."""
     world = World(wanted, budget, block_size, num_blocks, at_once=at_once)

@@ -45,7 +45,7 @@ class BrowserMirror:
             worker = self.workers.setdefault(change["session"], {"blocks": {}, "sequences": {}, "worker": None})
             worker["worker"] = change.get("worker", worker["worker"])
             for blocks in change.get("blocks", ()):
-                self._blocks(worker["blocks"], blocks)
+                self._blocks(worker["blocks"].setdefault(blocks["group"], {}), blocks)
             for sequence in change.get("ended_sequences", ()):
                 worker["sequences"].pop(sequence["sequence_id"], None)
             for sequence in change.get("sequences", ()):

@@ -42,7 +42,7 @@ async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them() 
     source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))
     async with aclosing(viewing(hub)) as third:
         await take_until(third, mirrors[2], 1)
-    assert mirrors[2].workers["1"]["blocks"][1][0] == 3
+    assert mirrors[2].workers["1"]["blocks"][0][1][0] == 3
 
 
 async def test_a_slow_browser_gets_a_later_picture_and_no_queue() -> None:
@@ -74,7 +74,7 @@ async def test_a_manager_that_goes_away_is_reported_and_its_return_too() -> None
         source.lose()
         while mirror.manager[-1] != "away":
             mirror.take(await anext(events))
-        assert mirror.workers["1"]["blocks"][1][0] == 2
+        assert mirror.workers["1"]["blocks"][0][1][0] == 2
         source.send(one_worker(1, {2: (3, 0, 0, 0)}, whole=True, session=9))
         while mirror.manager[-1] != "up" or "9" not in mirror.workers:
             mirror.take(await anext(events))

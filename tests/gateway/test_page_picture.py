@@ -77,7 +77,7 @@ def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
             shown = mirrors[reader].workers
             assert set(shown) == set(truth.workers)
             for name, blocks in truth.workers.items():
-                known = shown[name]["blocks"]
+                known = shown[name]["blocks"].get(0, {})
                 assert all(known.get(block, FREE) == blocks.get(block, FREE) for block in range(1, 41))
                 assert set(shown[name]["sequences"]) == truth.sequences[name]
 
@@ -95,7 +95,7 @@ def test_a_picture_in_parts_is_shown_when_it_is_complete() -> None:
     assert picture.apply(one_worker(3, {2: (4, 1, 0, 0)}, whole=False))
     mirror = BrowserMirror()
     mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
-    shown = mirror.workers["1"]["blocks"]
+    shown = mirror.workers["1"]["blocks"][0]
     assert (shown[1][0], shown[2][0]) == (2, 4)
 
 

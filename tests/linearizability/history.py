@@ -12,6 +12,7 @@ from kvpool.cache_service.core.messages import (
     BlockCounts,
     Grant,
     Granted,
+    GrantedTable,
     SequenceKey,
     Stop,
     TableEntry,
@@ -33,7 +34,7 @@ class Told(NamedTuple):
 
     outcomes: tuple[Granted | Wait | Appended | Refused, ...]
     entries: tuple[tuple[int, Grant | Stop], ...]
-    counts: BlockCounts
+    counts: tuple[BlockCounts, ...]
 
 
 class Registered(NamedTuple):
@@ -102,11 +103,10 @@ def answer_of(method: str, response: Any) -> Answer:
         outcomes = tuple(map(_allocated, response.results))
     elif method == "Append":
         outcomes = tuple(map(_appended, response.results))
-    (counts,) = response.downlink.counts
     return Told(
         outcomes,
         tuple((entry.number, _entry(entry)) for entry in response.downlink.entries),
-        BlockCounts(*(getattr(counts, name) for name in BlockCounts._fields)),
+        tuple(BlockCounts(*(getattr(one, name) for name in BlockCounts._fields)) for one in response.downlink.counts),
     )
 
 
@@ -115,8 +115,8 @@ def _allocated(result: cache_pb2.AllocateResult) -> Granted | Wait | Refused:
         return failure(result.status)
     if result.HasField("wait"):
         return Wait(_key(result.wait.leader), result.wait.position)
-    (run,) = result.granted.tables
-    return Granted(tuple(run.block_ids), tuple(run.generations), result.granted.num_cached_tokens)
+    tables = [GrantedTable(tuple(run.block_ids), tuple(run.generations)) for run in result.granted.tables]
+    return Granted(tuple(tables), result.granted.num_cached_tokens)
 
 
 def _appended(result: cache_pb2.AppendResult) -> Appended | Refused:
@@ -127,7 +127,7 @@ def _appended(result: cache_pb2.AppendResult) -> Appended | Refused:
         for run in result.tables
         for place, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True))
     )
-    return Appended(result.num_sealed_tokens, entries)
+    return Appended(result.num_sealed_tokens, (entries,) if entries else ())
 
 
 def _entry(entry: cache_pb2.DownlinkEntry) -> Grant | Stop:

@@ -43,14 +43,19 @@ class Specification:
             [
                 (
                     session.number,
-                    session.free_list,
-                    sorted(session.generation.items()),
-                    session.sealed,
-                    sorted(session.reserved),
+                    [
+                        (
+                            pool.free_list,
+                            sorted(pool.generation.items()),
+                            pool.sealed,
+                            sorted(pool.reserved),
+                            pool.reserve_wish,
+                        )
+                        for pool in session.pools
+                    ],
                     session.pending,
                     session.last_number,
                     session.last_call_no,
-                    session.reserve_wish,
                     session.sequences,
                 )
                 for session in self.model.sessions
@@ -119,7 +124,8 @@ class Specification:
 
     def _told(self, session_number: int, outcomes: tuple[Any, ...]) -> Told:
         session = self.model.session(session_number)
-        return Told(outcomes, tuple(session.pending), session.counts(self.model.left(session)))
+        left = self.model.left(session)
+        return Told(outcomes, tuple(session.pending), tuple(pool.counts(left) for pool in session.pools))
 
 
 def _plain(outcome: Any) -> Any:

@@ -205,7 +205,7 @@ async def test_a_server_with_two_owners_is_found(tmp_path: Path, monkeypatch: py
             await asyncio.sleep(0.002)
             for session in self._manager.sessions:
                 if session.number == request.uplink.session:
-                    response.downlink.counts[0].CopyFrom(encode_counts(session.pool.counts()))
+                    response.downlink.counts[0].CopyFrom(encode_counts(session.counts())[0])
         return response
 
     monkeypatch.setattr(CacheServicer, "Free", slow)

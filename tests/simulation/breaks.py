@@ -47,12 +47,12 @@ def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
     """A worker reports the whole prompt as computed when its first chunk is."""
     original = next_call.append_call
 
-    def append_call(link: Any, sequences: Any, block_size: int, wish: int, returned: Any) -> Any:
-        call = original(link, sequences, block_size, wish, returned)
+    def append_call(link: Any, sequences: Any, block_size: int, wishes: Any, returned: Any) -> Any:
+        call = original(link, sequences, block_size, wishes, returned)
         request: Any = call.request
         for item, sequence in zip(request.items, sequences, strict=True):
             known = item.update.start + len(item.update.tokens) // 4
-            room = min(known, len(sequence.table) * block_size)
+            room = min(known, sequence.num_entries * block_size)
             item.update.num_computed_tokens = max(item.update.num_computed_tokens, room // block_size * block_size)
         return call
 

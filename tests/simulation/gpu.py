@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 from tests import tracer
@@ -17,24 +18,26 @@ if TYPE_CHECKING:
 class _Part:
     """A sequence's part of the running step."""
 
-    def __init__(self, part: SequencePart, sequence: CacheSequence, generations: list[int]) -> None:
+    def __init__(self, part: SequencePart, sequence: CacheSequence, generations: list[list[int]]) -> None:
         self.tokens = part.token_ids
         self.start = part.start
-        self.table = part.block_table
+        self.tables = [part.block_table, *part.further_tables]
+        """By group, like `generations`."""
         self.samples = part.sampling is not None
         self.sequence = sequence
         self.generations = generations
-        """Of the table's blocks when the step was launched."""
+        """Of the tables' blocks when the step was launched."""
         self.num_done = 0
 
 
 class Gpu:
     """The KV slots of one worker's process, and the step that is running on them. Dies with its process."""
 
-    def __init__(self, worker: WorkerProcess, num_blocks: int, block_size: int) -> None:
+    def __init__(self, worker: WorkerProcess, num_blocks: tuple[int, ...], block_size: int) -> None:
         self.worker = worker
         self.block_size = block_size
-        self.slots = tracer.Slots(num_blocks, block_size)
+        self.slots = [tracer.Slots(count, block_size) for count in num_blocks]
+        """By group."""
         self.step_seconds = 0.02
         self.is_busy = False
         self.num_steps = 0
@@ -56,11 +59,14 @@ class Gpu:
         assert not self.is_busy
         self.is_busy = True
         state = worker.cache._state
-        by_table = {id(sequence.table): sequence for sequence in state.sequences.values()}
+        by_table = {id(sequence.tables[0]): sequence for sequence in state.sequences.values() if sequence.tables}
         parts = []
         for part in step.parts:
             sequence = by_table[id(part.block_table)]
-            generations = [state.ledger._generation[block] for block in part.block_table]
+            generations = [
+                [ledger._generation[block] for block in table]
+                for ledger, table in zip(state.ledgers, (part.block_table, *part.further_tables), strict=True)
+            ]
             parts.append(_Part(part, sequence, generations))
         future = worker.loop.create_future()
         kernel, draw = worker.kernel, self._random
@@ -101,35 +107,42 @@ class Gpu:
         tracer.extend(right, root, part.sequence.tokens[len(right) : end])
         if not self._may_touch(part, end):
             return
-        read = self.slots.read(part.table, first)
         laws = self.worker.world.laws
         laws.count("exact hits")
-        if read != right[:first]:
-            position = next(i for i in range(first) if read[i] != right[i])
-            block = part.table[position // self.block_size]
-            found = "nothing" if read[position] is None else "something else"
-            self._fail("exact hits", f"{part.sequence!r} reads {found} at position {position}, in block {block}")
-            return
-        self.slots.write(part.table, first, right[first:end])
+        for group, (slots, table) in enumerate(zip(self.slots, part.tables, strict=True)):
+            read = slots.read(table, first)
+            if read != right[:first]:
+                position = next(i for i in range(first) if read[i] != right[i])
+                block = table[position // self.block_size]
+                found = "nothing" if read[position] is None else "something else"
+                where = f"at position {position}, in block {block} of group {group}"
+                self._fail("exact hits", f"{part.sequence!r} reads {found} {where}")
+                return
+            slots.write(table, first, right[first:end])
         part.num_done = count
 
     def _may_touch(self, part: _Part, end: int) -> bool:
         """Whether the blocks that the step names are still what they were when it was launched."""
-        ledger = self.worker.cache._state.ledger
         laws = self.worker.world.laws
         laws.count("no use after free")
-        size = self.block_size
+        laws.count("sealed blocks never change")
+        return all(
+            self._may_touch_group(part, end, ledger, part.generations[ledger.group])
+            for ledger in self.worker.cache._state.ledgers
+        )
+
+    def _may_touch_group(self, part: _Part, end: int, ledger: BlockLedger, generations: list[int]) -> bool:
+        size, table = self.block_size, part.tables[ledger.group]
         for index in range(-(-end // size)):
-            block = part.table[index]
-            if ledger._generation[block] != part.generations[index] or not ledger._num_users[block]:
+            block = table[index]
+            if ledger._generation[block] != generations[index] or not ledger._num_users[block]:
                 self._fail(
                     "no use after free",
                     f"a running step of {part.sequence!r} names block {block}, which is no longer its own",
                 )
                 return False
-        laws.count("sealed blocks never change")
         for index in range((part.start + part.num_done) // size, -(-end // size)):
-            block = part.table[index]
+            block = table[index]
             if block == 0 or ledger._num_users[block] > 1 or ledger._contents[block] is not None:
                 self._fail(
                     "sealed blocks never change",
@@ -139,7 +152,7 @@ class Gpu:
         return True
 
     def _sample(self, part: _Part) -> SampledToken:
-        read = self.slots.read(part.table, part.start + len(part.tokens))
+        read = self.slots[-1].read(part.tables[-1], part.start + len(part.tokens))
         return SampledToken(tracer.next_token(read))
 
     def _fail(self, law: str, message: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache_service.core.block_pool import HELD, RESERVED
+from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
@@ -107,8 +107,8 @@ class Laws:
                 session.last_call_no,
                 session.downlink.last_number,
                 len(session.sequences),
-                session.pool.num_available,
-                session.pool.num_reserved,
+                session.pools[0].num_available,
+                session.pools[0].num_reserved,
             )
             for session in core.sessions
         ]
@@ -183,16 +183,20 @@ class Laws:
         """The laws of one session's blocks and sequences, and that its worker means the same by them."""
         core = manager.core
         findings = Findings(1 << 20)
-        for laws in (PoolLaws(session, lambda: core.last_generation, findings), SequenceLaws(session, findings)):
-            for _ in laws.course():
+        groups = range(len(session.pools))
+        pools = [PoolLaws(session, group, lambda: core.last_generation, findings).course() for group in groups]
+        for course in (*pools, SequenceLaws(session, findings).course()):
+            for _ in course:
                 pass
         self._num_sessions += 1
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
-        self.world.counts["blocks shared"] += session.pool.counts().shared
-        if session.pool.num_evicted:
-            self.world.counts["evictions"] += session.pool.num_evicted
-            session.pool.num_evicted = 0
+        self.world.counts["sessions of several groups"] += len(session.pools) > 1
+        for pool in session.pools:
+            self.world.counts["blocks shared"] += pool.counts().shared
+            if pool.num_evicted:
+                self.world.counts["evictions"] += pool.num_evicted
+                pool.num_evicted = 0
         if not session.recovering:
             for worker in self.world.live_workers():
                 if worker.cache.session == session.number and worker.cache.is_ready():
@@ -200,19 +204,20 @@ class Laws:
 
     def _one_writer(self, worker: WorkerProcess, session: Session) -> None:
         self.count("one writer")
-        pool = session.pool
         if session.worker_id != worker.plan.worker_id or session.registration.incarnation != worker.incarnation:
             self.world.fail("one writer", f"{worker.name} speaks in a session of {session.registration!r}")
             return
-        for sequence, table, generations in worker.live_tables():
-            for block, generation in zip(table, generations, strict=True):
-                if pool.generation(block) != generation or pool.state(block) not in (HELD, RESERVED):
-                    self.world.fail(
-                        "one writer",
-                        f"{sequence!r} on {worker.name} uses block {block} of generation {generation:#x}; the manager has it as "
-                        f"{pool.state(block).name} of generation {pool.generation(block):#x}",
-                    )
-                    return
+        for sequence, tables, all_generations in worker.live_tables():
+            for pool, table, generations in zip(session.pools, tables, all_generations, strict=True):
+                for block, generation in zip(table, generations, strict=True):
+                    if pool.generation(block) != generation or pool.state(block) not in (HELD, RESERVED):
+                        self.world.fail(
+                            "one writer",
+                            f"{sequence!r} on {worker.name} uses block {block} of group {pool.slot} and generation "
+                            f"{generation:#x}; the manager has it as {pool.state(block).name} of generation "
+                            f"{pool.generation(block):#x}",
+                        )
+                        return
 
     # -- workers
 
@@ -222,11 +227,11 @@ class Laws:
         if worker.is_dead or worker.is_leaving or worker.gpu.is_busy or engine._wake.is_set():
             return
         self.count("no waiting beside a full reserve")
-        num_spare = worker.cache.num_spare_blocks
+        num_spare = min(worker.cache.num_spare_blocks)
         size = worker.cache.settings.block_size
         for request in engine.scheduler._running:
             sequence = request.sequence
-            num_missing = -(-len(sequence.tokens) // size) - len(sequence.table)
+            num_missing = -(-len(sequence.tokens) // size) - sequence.num_entries
             is_prefill = len(sequence.tokens) - sequence.num_computed_tokens > 1
             if is_prefill or num_missing <= num_spare:
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
@@ -249,22 +254,23 @@ class Laws:
         """A worker has accepted a grant."""
         self.count("generations grow")
         for worker in self.world.live_workers():
-            if worker.cache._state.ledger is ledger:
-                if worker.granted_in is not ledger:
-                    worker.granted_in, worker.granted = ledger, {}
-                if generation <= worker.granted.get(block, 0):
+            ledgers = worker.cache._state.ledgers
+            if ledger in ledgers:
+                if worker.granted_in is not ledgers:
+                    worker.granted_in, worker.granted = ledgers, {}
+                if generation <= worker.granted.get((ledger.group, block), 0):
                     self.world.fail(
                         "generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}"
                     )
-                worker.granted[block] = generation
+                worker.granted[ledger.group, block] = generation
 
     def on_hit(self, ledger: BlockLedger, block: int) -> None:
         """A worker has accepted a hit: its KV must be there by now."""
         self.count("sealed-only sharing")
         for worker in self.world.live_workers():
-            if worker.cache._state.ledger is ledger:
+            if ledger in worker.cache._state.ledgers:
                 content = ledger.content(block)
-                if content is None or worker.gpu.slots.block(block) != right_slots(content):
+                if content is None or worker.gpu.slots[ledger.group].block(block) != right_slots(content):
                     self.world.fail(
                         "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
                     )
@@ -289,7 +295,13 @@ class Laws:
     def _agreement(self, manager: ManagerProcess, worker: WorkerProcess, session: Session) -> None:
         """What the manager has as a hit, the worker has complete, and the GPU has it right."""
         self.count("manager and worker agree")
-        ledger, pool = worker.cache._state.ledger, session.pool
+        for ledger, pool in zip(worker.cache._state.ledgers, session.pools, strict=True):
+            if not self._agreement_on(manager, worker, ledger, pool):
+                return
+
+    def _agreement_on(
+        self, manager: ManagerProcess, worker: WorkerProcess, ledger: BlockLedger, pool: BlockPool
+    ) -> bool:
         for block in range(1, pool.num_blocks):
             node = pool.node(block)
             if node is None:
@@ -301,17 +313,22 @@ class Laws:
                 self.world.fail(
                     "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
                 )
-                return
-            if worker.gpu.slots.block(block) != right_slots(content):
+                return False
+            if worker.gpu.slots[pool.slot].block(block) != right_slots(content):
                 self.world.fail("exact hits", f"{what}its slots hold something else")
-                return
+                return False
             at: Content | None = content
             while at is not None and node is not None and node.tokens == at.tokens:
                 at, node = at.parent, node.parent
             root = Root(content.root.model_fingerprint, content.root.adapter, content.root.tenant_salt)
-            if at is not None or node is None or node is not manager.core._tree.find_root(root, pool.block_size):
+            if (
+                at is not None
+                or node is None
+                or node is not manager.core._tree.find_root(root, len(content.tokens) // 4)
+            ):
                 self.world.fail("manager and worker agree", f"{what}the two know other tokens in it")
-                return
+                return False
+        return True
 
     def at_the_end(self) -> None:
         """All has ended and everybody was heard: nothing is held, and the caches are equal block by block."""
@@ -323,17 +340,24 @@ class Laws:
         for worker in self.world.live_workers():
             self.count("nothing leaks")
             session = manager.core._sessions[worker.cache.session]
-            counts = session.pool.counts()
-            if counts.held or counts.reserved or counts.free + counts.cached != counts.capacity or session.sequences:
-                self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
+            for counts in session.counts():
+                if (
+                    counts.held
+                    or counts.reserved
+                    or counts.free + counts.cached != counts.capacity
+                    or session.sequences
+                ):
+                    self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
             state = worker.cache._state
-            if state.ledger.num_used or state.sequences or state.ending or state.parked or len(state.reserve):
+            is_used = any(ledger.num_used for ledger in state.ledgers) or any(state.reserves)
+            if is_used or state.sequences or state.ending or state.parked:
                 self.world.fail("nothing leaks", f"{worker.name} still holds {list(state.sequences)}")
-            for block in range(1, session.pool.num_blocks):
-                if state.ledger.content(block) is None and session.pool.is_cached(block):
-                    self.world.fail(
-                        "manager and worker agree", f"{worker.name}: block {block} is cached at the manager only"
-                    )
+            for ledger, pool in zip(state.ledgers, session.pools, strict=True):
+                for block in range(1, pool.num_blocks):
+                    if ledger.content(block) is None and pool.is_cached(block):
+                        self.world.fail(
+                            "manager and worker agree", f"{worker.name}: block {block} is cached at the manager only"
+                        )
 
 
 def _but_for_call_no(figures: Any, request: Any) -> Any:

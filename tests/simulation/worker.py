@@ -37,7 +37,8 @@ class WorkerPlan:
     """What stays the same over the lives of a worker."""
 
     worker_id: str
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+    """By group."""
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -63,9 +64,9 @@ class WorkerProcess(Process):
         self.address = f"{host.name}:1"
         self.is_leaving = False
         self.was_refused = False
-        self.granted: dict[int, int] = {}
-        """The largest generation that this process has accepted of each block since its books were last empty."""
-        self.granted_in: BlockLedger | None = None
+        self.granted: dict[tuple[int, int], int] = {}
+        """The largest generation that this process has accepted of each group's blocks since its books were last empty."""
+        self.granted_in: tuple[BlockLedger, ...] | None = None
         """Those books."""
         settings = CacheSettings(
             block_size=BLOCK_SIZE,
@@ -116,8 +117,9 @@ class WorkerProcess(Process):
     def introduction(self) -> cache_pb2.RegisterRequest:
         """What it says of itself in each Register."""
         config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=self.plan.num_blocks)
+        for group, num_blocks in enumerate(self.plan.num_blocks):
+            config.groups.add(group=group).full_attention.SetInParent()
+            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
             incarnation=self.incarnation,
@@ -212,10 +214,10 @@ class WorkerProcess(Process):
     def _num_sequences(self) -> int:
         return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
 
-    def live_tables(self) -> list[tuple[Any, list[int], list[int]]]:
-        """Sequences whose blocks are used here, with table and generations."""
+    def live_tables(self) -> list[tuple[Any, tuple[list[int], ...], tuple[list[int], ...]]]:
+        """Sequences whose blocks are used here, with tables and generations by group."""
         return [
-            (sequence, sequence.table, sequence.generations)
+            (sequence, sequence.tables, sequence.generations)
             for sequence in self.cache._state.sequences.values()
             if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
         ]

@@ -116,6 +116,7 @@ class World:
         self.message_bytes = streams.choice([1, 1 << 16])
         """Of answers that a worker sends together."""
         self.max_model_len = 48
+        groups = self.kernel.random("groups")
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
         for number in range(draw.choice([2, 2, 3])):
@@ -123,10 +124,13 @@ class World:
             num_blocks = draw.choice([smallest, smallest + 5, smallest + 18])
             if has_small and number == 1:
                 num_blocks = 8
+            pools: tuple[int, ...] = (num_blocks,)
+            if groups.random() < 0.4:
+                pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
             self.plans.append(
                 WorkerPlan(
                     worker_id=f"w{number}",
-                    num_blocks=num_blocks,
+                    num_blocks=pools,
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
                     max_model_len=self.max_model_len,
@@ -200,7 +204,7 @@ class World:
         """Whether a worker may refuse it for ever."""
         room = self.max_model_len - len(plan.prompt)
         slots = len(plan.prompt) + min(plan.max_tokens or room, room) - 1
-        return any(-(-slots // BLOCK_SIZE) > worker.num_blocks - 1 for worker in self.plans)
+        return any(-(-slots // BLOCK_SIZE) > min(worker.num_blocks) - 1 for worker in self.plans)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         """A request has come to its end."""

@@ -37,7 +37,7 @@ class FakeCache:
 
     def num_needed(self, sequence: CacheSequence) -> int:
         """Blocks that its table lacks for all its tokens."""
-        return max(0, -(-len(sequence.tokens) // self.block_size) - len(sequence.table))
+        return max(0, -(-len(sequence.tokens) // self.block_size) - sequence.num_entries)
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
         assert num_slots == len(sequence.tokens)
@@ -49,7 +49,9 @@ class FakeCache:
 
     def take(self, sequence: CacheSequence, count: int) -> None:
         """Bind so many blocks to the sequence."""
-        sequence.table += [self.blocks.pop() for _ in range(count)]
+        if not sequence.tables:
+            sequence.tables = ([],)
+        sequence.tables[0].extend(self.blocks.pop() for _ in range(count))
 
     def free(self, sequence: CacheSequence) -> None:
         self.num_freed[sequence.id.sequence_id] += 1
@@ -67,8 +69,9 @@ class FakeCache:
         """What is done with comes back, unless a running step names it."""
         for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
             self.ending.remove(sequence)
-            self.blocks += sequence.table
-            sequence.table = []
+            for table in sequence.tables:
+                self.blocks += table
+            sequence.tables = ()
             sequence.state = SequenceState.ENDED
 
 
@@ -134,7 +137,7 @@ class SchedulerWorld:
         candidates = self.scheduler.candidates()
         self.check_candidates(candidates)
         for sequence in candidates:
-            was_granted = bool(sequence.table)
+            was_granted = bool(sequence.num_entries)
             needed = self.cache.num_needed(sequence)
             if needed and needed > len(self.cache.blocks) - self._spare_target():
                 break
@@ -271,9 +274,9 @@ class SchedulerWorld:
             assert sequence.state is SequenceState.LIVE
             end = sequence.num_computed_tokens + part.num_tokens
             assert 1 <= part.num_tokens <= len(sequence.tokens) - sequence.num_computed_tokens
-            assert len(sequence.table) * self.cache.block_size >= end, "a slot without a block"
+            assert sequence.num_entries * self.cache.block_size >= end, "a slot without a block"
             assert part.samples == (end == len(sequence.tokens))
-            used += sequence.table
+            used += sequence.tables[0]
         assert len(used) == len(set(used)), "a block in two tables"
         # The pace of those that decode.
         scheduled = {id(part.request): part.num_tokens for part in batch}
@@ -320,5 +323,9 @@ class SchedulerWorld:
             if name in self.open:
                 assert request.num_generated == len(tokens) - request.num_prompt_tokens
         holders: list[Any] = [request.sequence for request in queued] + self.cache.ending
-        held = [block for sequence in {id(s): s for s in holders}.values() for block in sequence.table]
+        held = [
+            block
+            for sequence in {id(s): s for s in holders}.values()
+            for block in (sequence.tables[0] if sequence.tables else ())
+        ]
         assert sorted(held + self.cache.blocks) == list(range(1, self.num_blocks + 1))

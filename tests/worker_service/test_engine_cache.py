@@ -20,7 +20,9 @@ _ROOT = common_pb2.Root(model_fingerprint="m")
 
 
 def _cache(**settings: Any) -> EngineCache:
-    """With an open session that has nothing to report."""
+    """With an open session that has nothing to report. `num_blocks`: of its one group."""
+    if "num_blocks" in settings:
+        settings["num_blocks"] = (settings["num_blocks"],)
     cache = EngineCache(CacheSettings(**settings))
     cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
     return cache
@@ -162,7 +164,7 @@ def test_a_head_start_comes_with_the_tables_unless_it_would_take_their_blocks(nu
 def _with_complete_blocks(num_complete: int) -> EngineCache:
     """Blocks 1 … hold the tokens 1, 2 · 3, 4 · … and are in no table."""
     cache, before = _cache(block_size=2, num_blocks=8), None
-    ledger = cache._state.ledger
+    ledger = cache._state.ledgers[0]
     for block in range(1, 1 + num_complete):
         ledger.accept_grant(block, 1)
         ledger.use(block)
@@ -211,7 +213,7 @@ def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.Allocate
     cache.on_reply(_call(cache, "Allocate", sequence), answer, 0.0)
     assert cache.session == 0, "the session is given up"
     assert sequence.state is SequenceState.WAITING
-    assert not cache._state.ledger.num_used
+    assert not cache._state.ledgers[0].num_used
 
 
 # -- what comes late is of the past
@@ -223,9 +225,9 @@ def test_the_reply_to_a_heartbeat_is_for_its_own_session_only() -> None:
     cache.lose("the lease ran out")
     cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=2))
     cache.on_keep_alive(1, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
-    assert cache.num_spare_blocks == 0
+    assert cache.num_spare_blocks == (0,)
     cache.on_keep_alive(2, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
-    assert cache.num_spare_blocks == 1
+    assert cache.num_spare_blocks == (1,)
 
 
 def test_the_reply_to_a_call_that_was_given_up_is_dropped_whole() -> None:
@@ -235,6 +237,6 @@ def test_the_reply_to_a_call_that_was_given_up_is_dropped_whole() -> None:
     cache.on_failure(call, "", 0.0)
     cache.on_reply(call, late, 0.0)
     assert sequence.state is SequenceState.WAITING
-    assert (sequence.table, cache.num_spare_blocks) == ([], 0)
+    assert (sequence.tables, cache.num_spare_blocks) == ((), (0,))
     cache.on_reply(_call(cache, "Allocate", sequence, now=1.0), late, 1.0)
-    assert (sequence.table, cache.num_spare_blocks) == ([1], 1)
+    assert (sequence.tables, cache.num_spare_blocks) == (([1],), (1,))

@@ -26,7 +26,7 @@ async def test_every_request_comes_to_its_end_under_a_small_budget(limits: Limit
                 assert await read(request) == expected_text(prompt, 20)
         budget = world.manager.budget
         assert budget.num_blocks <= 12
-        assert world.manager.worker("w0").pool.num_withheld == 499 - budget.num_blocks
+        assert world.manager.worker("w0").pools[0].num_withheld == 499 - budget.num_blocks
         assert world.link.num_sessions == 1
 
 

@@ -252,7 +252,7 @@ async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
         # Refused on asking again, or stopped by the downlink, whichever comes first; or served, if attempt 2 ended before.
         assert caught.value.kind in (ErrorKind.REFUSED, ErrorKind.SUPERSEDED)
         await world.until_idle()
-        assert world.manager.worker("w0").pool.counts().held == 0
+        assert world.manager.worker("w0").pools[0].counts().held == 0
 
 
 async def test_the_end_of_a_request_does_not_touch_a_later_one_of_the_same_name() -> None:

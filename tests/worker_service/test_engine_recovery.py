@@ -50,11 +50,11 @@ async def test_the_cache_survives_a_restart_of_the_manager() -> None:
         for prompt in [*prompts, prompts[1]]:
             await world.generate(prompt, 5)
         await world.until_idle()
-        pool = world.manager.worker("w0").pool
+        pool = world.manager.worker("w0").pools[0]
         before = [block for block in pool.free_list() if pool.is_cached(block)]
         restart(world)
         await until(lambda: world.is_open.is_set() and world.manager.sessions)
-        pool = world.manager.worker("w0").pool
+        pool = world.manager.worker("w0").pools[0]
         assert [block for block in pool.free_list() if pool.is_cached(block)] == before
         forwarded = world.model.num_forwarded
         for prompt in prompts:
@@ -110,10 +110,10 @@ async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> 
         prompts = [[i, *range(10)] for i in range(3)]
         requests = [world.submit(prompt, 80) for prompt in prompts]
         await until(lambda: all(request.num_generated > 2 for request in requests))
-        await until(lambda: world.cache.num_spare_blocks > 6)
+        await until(lambda: world.cache.num_spare_blocks[0] > 6)
         world.wire.is_cut = True
         generated = sum(request.num_generated for request in requests)
-        await until(lambda: world.cache.num_spare_blocks == 0)
+        await until(lambda: world.cache.num_spare_blocks[0] == 0)
         await asyncio.sleep(0.05)
         assert sum(request.num_generated for request in requests) > generated + 6
         assert not any(request.stream.is_finished for request in requests)
@@ -155,7 +155,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
     async with world.running():
         request = world.submit(list(range(20)), 200)
         await until(lambda: request.num_generated > 8)
-        content = world.cache._state.ledger.content(request.sequence.table[1])
+        content = world.cache._state.ledgers[0].content(request.sequence.tables[0][1])
         assert content is not None
         content.tokens = bytes(4 * TOKEN_BYTES)
         restart(world)

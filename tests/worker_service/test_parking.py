@@ -19,7 +19,7 @@ def _sequence(name: str) -> CacheSequence:
 
 @pytest.fixture
 def state() -> CacheState:
-    return CacheState(CacheSettings(num_blocks=8, prefix_wait_seconds=_PATIENCE))
+    return CacheState(CacheSettings(num_blocks=(8,), prefix_wait_seconds=_PATIENCE))
 
 
 @pytest.fixture

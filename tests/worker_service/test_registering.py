@@ -155,4 +155,4 @@ async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> N
         assert (last.highest_epoch_seen, last.last_session, last.holds_state) == (0, 0, False)
         assert world.link.highest_epoch == 1
         assert await world.generate(list(range(9)), 5) == expected_text(list(range(9)), 5)
-        assert world.manager.worker("w0").pool.generation(1) >> 40 == 1
+        assert world.manager.worker("w0").pools[0].generation(1) >> 40 == 1

@@ -23,6 +23,7 @@ PENALTY = SamplingParams(presence_penalty=1.0)
 
 def request(prompt: list[int], **params: Any) -> Request:
     sequence = CacheSequence("s", 1, common_pb2.Root(), prompt, max_new_tokens=50)
+    sequence.tables = ([],)
     return Request(GenerationParams("s", 1, prompt, **params), sequence, 50, STOPS, None)
 
 
@@ -41,6 +42,7 @@ async def test_each_token_of_a_prompt_is_told_of_once(
     for index, size in enumerate(chunks):
         if index in preempted:
             asked.sequence = asked.sequence.next_round()
+            asked.sequence.tables = ([],)
         sequence = asked.sequence
         num_tokens = min(size, len(prompt) - sequence.num_computed_tokens)
         if not num_tokens:

@@ -51,13 +51,13 @@ async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None
     world.model.step_seconds = 0.002
     async with world.running():
         request = world.submit(list(range(10)), 1_200)
-        await until(lambda: world.cache.num_spare_blocks > 100)
+        await until(lambda: world.cache.num_spare_blocks[0] > 100)
         world.wire.is_cut = True
         await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
-        before = world.cache.num_spare_blocks + len(request.sequence.table)
+        before = world.cache.num_spare_blocks[0] + request.sequence.num_entries
         world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
         calls = sum(world.wire.num_calls.values())
         await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
-        assert world.cache.num_spare_blocks + len(request.sequence.table) == before
+        assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before
         world.model.step_seconds, world.wire.is_cut = 0.0, False
         assert await asyncio.wait_for(read(request), 60) == expected_text(list(range(10)), 1_200)

@@ -68,7 +68,7 @@ async def test_what_a_preempted_request_held_is_evicted_from_its_end() -> None:
     """Its blocks come back last block first, so the head of its prefix is what outlives, and what the next round is served."""
     world = World(num_blocks=40, block_size=4)
     async with world.running():
-        manager, pool = world.manager, world.manager.worker("w0").pool
+        manager, pool = world.manager, world.manager.worker("w0").pools[0]
         orders: list[list[int]] = []
         free = manager.free
 
@@ -84,7 +84,7 @@ async def test_what_a_preempted_request_held_is_evicted_from_its_end() -> None:
 
         def preempting(now: float) -> object:
             if request.num_generated == 4 and not held:
-                held.extend(request.sequence.table)
+                held.extend(request.sequence.tables[0])
                 scheduler._preempt(request, now)
             return schedule(now)
 

@@ -19,7 +19,7 @@ from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
 FACTS = ModelFacts("tracer", "", "", "float32", "cpu", 1, 1, (), None, None, {})
-BYTES_PER_BLOCK = 512
+KV_CACHE_BYTES = 65 * 512
 VLLM_TYPES = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -45,7 +45,7 @@ VLLM_TYPES = {
 
 def look(world: World) -> Scrape:
     page = MetricsPage()
-    WorkerMetrics(world.engine, world.link, FACTS, BYTES_PER_BLOCK, lambda: 0).fill(page)
+    WorkerMetrics(world.engine, world.link, FACTS, KV_CACHE_BYTES, lambda: 0).fill(page)
     return Scrape(generate_latest(page).decode())
 
 
@@ -124,13 +124,13 @@ async def test_gauges_tell_what_is_here_now() -> None:
         assert page.labelled("kvpool_worker_requests", "state") == {"running": 1, "waiting": 1}
         assert page.value("kvpool_worker_waiting_limit") == 3
         assert page.value("vllm:num_requests_running", **MODEL) == page.value("vllm:num_requests_waiting", **MODEL) == 1
-        assert page.value("kvpool_worker_held_blocks") == 3
+        assert page.value("kvpool_worker_held_blocks", group="0") == 3
         assert page.value("vllm:kv_cache_usage_perc", **MODEL) == 3 / 64
         gate.set()
         world.engine.abort(running)
         world.engine.abort(waiting)
     page = look(world)
-    assert page.value("kvpool_worker_held_blocks") == page.value("vllm:kv_cache_usage_perc", **MODEL) == 0
+    assert page.value("kvpool_worker_held_blocks", group="0") == page.value("vllm:kv_cache_usage_perc", **MODEL) == 0
 
 
 async def test_an_unanswered_call_is_counted_as_failed() -> None:

@@ -14,7 +14,7 @@ from tests import tracer
 class TracerModel:
     """A StepRunner over `num_blocks` blocks of slots that start unwritten."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int | tuple[int, ...], block_size: int) -> None:
         self.block_size = block_size
         self.num_forwarded = 0
         self.num_steps = 0
@@ -27,7 +27,8 @@ class TracerModel:
         """If set, a step waits for it: a slow device."""
         self.step_seconds = 0.0
         """How long a step takes at least."""
-        self._slots = tracer.Slots(num_blocks, block_size)
+        counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
+        self._slots = [tracer.Slots(count, block_size) for count in counts]
 
     def execute(self, step: Step) -> list[PartResult]:
         if self.gate is not None:
@@ -38,19 +39,14 @@ class TracerModel:
             self.fail_next = False
             raise RuntimeError("the device fell off the bus")
         self.num_steps += 1
-        written: set[tuple[int, int]] = set()
+        written: set[tuple[int, int, int]] = set()
         results: list[PartResult] = []
         for part in step.parts:
-            tokens, start, table = part.token_ids, part.start, part.block_table
-            end, size = start + len(tokens), self.block_size
-            assert 0 not in table[: -(-end // size)], "the null block is never written"
-            slots = [slot for slot in self._slots.read(table, start) if slot is not None]
-            assert len(slots) == start, "an unwritten slot was read"
-            own = {(table[position // size], position % size) for position in range(start, end)}
-            assert written.isdisjoint(own), "two sequences write one slot in one step"
-            written |= own
+            tokens, start = part.token_ids, part.start
+            slots = self._read(part, written)
             tracer.extend(slots, tracer.root_digest(), tokens)
-            self._slots.write(table, start, slots[start:])
+            for of_group, table in zip(self._slots, (part.block_table, *part.further_tables), strict=True):
+                of_group.write(table, start, slots[start:])
             self.num_forwarded += len(tokens)
             targets = [] if part.prompt_rows is None else part.prompt_rows.targets
             told = [TokenLogprobs(-float(target), []) for target in targets]
@@ -58,6 +54,22 @@ class TracerModel:
             bad = self._bad_logits(part)
             results.append(result if bad is None else PartResult(bad_logits=bad))
         return results
+
+    def _read(self, part: SequencePart, written: set[tuple[int, int, int]]) -> list[int]:
+        """The slots before a part, the same in each group; `written`: slots of this step, to which the part's are added."""
+        start, end, size = part.start, part.start + len(part.token_ids), self.block_size
+        found: list[int] | None = None
+        for group, table in enumerate((part.block_table, *part.further_tables)):
+            assert 0 not in table[: -(-end // size)], "the null block is never written"
+            slots = [slot for slot in self._slots[group].read(table, start) if slot is not None]
+            assert len(slots) == start, "an unwritten slot was read"
+            assert found is None or found == slots, "two groups hold different tokens"
+            found = slots
+            own = {(group, table[position // size], position % size) for position in range(start, end)}
+            assert written.isdisjoint(own), "two sequences write one slot in one step"
+            written |= own
+        assert found is not None
+        return found
 
     def _bad_logits(self, part: SequencePart) -> BadLogits | None:
         """The first bad ones that are looked at, then the first others."""

@@ -114,11 +114,18 @@ class World:
     """One worker with a tracer model, and its manager."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, worker_id: str = "w0", wire: Wire | None = None, **limits: Any
+        self,
+        *,
+        num_blocks: int | tuple[int, ...],
+        block_size: int,
+        worker_id: str = "w0",
+        wire: Wire | None = None,
+        **limits: Any,
     ) -> None:
+        pools = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
         cache_settings = CacheSettings(
             block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=pools,
             report_seconds=limits.pop("report_seconds", 0.005),
             reserve_seconds=limits.pop("reserve_seconds", 2.0),
             prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
@@ -133,8 +140,9 @@ class World:
         self.engine = Engine(settings, self.cache, self.model, clock=self.wire.now)
         self.is_open = asyncio.Event()
         config = common_pb2.KVCacheConfig(block_size=block_size)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
+        for group, count in enumerate(pools):
+            config.groups.add(group=group).full_attention.SetInParent()
+            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
         introduction = cache_pb2.RegisterRequest(
             worker_id=worker_id, incarnation=1, address="h:1", model_fingerprint=FINGERPRINT, kv_cache_config=config
         )
@@ -158,8 +166,8 @@ class World:
             self.wire.is_cut, self.wire.lose_request, self.wire.lose_reply = False, 0.0, 0.0
             await self.until_idle()
             assert self.manager.check().violations == []
-            counts = self.manager.worker(self.link._registration.introduction.worker_id).pool.counts()
-            assert (counts.held, counts.reserved) == (0, 0)
+            for counts in self.manager.worker(self.link._registration.introduction.worker_id).counts():
+                assert (counts.held, counts.reserved) == (0, 0)
         finally:
             for task in tasks:
                 task.cancel()

@@ -12,7 +12,7 @@ from kvpool.cache_service.core.prefix_tree import Node, RootNode
 
 Path = tuple[Root, int, tuple[bytes, ...]]
 """Root without its salt, block size, and the tokens of each block up to a node."""
-Held = dict[int, set[tuple[int, Path]]]
+Held = dict[tuple[int, int], set[tuple[int, Path]]]
 """By session: number of the salt, and path, of each node that is a hit there."""
 
 
@@ -23,7 +23,8 @@ class _Known:
     root: Root | None
     block_size: int
     salt_number: int
-    sessions: set[int] = field(default_factory=set)
+    holders: set[tuple[int, int]] = field(default_factory=set)
+    """Session and group."""
 
 
 class ContentsFollower:
@@ -79,16 +80,22 @@ class ContentsFollower:
             self._number = event.number
             if isinstance(event, Stored):
                 known = self._nodes.get(event.node)
-                assert known is None or (event.session and event.session not in known.sessions), "nothing comes twice"
+                holder = (event.session, event.group)
+                assert known is None or (event.session and holder not in known.holders), "nothing comes twice"
                 self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
             elif isinstance(event, Cleared):
                 for known in self._nodes.values():
-                    known.sessions.discard(event.session)
+                    known.holders = {holder for holder in known.holders if holder[0] != event.session}
             else:
                 assert isinstance(event, Served)
-                assert event.node == 0 or event.session in self._nodes[event.node].sessions
+                holders = self._nodes[event.node].holders if event.node else set()
+                groups = {group for session, group in holders if session == event.session}
+                live = (
+                    {session.number: len(session.pools) for session in self._manager.sessions} if self._manager else {}
+                )
+                assert not event.node or event.session not in live or groups == set(range(live[event.session]))
                 assert (event.node == 0) == (event.num_cached_tokens == 0)
 
     def _store(self, stored: Stored) -> None:
@@ -100,22 +107,22 @@ class ContentsFollower:
             )
         assert (known.parent, known.tokens) == (stored.parent, stored.tokens)
         if stored.session:
-            known.sessions.add(stored.session)
+            known.holders.add((stored.session, stored.group))
 
     def _remove(self, removed: Removed) -> None:
         known = self._nodes[removed.node]
         if removed.session:
-            known.sessions.remove(removed.session)
+            known.holders.remove((removed.session, removed.group))
         if removed.forgotten:
-            assert not known.sessions
+            assert not known.holders
             assert all(other.parent != removed.node for other in self._nodes.values()), "children are forgotten first"
             del self._nodes[removed.node]
 
     def _check(self, manager: CacheManager) -> None:
         found: Held = {}
         for known in self._nodes.values():
-            for session in known.sessions:
-                found.setdefault(session, set()).add(self._path(known))
+            for holder in known.holders:
+                found.setdefault(holder, set()).add(self._path(known))
         assert found == held_by(manager), "what the events say is not what look-ups find"
         assert manager.contents is not None
         assert len(self._nodes) == manager.contents.num_nodes, "a node was forgotten, and no event says so"
@@ -135,11 +142,11 @@ def held_by(manager: CacheManager) -> Held:
     for session in manager.sessions:
         if session.recovering:
             continue
-        pool = session.pool
-        for block in range(1, pool.num_known):
-            node = pool.node(block)
-            if node is not None and node.copy_in(pool) == block:
-                held.setdefault(session.number, set()).add(_path_of(manager, node))
+        for pool in session.pools:
+            for block in range(1, pool.num_known):
+                node = pool.node(block)
+                if node is not None and pool.copy_of(node) == block:
+                    held.setdefault((session.number, pool.slot), set()).add(_path_of(manager, node))
     return held
 
 

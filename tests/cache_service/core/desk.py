@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.hashing import HashFunction
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -30,12 +31,25 @@ from tests.cache_service.core.model import Refused
 ROOT = Root(FINGERPRINT)
 
 
+class Table(NamedTuple):
+    """What was granted of the first group."""
+
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_cached_tokens: int
+
+
+def first_table(granted: Granted) -> Table:
+    """Of the first group."""
+    return Table(*granted.tables[0], granted.num_cached_tokens)
+
+
 class Desk:
     """One worker. Sequences are named by their key or, in attempt 1 and round 0, by their id."""
 
     def __init__(
         self,
-        num_blocks: int = 65,
+        num_blocks: int | tuple[int, ...] = 65,
         block_size: int = 4,
         *,
         worker_id: str = "w1",
@@ -59,19 +73,24 @@ class Desk:
         return self.manager.worker(self.worker_id)
 
     @property
+    def pool(self) -> BlockPool:
+        """The blocks of its first group."""
+        return self.session.pools[0]
+
+    @property
     def counts(self) -> BlockCounts:
-        """Its blocks by state."""
-        return self.session.pool.counts()
+        """The blocks of its first group by state."""
+        return self.pool.counts()
 
     @property
     def free_list(self) -> list[int]:
         """Its free blocks in the order in which they will be granted."""
-        return list(self.session.pool.free_list())
+        return list(self.pool.free_list())
 
     def table(self, name: str | SequenceKey) -> list[int]:
         """The block table of a live sequence."""
         named = _key(name)
-        return list(self.session.sequences[named.sequence_id, named.attempt].table)
+        return list(self.session.sequences[named.sequence_id, named.attempt].tables[0])
 
     def uplink(
         self,
@@ -82,7 +101,8 @@ class Desk:
     ) -> Uplink:
         """The head of the next call."""
         self.call_no += 1
-        return Uplink(self.number, self.call_no, downlink_ack, reserve_wish, tuple(returned))
+        wishes = () if reserve_wish is None else (reserve_wish,)
+        return Uplink(self.number, self.call_no, downlink_ack, wishes, (tuple(returned),) if returned else ())
 
     def item(
         self,
@@ -108,11 +128,11 @@ class Desk:
         """One Allocate of one sequence; `wanted` as in `item`."""
         return self.allocate_batch(self.item(name, tokens, **wanted))[0]
 
-    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted:
+    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Table:
         """An Allocate that is granted; `wanted` as in `item`."""
         outcome = self.allocate(name, tokens, **wanted)
         assert isinstance(outcome, Granted), outcome
-        return outcome
+        return first_table(outcome)
 
     def report(
         self,
@@ -127,7 +147,7 @@ class Desk:
         named = _key(name)
         known = self.tokens[named]
         computed = len(known) if num_computed_tokens is None else num_computed_tokens
-        update = SequenceUpdate(named, len(known), token_bytes(new_tokens), computed, tuple(bound))
+        update = SequenceUpdate(named, len(known), token_bytes(new_tokens), computed, (tuple(bound),) if bound else ())
         result = self.lockstep.append(self.uplink(), AppendItem(update, want_blocks))
         assert not isinstance(result, Refused), result
         if isinstance(result[0][0], Appended):

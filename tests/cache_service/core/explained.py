@@ -27,8 +27,13 @@ class Prediction(NamedTuple):
         if session is None or session.recovering or not items:
             return None
         item = items[0]
-        wish = session.reserve_wish if uplink.reserve_wish is None else uplink.reserve_wish
-        refills = wish > session.pool.num_reserved - len(uplink.returned)
+        stated = uplink.reserve_wishes + (None,) * len(session.pools)
+        returned = uplink.returned + ((),) * len(session.pools)
+        refills = any(
+            (session.reserve_wishes[group] if stated[group] is None else stated[group] or 0)
+            > pool.num_reserved - len(returned[group])
+            for group, pool in enumerate(session.pools)
+        )
         if refills or (item.key.sequence_id, item.key.attempt) in session.sequences:
             return None
         try:

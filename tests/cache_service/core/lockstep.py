@@ -16,8 +16,9 @@ from kvpool.cache_service.core.messages import (
     AppendItem,
     DownlinkEntry,
     Granted,
+    Group,
+    Layout,
     Limits,
-    PoolConfig,
     Registration,
     Reply,
     Root,
@@ -31,7 +32,7 @@ from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.explained import Prediction
-from tests.cache_service.core.model import Model, ModelSession, Prefix, Refused, token_ids
+from tests.cache_service.core.model import Model, ModelPool, ModelSession, Prefix, Refused, token_ids
 
 T = TypeVar("T")
 
@@ -57,9 +58,16 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 
 
 def registration(
-    worker_id: str = "w1", *, num_blocks: int = 9, block_size: int = 4, incarnation: int = 1, register_no: int = 1
+    worker_id: str = "w1",
+    *,
+    num_blocks: int | tuple[int, ...] = 9,
+    block_size: int = 4,
+    incarnation: int = 1,
+    register_no: int = 1,
 ) -> Registration:
-    """A well-formed introduction, of a process that has no proof that an earlier one has ended."""
+    """A well-formed introduction, of a process that has no proof that an earlier one has ended. `num_blocks`: of one group, or of
+    several."""
+    counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -67,7 +75,7 @@ def registration(
         address=f"{worker_id}:1",
         model_name="a model",
         model_fingerprint=FINGERPRINT,
-        pool=PoolConfig(block_size, num_blocks),
+        layout=Layout(block_size, tuple(map(Group, counts))),
         process_key=b"process %d" % incarnation,
     )
 
@@ -119,9 +127,9 @@ class SessionSnapshot(NamedTuple):
     number: int
     last_call_no: int
     lease_end: float
-    reserve_wish: int
+    reserve_wishes: tuple[int, ...]
     pending: tuple[DownlinkEntry, ...]
-    pool: PoolSnapshot
+    pools: tuple[PoolSnapshot, ...]
     sequences: tuple[tuple[object, ...], ...]
 
 
@@ -153,20 +161,20 @@ def session_snapshot(session: Session) -> SessionSnapshot:
         session.number,
         session.last_call_no,
         session.lease_end,
-        session.reserve_wish,
+        tuple(session.reserve_wishes),
         session.downlink.pending(),
-        pool_snapshot(session.pool),
+        tuple(map(pool_snapshot, session.pools)),
         tuple(
             (
                 key,
                 sequence.key,
                 bytes(sequence.tokens),
-                tuple(sequence.table),
+                tuple(map(tuple, sequence.tables)),
                 tuple(sequence.nodes),
                 sequence.num_sealed,
                 sequence.num_cached_tokens,
                 sequence.num_computed_tokens,
-                sequence.num_named,
+                tuple(sequence.num_named),
                 sequence.fenced,
             )
             for key, sequence in session.sequences.items()
@@ -184,7 +192,7 @@ def snapshot(manager: CacheManager) -> Snapshot:
             node.block_hash,
             node.num_sequences,
             tuple(node.iter_leaders()),
-            frozenset((pool, node.copy_in(pool)) for pool in node.pools()),
+            frozenset((holder, node.blocks_in(holder)) for holder in node.holders()),
             frozenset(node.iter_children()),
         )
         for node, _ in iter(manager._tree.begin_walk(in_portions=False).step, None)
@@ -196,24 +204,26 @@ class Memory:
     """What the workers' blocks physically hold: per slot, the exact tokens, root included, whose KV was written there."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, int, int], Prefix] = {}
+        self._slots: dict[tuple[str, int, int, int], Prefix] = {}
 
-    def write(self, worker_id: str, block: int, slot: int, content: Prefix) -> None:
+    def write(self, worker_id: str, group: int, block: int, slot: int, content: Prefix) -> None:
         """A worker has computed the KV of the last token of `content`."""
-        self._slots[worker_id, block, slot] = content
+        self._slots[worker_id, group, block, slot] = content
 
-    def read(self, worker_id: str, block: int, slot: int) -> Prefix | None:
+    def read(self, worker_id: str, group: int, block: int, slot: int) -> Prefix | None:
         """What a slot holds; None if it was never written."""
-        return self._slots.get((worker_id, block, slot))
+        return self._slots.get((worker_id, group, block, slot))
 
-    def check_block(self, worker_id: str, block: int, block_size: int, content: Prefix) -> None:
+    def check_block(self, worker_id: str, group: int, block: int, block_size: int, content: Prefix) -> None:
         """Rule 1, exact hits: the block holds the KV of exactly these tokens behind exactly this prefix."""
         root, tokens = content
         begin = len(tokens) - block_size
         for slot in range(block_size):
             expected = root, tokens[: begin + slot + 1]
-            found = self.read(worker_id, block, slot)
-            assert found == expected, f"block {block} of {worker_id} slot {slot} holds {found}, not {expected}"
+            found = self.read(worker_id, group, block, slot)
+            assert found == expected, (
+                f"block {block} of {worker_id}, group {group}, slot {slot} holds {found}, not {expected}"
+            )
 
 
 class Lockstep:
@@ -232,7 +242,7 @@ class Lockstep:
         self.last_generation = 0
         self.viewers: list[Callable[[CacheManager], None]] = []
         """Called after every comparison."""
-        self._granted: dict[tuple[str, int], int] = {}
+        self._granted: dict[tuple[str, int, int], int] = {}
         """Largest generation seen of each worker's block, over all sessions and epochs."""
         self.restart()
 
@@ -407,9 +417,22 @@ class Lockstep:
             view(self.manager)
 
     def _compare_session(self, session: Session, modelled: ModelSession) -> None:
-        pool, size = session.pool, modelled.block_size
-        worker_id = session.worker_id
-        left = self.model.left(modelled)
+        for pool, of_model in zip(session.pools, modelled.pools, strict=True):
+            self._compare_pool(session, pool, modelled, of_model)
+        assert [(entry.number, entry.entry) for entry in session.downlink.pending()] == modelled.pending
+        for name in ("last_call_no", "lease_end"):
+            assert getattr(session, name) == getattr(modelled, name), name
+        assert session.reserve_wishes == [pool.reserve_wish for pool in modelled.pools]
+        assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
+        for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
+            assert token_ids(bytes(sequence.tokens)) == other.tokens
+            assert list(sequence.tables) == other.tables
+            for name in ("key", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
+                assert getattr(sequence, name) == getattr(other, name), name
+
+    def _compare_pool(self, session: Session, pool: BlockPool, of_session: ModelSession, modelled: ModelPool) -> None:
+        size, worker_id, group = of_session.block_size, session.worker_id, modelled.group
+        left = self.model.left(of_session)
         assert (pool.counts(), pool.num_evicted) == (modelled.counts(left), modelled.num_evicted)
         assert list(pool.free_list()) == modelled.free_list, "the order of eviction differs"
         for block in range(1, pool.num_blocks):
@@ -417,30 +440,24 @@ class Lockstep:
             assert (pool.state(block).name == "RESERVED") == (block in modelled.reserved)
             generation = pool.generation(block)
             assert generation == modelled.generation[block]
-            assert not generation or generation >= self._granted.get((worker_id, block), 0), "a generation went back"
-            self._granted[worker_id, block] = max(generation, self._granted.get((worker_id, block), 0))
+            assert not generation or generation >= self._granted.get((worker_id, group, block), 0), (
+                "a generation went back"
+            )
+            self._granted[worker_id, group, block] = max(generation, self._granted.get((worker_id, group, block), 0))
             node, content = pool.node(block), modelled.content(block)
             assert (node is None) == (content is None)
             if node is not None and content is not None:
                 assert path_of(node) == (content[0], size, content[1])
-                assert (node.copy_in(pool) == block) == (modelled.hit(content) == block)
+                assert (pool.copy_of(node) == block) == (modelled.hit(content) == block)
                 if self.memory is not None:
-                    self.memory.check_block(worker_id, block, size, content)
-        assert [(entry.number, entry.entry) for entry in session.downlink.pending()] == modelled.pending
-        for name in ("last_call_no", "reserve_wish", "lease_end"):
-            assert getattr(session, name) == getattr(modelled, name), name
-        assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
-        for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
-            assert token_ids(bytes(sequence.tokens)) == other.tokens
-            for name in ("key", "table", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
-                assert getattr(sequence, name) == getattr(other, name), name
+                    self.memory.check_block(worker_id, group, block, size, content)
 
     def _num_nodes_expected(self) -> int:
         """Every prefix of something sealed, or of the full blocks of a live prompt or a live sealed continuation."""
         nodes: set[tuple[Prefix, int]] = set()
         for session in self.model.sessions:
             size = session.block_size
-            deepest = [prefix for _, prefix in session.sealed]
+            deepest = [prefix for pool in session.pools for _, prefix in pool.sealed]
             for sequence in session.sequences:
                 num_full = max(sequence.num_prompt_tokens, sequence.num_computed_tokens) // size
                 if num_full:

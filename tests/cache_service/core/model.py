@@ -15,6 +15,7 @@ from kvpool.cache_service.core.messages import (
     BlockCounts,
     Grant,
     Granted,
+    GrantedTable,
     Limits,
     Registration,
     Root,
@@ -64,10 +65,11 @@ class ModelSequence:
     root: Root
     tokens: list[int]
     num_prompt_tokens: int
-    table: list[int]
+    tables: list[list[int]]
+    """By group."""
     num_cached_tokens: int
     num_computed_tokens: int
-    num_named: int
+    num_named: list[int]
     fenced: bool = False
 
     def prefix(self, index: int, block_size: int) -> Prefix:
@@ -82,42 +84,25 @@ class ModelSequence:
 
 
 @dataclass(eq=False)
-class ModelSession:
-    """One registration of a worker."""
+class ModelPool:
+    """The blocks of one group."""
 
-    number: int
-    registration: Registration
-    lease_end: float
+    group: int
+    sequences: list[ModelSequence]
+    """Those of the session."""
     free_list: list[int]
     """Next to be granted first; sealed ones among them are cached."""
     generation: dict[int, int]
     sealed: list[tuple[int, Prefix]] = field(default_factory=list)
     """In the order of sealing: the first block with a prefix is the one that serves its hits."""
     reserved: set[int] = field(default_factory=set)
-    sequences: list[ModelSequence] = field(default_factory=list)
-    """In the order of granting."""
-    pending: list[tuple[int, Grant | Stop]] = field(default_factory=list)
-    last_number: int = 0
-    last_call_no: int = 0
     reserve_wish: int = 0
     num_evicted: int = 0
 
     @property
-    def block_size(self) -> int:
-        """Slots of a block."""
-        return self.registration.pool.block_size
-
-    @property
     def capacity(self) -> int:
         """Blocks without the null block."""
-        return self.registration.pool.num_blocks - 1
-
-    def find(self, sequence_id: str, attempt: int) -> ModelSequence | None:
-        """The live sequence, in whatever round."""
-        for sequence in self.sequences:
-            if (sequence.key.sequence_id, sequence.key.attempt) == (sequence_id, attempt):
-                return sequence
-        return None
+        return len(self.generation)
 
     def content(self, block: int) -> Prefix | None:
         """What a sealed block holds."""
@@ -138,7 +123,7 @@ class ModelSession:
 
     def ref_count(self, block: int) -> int:
         """Table entries that name the block."""
-        return sum(sequence.table.count(block) for sequence in self.sequences)
+        return sum(sequence.tables[self.group].count(block) for sequence in self.sequences)
 
     def counts(self, left: int) -> BlockCounts:
         """Blocks by state, counted one by one; `left` as for `num_withheld`."""
@@ -172,6 +157,71 @@ class ModelSession:
             self.generation[block] = generation
         return blocks
 
+    def unreserve(self, block: int, generation: int) -> None:
+        """A named block comes back, if it is in the reserve by that grant."""
+        if block in self.reserved and self.generation[block] == generation:
+            self.reserved.remove(block)
+            self.free_list.insert(0, block)
+
+    def let_go(self, table: list[int]) -> None:
+        """Of an ended sequence, the last block first."""
+        while table:
+            block = table.pop()
+            if self.ref_count(block) or block in table:
+                continue
+            prefix = self.content(block)
+            if prefix is not None and self.hit(prefix) == block:
+                self.free_list.append(block)
+            else:
+                self._forget(block)
+                self.free_list.insert(0, block)
+
+
+@dataclass(eq=False)
+class ModelSession:
+    """One registration of a worker."""
+
+    number: int
+    registration: Registration
+    lease_end: float
+    sequences: list[ModelSequence] = field(default_factory=list)
+    """In the order of granting."""
+    pending: list[tuple[int, Grant | Stop]] = field(default_factory=list)
+    last_number: int = 0
+    last_call_no: int = 0
+
+    def __post_init__(self) -> None:
+        self.pools: list[ModelPool] = []
+        for index, group in enumerate(self.registration.layout.groups):
+            blocks = range(1, group.num_blocks)
+            self.pools.append(ModelPool(index, self.sequences, list(blocks), dict.fromkeys(blocks, 0)))
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.registration.layout.block_size
+
+    @property
+    def capacity(self) -> int:
+        """Of the smallest pool."""
+        return min(pool.capacity for pool in self.pools)
+
+    @property
+    def last_granted(self) -> int:
+        """Blocks that count in the budget."""
+        return sum(pool.last_granted for pool in self.pools)
+
+    def find(self, sequence_id: str, attempt: int) -> ModelSequence | None:
+        """The live sequence, in whatever round."""
+        for sequence in self.sequences:
+            if (sequence.key.sequence_id, sequence.key.attempt) == (sequence_id, attempt):
+                return sequence
+        return None
+
+    def has(self, prefix: Prefix) -> bool:
+        """Whether every group has the prefix."""
+        return all(pool.hit(prefix) for pool in self.pools)
+
     def push(self, entry: Grant | Stop) -> None:
         """The next entry of the downlink."""
         self.last_number += 1
@@ -181,43 +231,19 @@ class ModelSession:
         """The worker has applied the downlink up to `number`."""
         self.pending = [(other, entry) for other, entry in self.pending if other > number]
 
-    def unreserve(self, block: int, generation: int) -> None:
-        """A named block comes back, if it is in the reserve by that grant."""
-        if block in self.reserved and self.generation[block] == generation:
-            self.reserved.remove(block)
-            self.free_list.insert(0, block)
-
-    def top_up(self, generation: int, limits: Limits, left: int) -> bool:
-        """Fill the reserve up to the wish with what there is, some at a time; returns whether any block was granted."""
-        num_available = len(self.free_list) - self.num_withheld(left)
-        count = min(self.reserve_wish - len(self.reserved), num_available, limits.max_blocks_per_grant)
-        if count <= 0 or len(self.pending) >= limits.max_downlink_entries:
-            return False
-        blocks = self.take(count, generation, left)
-        self.reserved.update(blocks)
-        self.push(Grant(tuple(blocks), generation))
-        return True
-
     def seal(self, sequence: ModelSequence, num_computed_tokens: int) -> None:
         """More tokens are computed: the blocks that are full now become hits for all."""
         before = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_computed_tokens)
         for index in range(before, sequence.num_computed_tokens // self.block_size):
-            self.sealed.append((sequence.table[index], sequence.prefix(index, self.block_size)))
+            for pool in self.pools:
+                pool.sealed.append((sequence.tables[pool.group][index], sequence.prefix(index, self.block_size)))
 
     def end(self, sequence: ModelSequence) -> None:
-        """Let go of the table, the last block first."""
+        """Let go of the tables."""
         self.sequences.remove(sequence)
-        while sequence.table:
-            block = sequence.table.pop()
-            if self.ref_count(block) or block in sequence.table:
-                continue
-            prefix = self.content(block)
-            if prefix is not None and self.hit(prefix) == block:
-                self.free_list.append(block)
-            else:
-                self._forget(block)
-                self.free_list.insert(0, block)
+        for pool in self.pools:
+            pool.let_go(sequence.tables[pool.group])
 
 
 class Model:
@@ -260,10 +286,7 @@ class Model:
                 raise Refused(Reason.STALE_INCARNATION)
         self.newest[worker_id] = registration
         self._end([s for s in self.sessions if s.registration.worker_id == worker_id])
-        blocks = range(1, registration.pool.num_blocks)
-        self.sessions.append(
-            ModelSession(number, registration, now + self.lease_seconds, list(blocks), dict.fromkeys(blocks, 0))
-        )
+        self.sessions.append(ModelSession(number, registration, now + self.lease_seconds))
 
     def deregister(self, number: int) -> None:
         """End a session, if it lives."""
@@ -281,7 +304,21 @@ class Model:
             raise Refused(Reason.BAD_FIELD)
         session.lease_end = now + self.lease_seconds
         session.acknowledge(downlink_ack)
-        return session.top_up(generation, self.limits, self.left(session))
+        return self.top_up(session, generation)
+
+    def top_up(self, session: ModelSession, generation: int) -> bool:
+        """Fill the reserve up to the wishes with what there is, some at a time; returns whether any block was granted."""
+        granted = False
+        for pool in session.pools:
+            left = self.left(session)
+            num_available = len(pool.free_list) - pool.num_withheld(left)
+            count = min(pool.reserve_wish - len(pool.reserved), num_available, self.limits.max_blocks_per_grant)
+            if count > 0 and len(session.pending) < self.limits.max_downlink_entries:
+                blocks = pool.take(count, generation, left)
+                pool.reserved.update(blocks)
+                session.push(Grant(tuple(blocks), generation, pool.group))
+                granted = True
+        return granted
 
     # -- the budget
 
@@ -297,17 +334,28 @@ class Model:
         kept = sum(len(sequence.tokens) for session in self.sessions for sequence in session.sequences)
         return self.limits.max_total_tokens - kept
 
-    def _require_blocks(self, session: ModelSession, num_needed: int, hits: list[int]) -> None:
-        """Refuse unless so many blocks can be granted beside the hits."""
-        num_there = sum(1 for block in session.free_list if block not in hits)
-        num_withheld = session.num_withheld(self.left(session))
-        if num_needed > num_there:
-            raise Refused(Reason.NO_BLOCKS)
-        if num_needed > num_there - num_withheld:
-            num_new = num_needed - (num_there - num_withheld) + self.left(session)
-            num_blocks = sum(other.last_granted for other in self.sessions)
-            is_of_blocks = num_new > self.limits.max_total_blocks - num_blocks
-            raise Refused(Reason.TOO_MANY_BLOCKS if is_of_blocks else Reason.TOO_MANY_TOKENS)
+    def _require_blocks(self, session: ModelSession, num_needed: list[int], hits: list[list[int]]) -> None:
+        """Refuse unless so many blocks of each group can be granted beside the hits. `hits`: by group."""
+        left = self.left(session)
+        for pool in session.pools:
+            num_there = sum(1 for block in pool.free_list if block not in hits[pool.group])
+            num_withheld = pool.num_withheld(left)
+            if num_needed[pool.group] > num_there:
+                raise Refused(Reason.NO_BLOCKS)
+            if num_needed[pool.group] > num_there - num_withheld:
+                self._refuse_new(num_needed[pool.group] - (num_there - num_withheld) + left)
+        # All together: each takes its blocks in turn, and leaves the next one less.
+        for pool in session.pools:
+            last = pool.last_granted
+            there = [block for block in pool.free_list if block not in hits[pool.group] and block <= last + left]
+            if num_needed[pool.group] > len(there):
+                self._refuse_new(sum(num_needed))
+            left -= max(0, max(there[: num_needed[pool.group]], default=0) - last)
+
+    def _refuse_new(self, num_new: int) -> None:
+        num_blocks = sum(other.last_granted for other in self.sessions)
+        is_of_blocks = num_new > self.limits.max_total_blocks - num_blocks
+        raise Refused(Reason.TOO_MANY_BLOCKS if is_of_blocks else Reason.TOO_MANY_TOKENS)
 
     def tick(self, now: float) -> list[int]:
         """Numbers of the sessions that end now. Time in which the manager stood still does not count."""
@@ -333,10 +381,12 @@ class Model:
             raise Refused(Reason.BAD_FIELD)
         session.last_call_no = uplink.call_no
         session.acknowledge(uplink.downlink_ack)
-        if uplink.reserve_wish is not None:
-            session.reserve_wish = min(uplink.reserve_wish, session.capacity, self.limits.max_reserve_blocks)
-        for block, generation in uplink.returned:
-            session.unreserve(block, generation)
+        for pool, wish in zip(session.pools, uplink.reserve_wishes, strict=False):
+            if wish is not None:
+                pool.reserve_wish = min(wish, pool.capacity, self.limits.max_reserve_blocks)
+        for pool, returned in zip(session.pools, uplink.returned, strict=False):
+            for block, generation in returned:
+                pool.unreserve(block, generation)
         return session
 
     def allocate(
@@ -344,7 +394,7 @@ class Model:
     ) -> list[Granted | Wait | Refused]:
         """Tables, in order, until one finds no blocks; behind it only the tables of what lives already."""
         session = self.begin(uplink)
-        session.top_up(generation, self.limits, self.left(session))
+        self.top_up(session, generation)
         outcomes: list[Granted | Wait | Refused] = []
         for item in items:
             is_full = any(isinstance(outcome, Refused) and outcome.reason in _OUT_OF_BLOCKS for outcome in outcomes)
@@ -361,9 +411,10 @@ class Model:
         key, size = item.key, session.block_size
         tokens = token_ids(item.tokens)
         most_blocks = -(-(len(tokens) + max(item.max_new_tokens, 1) - 1) // size)
-        if most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence, self.limits.max_total_blocks):
+        of_all = most_blocks * len(session.pools)
+        if most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence) or of_all > self.limits.max_total_blocks:
             raise Refused(Reason.NEVER_FITS)
-        if max(most_blocks * size, len(tokens) + item.max_new_tokens) > self.limits.max_total_tokens:
+        if max(of_all * size, len(tokens) + item.max_new_tokens) > self.limits.max_total_tokens:
             raise Refused(Reason.NEVER_FITS)
         attempts = {
             (other.key.attempt, other_session)
@@ -394,29 +445,33 @@ class Model:
         if item.max_cached_tokens is not None:
             most_hits = min(most_hits, item.max_cached_tokens // size)
         prefixes: list[Prefix] = [(item.root, tuple(tokens[: (i + 1) * size])) for i in range(len(tokens) // size)]
-        hits: list[int] = []
-        while len(hits) < most_hits and session.hit(prefixes[len(hits)]):
-            hits.append(session.hit(prefixes[len(hits)]))
+        num_hits = 0
+        while num_hits < most_hits and session.has(prefixes[num_hits]):
+            num_hits += 1
         if not item.no_wait:
-            wait = self._wait(session, key, prefixes, len(hits), most_hits)
+            wait = self._wait(session, key, prefixes, num_hits, most_hits)
             if wait is not None:
                 return wait
 
-        num_fresh = -(-len(tokens) // size) - len(hits)
-        self._require_blocks(session, num_fresh, hits)
+        num_fresh = -(-len(tokens) // size) - num_hits
+        hits = [[pool.hit(prefix) for prefix in prefixes[:num_hits]] for pool in session.pools]
+        self._require_blocks(session, [num_fresh] * len(hits), hits)
         if len(tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
-        left = self.left(session)
-        session.free_list = [block for block in session.free_list if block not in hits]
+        tables = []
+        for pool, found in zip(session.pools, hits, strict=True):
+            pool.free_list = [block for block in pool.free_list if block not in found]
+        for pool, found in zip(session.pools, hits, strict=True):
+            tables.append(found + pool.take(num_fresh, generation, self.left(session)))
         sequence = ModelSequence(
             key=key,
             root=item.root,
             tokens=tokens,
             num_prompt_tokens=len(tokens),
-            table=hits + session.take(num_fresh, generation, left),
-            num_cached_tokens=len(hits) * size,
-            num_computed_tokens=len(hits) * size,
-            num_named=len(hits) + num_fresh,
+            tables=tables,
+            num_cached_tokens=num_hits * size,
+            num_computed_tokens=num_hits * size,
+            num_named=[num_hits + num_fresh] * len(hits),
         )
         for other_session in self.sessions:
             for other in other_session.sequences:
@@ -428,11 +483,11 @@ class Model:
         return self._granted(session, sequence)
 
     def _granted(self, session: ModelSession, sequence: ModelSequence) -> Granted:
-        return Granted(
-            tuple(sequence.table),
-            tuple(session.generation[block] for block in sequence.table),
-            sequence.num_cached_tokens,
-        )
+        tables = [
+            GrantedTable(tuple(table), tuple(pool.generation[block] for block in table))
+            for pool, table in zip(session.pools, sequence.tables, strict=True)
+        ]
+        return Granted(tuple(tables), sequence.num_cached_tokens)
 
     def _wait(
         self, session: ModelSession, key: SequenceKey, prefixes: list[Prefix], num_hits: int, most_hits: int
@@ -458,7 +513,7 @@ class Model:
                 outcomes.append(self._append(session, item, generation))
             except Refused as refused:
                 outcomes.append(refused)
-        session.top_up(generation, self.limits, self.left(session))
+        self.top_up(session, generation)
         return outcomes
 
     def _append(self, session: ModelSession, item: AppendItem, generation: int) -> Appended:
@@ -470,26 +525,26 @@ class Model:
             raise Refused(Reason.STALE_ROUND)
         if sequence.fenced:
             raise Refused(Reason.STALE_ATTEMPT)
-        tokens, table = self._merged(session, sequence, item.update)
-        if item.want_blocks > min(session.capacity, self.limits.max_blocks_per_sequence):
+        tokens, tables = self._merged(session, sequence, item.update)
+        of_all = item.want_blocks * len(session.pools)
+        is_too_much = of_all > self.limits.max_total_blocks or of_all * session.block_size > self.limits.max_total_tokens
+        if item.want_blocks > min(session.capacity, self.limits.max_blocks_per_sequence) or is_too_much:
             raise Refused(Reason.NEVER_FITS)
-        num_missing = max(0, item.want_blocks - len(table))
-        self._require_blocks(session, num_missing, [])
-        self._apply(session, sequence, item.update, tokens, table)
-        sequence.table += session.take(num_missing, generation, self.left(session))
-        entries: tuple[TableEntry, ...] = ()
-        if item.want_blocks:
-            entries = tuple(
-                TableEntry(index, block, session.generation[block])
-                for index, block in enumerate(sequence.table)
-                if index >= sequence.num_named
-            )
-        return Appended(sequence.num_computed_tokens // session.block_size * session.block_size, entries)
+        num_missing = [max(0, item.want_blocks - len(table)) for table in tables]
+        self._require_blocks(session, num_missing, [[] for _ in tables])
+        self._apply(session, sequence, item.update, tokens, tables)
+        entries = []
+        for pool, table in zip(session.pools, sequence.tables, strict=True):
+            table += pool.take(num_missing[pool.group], generation, self.left(session))
+            unnamed = range(sequence.num_named[pool.group], len(table)) if item.want_blocks else ()
+            entries.append(tuple(TableEntry(index, table[index], pool.generation[table[index]]) for index in unnamed))
+        num_sealed_tokens = sequence.num_computed_tokens // session.block_size * session.block_size
+        return Appended(num_sealed_tokens, tuple(entries) if any(entries) else ())
 
     def _merged(
         self, session: ModelSession, sequence: ModelSequence, update: SequenceUpdate
-    ) -> tuple[list[int], list[int]]:
-        """Tokens and table with the update in them; refuses an update that does not join on."""
+    ) -> tuple[list[int], list[list[int]]]:
+        """Tokens and tables with the update in them; refuses an update that does not join on."""
         stated = token_ids(update.tokens)
         tokens = list(sequence.tokens)
         if update.start > len(tokens):
@@ -499,21 +554,22 @@ class Model:
                 tokens.append(token)
             elif tokens[position] != token:
                 raise Refused(Reason.TOKENS_DIFFER, position)
-        table = list(sequence.table)
-        for index, block, generation in update.bound:
-            right_stamp = session.generation.get(block) == generation
-            if index < len(table):
-                if table[index] != block or not right_stamp:
+        tables = [list(table) for table in sequence.tables]
+        for pool, table, bound in zip(session.pools, tables, update.bound, strict=False):
+            for index, block, generation in bound:
+                right_stamp = pool.generation.get(block) == generation
+                if index < len(table):
+                    if table[index] != block or not right_stamp:
+                        raise Refused(Reason.STALE_GENERATION)
+                elif index == len(table) and block in pool.reserved and block not in table and right_stamp:
+                    table.append(block)
+                else:
                     raise Refused(Reason.STALE_GENERATION)
-            elif index == len(table) and block in session.reserved and block not in table and right_stamp:
-                table.append(block)
-            else:
-                raise Refused(Reason.STALE_GENERATION)
         if len(tokens) - len(sequence.tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
-        if update.num_computed_tokens > min(len(tokens), len(table) * session.block_size):
+        if update.num_computed_tokens > min(len(tokens), min(map(len, tables)) * session.block_size):
             raise Refused(Reason.BAD_FIELD)
-        return tokens, table
+        return tokens, tables
 
     def _apply(
         self,
@@ -521,12 +577,14 @@ class Model:
         sequence: ModelSequence,
         update: SequenceUpdate,
         tokens: list[int],
-        table: list[int],
+        tables: list[list[int]],
     ) -> None:
-        sequence.tokens, sequence.table = tokens, table
-        session.reserved -= set(table)
-        for entry in update.bound:
-            sequence.num_named = max(sequence.num_named, entry.table_index + 1)
+        sequence.tokens, sequence.tables = tokens, tables
+        for pool, table in zip(session.pools, tables, strict=True):
+            pool.reserved -= set(table)
+        for group, bound in enumerate(update.bound):
+            for entry in bound:
+                sequence.num_named[group] = max(sequence.num_named[group], entry.table_index + 1)
         session.seal(sequence, update.num_computed_tokens)
 
     def free(self, uplink: Uplink, items: tuple[SequenceUpdate, ...], generation: int) -> None:
@@ -537,15 +595,16 @@ class Model:
             if sequence is not None and sequence.key.round <= update.key.round:
                 if sequence.key.round == update.key.round:
                     try:
-                        tokens, table = self._merged(session, sequence, update)
+                        tokens, tables = self._merged(session, sequence, update)
                     except Refused:
                         pass
                     else:
-                        self._apply(session, sequence, update, tokens, table)
+                        self._apply(session, sequence, update, tokens, tables)
                 session.end(sequence)
-            for _, block, stamp in update.bound:
-                session.unreserve(block, stamp)
-        session.top_up(generation, self.limits, self.left(session))
+            for pool, bound in zip(session.pools, update.bound, strict=False):
+                for _, block, stamp in bound:
+                    pool.unreserve(block, stamp)
+        self.top_up(session, generation)
 
     # -- looking
 
@@ -554,11 +613,11 @@ class Model:
         size = session.block_size
         prefixes: list[Prefix] = [(root, tuple(tokens[: (i + 1) * size])) for i in range((len(tokens) - 1) // size)]
         cached = 0
-        while cached < len(prefixes) and session.hit(prefixes[cached]):
+        while cached < len(prefixes) and session.has(prefixes[cached]):
             cached += 1
         reached = 0
         while reached < len(prefixes) and (
-            session.hit(prefixes[reached])
+            session.has(prefixes[reached])
             or any(sequence.leads(reached, prefixes[reached], size) for sequence in session.sequences)
         ):
             reached += 1

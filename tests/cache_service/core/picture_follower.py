@@ -41,7 +41,7 @@ class PictureFollower:
     def __init__(self) -> None:
         self._manager: CacheManager | None = None
         self._num_operations = 0
-        self._used: dict[tuple[int, int], tuple[int, int]] = {}
+        self._used: dict[tuple[int, int, int], tuple[int, int]] = {}
         """By session and block: its generation, and the picture in which that was first seen."""
 
     def compare(self, manager: CacheManager) -> None:
@@ -76,13 +76,14 @@ class PictureFollower:
         for session in manager.sessions:
             if session.recovering:
                 continue
-            last_used = view.workers[session.number].last_used
-            for block in range(1, len(last_used)):
-                generation = session.pool.generation(block)
-                before = self._used.get((session.number, block))
-                if before is not None and before[0] != generation:
-                    assert last_used[block] == view.number, f"block {block} was granted again, and nobody sees it"
-                self._used[session.number, block] = generation, view.number
+            for pool in session.pools:
+                last_used = view.workers[session.number].pools[pool.slot].last_used
+                for block in range(1, len(last_used)):
+                    generation = pool.generation(block)
+                    before = self._used.get((session.number, pool.slot, block))
+                    if before is not None and before[0] != generation:
+                        assert last_used[block] == view.number, f"block {block} was granted again, and nobody sees it"
+                    self._used[session.number, pool.slot, block] = generation, view.number
 
 
 def _compare(manager: CacheManager, view: PictureView, wish: Wish) -> None:
@@ -100,26 +101,29 @@ def _compare(manager: CacheManager, view: PictureView, wish: Wish) -> None:
         assert worker.sequences.keys() == found
         assert all(worker.sequences[s.key.sequence_id, s.key.attempt, s.key.round] == s for s in expected)
         if wish.include_blocks:
-            worker.grow(session.pool.num_blocks)
-            for block in describe_blocks(session, 1, 0):
-                seen = worker.states[block.block], worker.ref_counts[block.block]
-                assert seen == (BLOCK_STATES[block.state], block.ref_count), f"block {block.block} of {session!r}"
-            _compare_salts(session, worker.salt_numbers.tolist(), manager)
+            for group, pool in enumerate(session.pools):
+                blocks = worker.pools[group]
+                blocks.grow(pool.num_blocks)
+                for block in describe_blocks(session, group, 1, 0):
+                    seen = blocks.states[block.block], blocks.ref_counts[block.block]
+                    assert seen == (BLOCK_STATES[block.state], block.ref_count), f"block {block.block} of {session!r}"
+                _compare_salts(session, group, blocks.salt_numbers.tolist(), manager)
         else:
-            assert not worker.states
+            assert not worker.pools
 
 
-def _compare_salts(session: Session, numbers: list[int], manager: CacheManager) -> None:
-    for block in range(1, session.pool.num_blocks):
-        content = describe_block(session, block)
+def _compare_salts(session: Session, group: int, numbers: list[int], manager: CacheManager) -> None:
+    pool = session.pools[group]
+    for block in range(1, pool.num_blocks):
+        content = describe_block(session, block, group)
         salt = "" if content.root is None else content.root.tenant_salt
         assert numbers[block] == manager.salts.number(salt), f"block {block} of {session!r}"
-        assert content.block[:6] == describe_blocks(session, block, 1)[0][:6]
-        _compare_prefix(session.pool, block, content.prefix_blocks)
-        owners = [sequence for sequence in session.sequences.values() if block in sequence.table]
+        assert content.block[:6] == describe_blocks(session, group, block, 1)[0][:6]
+        _compare_prefix(pool, block, content.prefix_blocks)
+        owners = [sequence for sequence in session.sequences.values() if block in sequence.tables[group]]
         if content.root is not None:
             assert set(content.block.owners) == {sequence.key for sequence in owners}
-            tables = set().union(*(sequence.table for sequence in owners))
+            tables = set().union(*(sequence.tables[group] for sequence in owners))
             assert content.owner_blocks == tuple(sorted(tables.difference(content.prefix_blocks)))
 
 

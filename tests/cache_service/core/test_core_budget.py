@@ -12,6 +12,7 @@ from kvpool.cache_service.core.messages import (
     Grant,
     Limits,
     Reply,
+    ReportedBlocks,
     ReportedSequence,
     ReportPart,
     ReservedBlock,
@@ -38,10 +39,10 @@ def test_a_declared_pool_costs_nothing_and_may_be_larger_than_the_budget() -> No
     for i in range(8):
         manager.register(registration(f"w{i}", num_blocks=1 << 24), 0.0)
     session = manager.sessions[0]
-    assert all(one.pool.num_known <= 8 for one in manager.sessions)
-    assert (manager.budget.num_blocks, session.pool.counts().free) == (0, 100)
-    manager.free(Uplink(session.number, 1, reserve_wish=40), [])
-    assert 40 < session.pool.num_known <= 81
+    assert all(one.pools[0].num_known <= 8 for one in manager.sessions)
+    assert (manager.budget.num_blocks, session.pools[0].counts().free) == (0, 100)
+    manager.free(Uplink(session.number, 1, reserve_wishes=(40,)), [])
+    assert 40 < session.pools[0].num_known <= 81
     assert manager.budget.num_blocks == 40
     assert manager.check().violations == []
 
@@ -64,7 +65,7 @@ def test_at_the_limit_a_pool_lives_on_the_blocks_that_it_has() -> None:
     assert outcome == Refused(Reason.TOO_MANY_BLOCKS)
     assert first.counts.cached == 5
     assert first.grant("d", [3] * 20).num_cached_tokens == 0
-    assert first.session.pool.num_evicted == 5
+    assert first.session.pools[0].num_evicted == 5
     assert first.manager.budget.num_blocks == 10
     # What another session had is there for all when it ends.
     first.lockstep.deregister(second.number)
@@ -153,7 +154,7 @@ def test_entries_beyond_the_size_of_a_reply_are_held_back_in_order() -> None:
     manager = CacheManager(1, limits=limits)
     session = manager.register(registration(num_blocks=65), 0.0).session
     for call_no in range(1, 6):
-        reply = manager.free(Uplink(session, call_no, reserve_wish=20), [])
+        reply = manager.free(Uplink(session, call_no, reserve_wishes=(20,)), [])
         assert [entry.number for entry in reply.entries] == [1, 2][:call_no]
     reply = manager.keep_alive(session, 1, WorkerLoad(), 0.0)
     assert [entry.number for entry in reply.entries] == [2, 3]
@@ -162,7 +163,7 @@ def test_entries_beyond_the_size_of_a_reply_are_held_back_in_order() -> None:
     # One entry that is larger than a reply may be is sent all the same.
     large = CacheManager(1, limits=Limits(max_blocks_per_reply=1))
     number = large.register(registration(num_blocks=65), 0.0).session
-    assert len(large.free(Uplink(number, 1, reserve_wish=20), []).entries) == 1
+    assert len(large.free(Uplink(number, 1, reserve_wishes=(20,)), []).entries) == 1
 
 
 def test_a_batch_ends_where_the_answer_is_full() -> None:
@@ -196,7 +197,9 @@ def reporting(limits: Limits, num_blocks: int = 1 << 24) -> tuple[CacheManager, 
 def contents(*blocks: int) -> ContentRun:
     """A chain in these blocks, 0 for none."""
     tokens = b"".join(token_bytes([i] * 4) for i in range(len(blocks)))
-    return ContentRun(0, ROOT, tokens, blocks, tuple(int(block > 0) for block in blocks))
+    return ContentRun(
+        0, ROOT, tokens, len(blocks), (ReportedBlocks(0, blocks, tuple(int(block > 0) for block in blocks)),)
+    )
 
 
 def test_a_report_may_be_of_as_much_as_the_budget() -> None:
@@ -204,7 +207,7 @@ def test_a_report_may_be_of_as_much_as_the_budget() -> None:
     manager, session = reporting(Limits(max_total_blocks=10))
     manager.report(Uplink(session, 1), ReportPart(0, True, (contents(7, 0, 9),)))
     assert manager.budget.num_blocks == 10
-    assert manager.sessions[0].pool.counts()[:3] == ((1 << 24) - 1, 7, 2)
+    assert manager.sessions[0].pools[0].counts()[:3] == ((1 << 24) - 1, 7, 2)
     assert manager.check().violations == []
 
 
@@ -213,7 +216,7 @@ def test_a_report_may_be_of_as_much_as_the_budget() -> None:
     [
         (ReportPart(0, True, (contents(11),)), Reason.TOO_MANY_BLOCKS),
         (ReportPart(0, True, (contents(1, *[0] * 10),)), Reason.TOO_MANY_BLOCKS),
-        (ReportPart(0, True, reserve=(ReservedBlock(11, 1),)), Reason.TOO_MANY_BLOCKS),
+        (ReportPart(0, True, reserve=((ReservedBlock(11, 1),),)), Reason.TOO_MANY_BLOCKS),
         (
             ReportPart(0, True, sequences=(ReportedSequence(key("a"), ROOT, bytes(404), 0, 0, ()),)),
             Reason.TOO_MANY_TOKENS,
@@ -245,11 +248,11 @@ def test_a_part_that_names_a_high_block_is_taken_in_after_the_pool_has_grown() -
             break
         except Refusal as refusal:
             reasons.add(refusal.reason)
-            assert manager.sessions[0].pool.counts().cached == 0
+            assert manager.sessions[0].pools[0].counts().cached == 0
             num_refused += 1
     assert num_refused >= 2
     assert reasons == {Reason.RECOVERING}
-    assert manager.sessions[0].pool.counts().cached == 1
+    assert manager.sessions[0].pools[0].counts().cached == 1
     assert manager.check().violations == []
 
 

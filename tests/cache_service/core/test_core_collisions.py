@@ -34,7 +34,7 @@ def test_the_planted_ancestor_splice_gives_no_hit(hash_name: str) -> None:
 
 
 def _names(worker: Desk) -> dict[tuple[int, ...], int]:
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     nodes = [node for block in range(1, pool.num_blocks) if (node := pool.node(block)) is not None]
     return {path_of(node)[2]: node.block_hash for node in nodes if node.block_hash is not None}
 

@@ -89,3 +89,19 @@ def test_nothing_of_a_cleared_session_is_removed_again() -> None:
     assert [type(event).__name__ for event in events] == ["Cleared", "Removed", "Removed"]
     assert all(event.session == 0 and event.forgotten for event in events if isinstance(event, Removed))
     follower.follow(lockstep.manager, now=True)
+
+
+def test_a_follower_that_is_later_than_the_ring_gets_none_of_its_events() -> None:
+    """Whatever was overwritten is missing: it must take the whole state anew."""
+    desk = Desk()
+    contents = desk.manager.follow_contents(4)
+    while contents.list_some(10):
+        pass
+    for number in range(3):
+        desk.serve(f"s{number}", range(number * 100, number * 100 + 9))
+    last = contents.last_number
+    assert last > 4
+    assert contents.since(last - 5, 100) is None
+    kept = contents.since(last - 4, 100)
+    assert kept is not None
+    assert [event.number for event in kept] == list(range(last - 3, last + 1))

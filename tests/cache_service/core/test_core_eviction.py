@@ -49,7 +49,7 @@ def test_a_duplicate_that_is_freed_is_emptied_at_once() -> None:
     duplicate = worker.table("b")[0]
     worker.free("b")
     assert worker.free_list[0] == duplicate
-    assert worker.session.pool.state(duplicate) is State.FREE
+    assert worker.session.pools[0].state(duplicate) is State.FREE
     worker.free("a")
     assert worker.counts.cached == 1
 
@@ -111,12 +111,12 @@ def test_free_gives_back_named_reserve_blocks_whatever_else_is_wrong() -> None:
     one, two, three = worker.refill(3)
     worker.grant(key("s", round=1), FIRST)
     updates = (
-        SequenceUpdate(key("nobody"), 7, b"", 0, (TableEntry(5, *one),)),
-        SequenceUpdate(key("s", round=0), 0, b"", 0, (TableEntry(1, *two),)),
+        SequenceUpdate(key("nobody"), 7, b"", 0, ((TableEntry(5, *one),),)),
+        SequenceUpdate(key("s", round=0), 0, b"", 0, ((TableEntry(1, *two),),)),
     )
     worker.lockstep.free(worker.uplink(downlink_ack=1, reserve_wish=0), *updates)
     assert worker.counts.reserved == 1
     assert len(worker.session.sequences) == 1, "a superseded round ends nothing"
-    gap = SequenceUpdate(key("s", round=1), 99, b"", 99, (TableEntry(1, *three),))
+    gap = SequenceUpdate(key("s", round=1), 99, b"", 99, ((TableEntry(1, *three),),))
     assert not isinstance(worker.lockstep.free(worker.uplink(), gap), Refused)
     assert (worker.counts.reserved, worker.counts.held) == (0, 0)

@@ -36,7 +36,7 @@ class Scene:
         desk.lockstep.free(desk.uplink(reserve_wish=1))
         self.manager = desk.manager
         self.session = desk.session
-        self.pool: BlockPool = self.session.pool
+        self.pool: BlockPool = self.session.pools[0]
         self.tree = self.manager._tree
         assert self.manager.check().violations == []
         assert self.desk.counts._replace(free=0) == BlockCounts(16, 0, 1, 8, 1, 0, 2)
@@ -47,7 +47,7 @@ class Scene:
 
     def table(self, wanted: SequenceKey) -> list[int]:
         """Its block table."""
-        return self.sequence(wanted).table
+        return self.sequence(wanted).tables[0]
 
     @property
     def cached(self) -> int:
@@ -152,20 +152,20 @@ def _forget_that_a_block_is_sealed(scene: Scene) -> int:
 
 
 def _splice_another_block_into_a_prefix(scene: Scene) -> int:
-    scene.sequence(A).nodes[0].copy_block = scene.table(B)[2]
+    scene.sequence(A).nodes[0].copy_blocks = scene.table(B)[2]
     return scene.table(B)[2]
 
 
 def _hide_a_sealed_block_from_its_node(scene: Scene) -> int:
-    scene.sequence(A).nodes[2].drop_copy(scene.pool)
+    scene.sequence(A).nodes[2].set_copy(scene.session.holder, 0, 0)
     return scene.table(A)[2]
 
 
 def _seal_before_it_is_computed(scene: Scene) -> int:
     sequence = scene.sequence(C)
     scene.tree.name(sequence.nodes[1])
-    scene.pool.seal(sequence.table[1], sequence.nodes[1])
-    return sequence.table[1]
+    scene.pool.seal(sequence.tables[0][1], sequence.nodes[1])
+    return sequence.tables[0][1]
 
 
 def _count_a_sealed_block_more(scene: Scene) -> None:
@@ -211,7 +211,7 @@ def _drop_a_node_that_a_block_holds(scene: Scene) -> int:
     block = scene.cached
     node = scene.pool.node(block)
     assert node is not None
-    node.drop_copy(scene.pool)
+    node.set_copy(scene.session.holder, 0, 0)
     scene.tree.prune(node)
     return block
 
@@ -368,7 +368,7 @@ def test_check_sees_blocks_that_no_block_of_the_list_stands_for(monkeypatch: pyt
     """A pool grows before its last known block is granted; else the blocks after it would be lost."""
     desk = Desk(num_blocks=100, block_size=2)
     desk.grant("a", [1] * 9)
-    pool = desk.session.pool
+    pool = desk.session.pools[0]
     assert desk.manager.check().violations == []
     assert pool.num_known < pool.num_blocks
     monkeypatch.setattr(pool, "_grow", lambda: None)
@@ -388,7 +388,7 @@ def test_check_sees_leaders_that_are_counted_wrong(spoil: str) -> None:
     if spoil == "signature":
         leaders.signature ^= 1
     else:
-        leaders.num_by_pool[scene.pool] += 1
+        leaders.num_by_holder[scene.session.holder] += 1
     (violation,) = scene.manager.check().violations
     assert violation.law == "tree"
     assert "leaders" in violation.message

@@ -10,8 +10,10 @@ from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     Grant,
+    Granted,
+    Group,
+    Layout,
     Limits,
-    PoolConfig,
     Registration,
     ReservedBlock,
     Root,
@@ -22,7 +24,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session_key import SessionKey
-from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.desk import ROOT, Desk, first_table
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused
 
@@ -56,12 +58,15 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
         ({"model_fingerprint": "x" * 11}, "model_fingerprint", ["got 11"]),
         ({"model_name": "x" * 13}, "model_name", ["0 to 12", "got 13"]),
         ({"engine": "x" * 13}, "engine", ["0 to 12", "got 13"]),
-        ({"pool": PoolConfig(0, 8)}, "kv_cache_config.block_size", ["power of two", "1 to 8", "got 0"]),
-        ({"pool": PoolConfig(3, 8)}, "kv_cache_config.block_size", ["power of two", "got 3"]),
-        ({"pool": PoolConfig(16, 8)}, "kv_cache_config.block_size", ["got 16"]),
-        ({"pool": PoolConfig(-4, 8)}, "kv_cache_config.block_size", ["got -4"]),
-        ({"pool": PoolConfig(4, 1)}, "kv_cache_config.pools", ["2 to 64", "got 1", "null block"]),
-        ({"pool": PoolConfig(4, 65)}, "kv_cache_config.pools", ["got 65"]),
+        ({"layout": Layout(0, (Group(8),))}, "kv_cache_config.block_size", ["power of two", "1 to 8", "got 0"]),
+        ({"layout": Layout(3, (Group(8),))}, "kv_cache_config.block_size", ["power of two", "got 3"]),
+        ({"layout": Layout(16, (Group(8),))}, "kv_cache_config.block_size", ["got 16"]),
+        ({"layout": Layout(-4, (Group(8),))}, "kv_cache_config.block_size", ["got -4"]),
+        ({"layout": Layout(4, (Group(1),))}, "kv_cache_config.pools[0]", ["2 to 64", "got 1", "null block"]),
+        ({"layout": Layout(4, ())}, "kv_cache_config.groups", ["1 to 16 groups", "got 0"]),
+        ({"layout": Layout(4, (Group(8),) * 17)}, "kv_cache_config.groups", ["got 17"]),
+        ({"layout": Layout(4, (Group(8), Group(65)))}, "kv_cache_config.pools[1]", ["got 65"]),
+        ({"layout": Layout(4, (Group(65),))}, "kv_cache_config.pools[0]", ["got 65"]),
     ],
 )
 def test_a_malformed_registration_names_the_field(changes: dict[str, object], field: str, words: list[str]) -> None:
@@ -197,7 +202,10 @@ def test_the_first_item_without_blocks_ends_the_batch() -> None:
     worker = Desk(num_blocks=4)
     living = worker.grant("a", range(8))
     items = worker.item("large", range(20, 28)), worker.item("small", [1]), worker.item("a", range(8))
-    assert worker.allocate_batch(*items) == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED), living]
+    *others, again = worker.allocate_batch(*items)
+    assert others == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED)]
+    assert isinstance(again, Granted)
+    assert first_table(again) == living
     refusal = worker.manager.allocate(worker.uplink(), items)[0][1]
     assert isinstance(refusal, Refusal)
     assert "ask again" in refusal.message
@@ -232,15 +240,15 @@ UPDATE = SequenceUpdate(key("s"), 5, token_bytes([5]), 5)
             None,
             ["9 tokens", "10 are known", "8 slots"],
         ),
-        (UPDATE._replace(bound=(TableEntry(0, 1, 5),)), 0, Reason.STALE_GENERATION, None, ["block 1", "entry 0"]),
+        (UPDATE._replace(bound=((TableEntry(0, 1, 5),),)), 0, Reason.STALE_GENERATION, None, ["block 1", "entry 0"]),
         (
-            UPDATE._replace(bound=(TableEntry(2, 9, 5),)),
+            UPDATE._replace(bound=((TableEntry(2, 9, 5),),)),
             0,
             Reason.STALE_GENERATION,
             None,
             ["block 9", "register again"],
         ),
-        (UPDATE._replace(bound=(TableEntry(2, 99, 5),)), 0, Reason.STALE_GENERATION, None, ["block 99"]),
+        (UPDATE._replace(bound=((TableEntry(2, 99, 5),),)), 0, Reason.STALE_GENERATION, None, ["block 99"]),
         (UPDATE, 17, Reason.NEVER_FITS, None, ["17 blocks", "has 16", "--num-blocks"]),
     ],
 )
@@ -381,7 +389,7 @@ def test_one_block_cannot_be_bound_twice_in_one_update() -> None:
     worker = started()
     (block,) = worker.refill(1)
     twice = (TableEntry(2, *block), TableEntry(3, *block))
-    assert item_refusal(worker, AppendItem(UPDATE._replace(bound=twice))).reason is Reason.STALE_GENERATION
+    assert item_refusal(worker, AppendItem(UPDATE._replace(bound=(twice,)))).reason is Reason.STALE_GENERATION
 
 
 def test_a_session_without_a_key_takes_none() -> None:

@@ -304,7 +304,7 @@ def test_a_slice_is_bounded() -> None:
     def num_slices(num_blocks: int) -> int:
         manager = CacheManager(1, limits=Limits(max_reserve_blocks=num_blocks, max_blocks_per_grant=num_blocks))
         session = manager.register(registration(num_blocks=num_blocks), 0.0).session
-        manager.free(Uplink(session, 1, reserve_wish=num_blocks), [])
+        manager.free(Uplink(session, 1, reserve_wishes=(num_blocks,)), [])
         audit = manager.begin_audit()
         count = 0
         while audit.step():
@@ -341,7 +341,7 @@ def test_blocks_are_the_same_however_much_room_is_made_at_a_time(growth: int, mo
     """A pool that was never granted in full, looked at in full after every call."""
     monkeypatch.setattr(block_pool, "_GROWTH_BLOCKS", growth)
     desk = Desk(num_blocks=30, block_size=2, lockstep=Lockstep())
-    pool = desk.session.pool
+    pool = desk.session.pools[0]
     for i in range(4):
         desk.serve(f"s{i}", [i, *range(4)])
         assert [pool.generation(block) > 0 for block in range(30)] == [0 < block <= 2 * i + 3 for block in range(30)]

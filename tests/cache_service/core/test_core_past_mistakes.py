@@ -80,7 +80,7 @@ def test_a_recycled_block_has_no_stale_entry() -> None:
     old, new = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
     worker.serve("old", old)
     worker.grant("new", new)
-    assert worker.session.pool.num_evicted == 1
+    assert worker.session.pools[0].num_evicted == 1
     worker.free("new")
     assert worker.manager.num_prefix_nodes == 0
     assert worker.grant("old again", old).num_cached_tokens == 0
@@ -95,7 +95,7 @@ def test_look_up_and_pin_are_one_step() -> None:
     assert isinstance(hit, Granted)
     assert hit.num_cached_tokens == 8
     assert starving == Refused(Reason.NO_BLOCKS)
-    assert all(worker.session.pool.state(block) is State.HELD for block in hit.blocks)
+    assert all(worker.session.pools[0].state(block) is State.HELD for block in hit.tables[0].blocks)
 
 
 def test_an_allocation_that_needs_its_own_hits_as_free_blocks_is_refused() -> None:
@@ -103,10 +103,10 @@ def test_an_allocation_that_needs_its_own_hits_as_free_blocks_is_refused() -> No
     worker = Desk(num_blocks=5)
     worker.serve("first", range(12))
     worker.grant("holds", [99])
-    before = pool_snapshot(worker.session.pool)
+    before = pool_snapshot(worker.session.pools[0])
     assert (worker.counts.cached, worker.counts.free) == (3, 0)
     assert worker.allocate("second", range(13)) == Refused(Reason.NO_BLOCKS)
-    assert pool_snapshot(worker.session.pool) == before
+    assert pool_snapshot(worker.session.pools[0]) == before
     worker.free("holds")
     assert worker.grant("second", range(13)).num_cached_tokens == 12
 
@@ -116,9 +116,9 @@ def test_an_allocation_that_fails_evicts_nothing() -> None:
     worker = Desk(num_blocks=9)
     worker.grant("holds", range(100, 112))
     worker.serve("cached", range(16))
-    before = pool_snapshot(worker.session.pool)
+    before = pool_snapshot(worker.session.pools[0])
     assert worker.allocate("too big", range(200, 224)) == Refused(Reason.NO_BLOCKS)
-    assert pool_snapshot(worker.session.pool) == before
+    assert pool_snapshot(worker.session.pools[0]) == before
     assert worker.grant("still there", [*range(16), 7]).num_cached_tokens == 16
 
 
@@ -175,7 +175,7 @@ def test_sharers_keep_what_a_preempted_owner_had_computed() -> None:
     worker.report("owner", 8)
     shared = worker.grant("sharer", [*range(8), 50]).blocks[:2]
     worker.free("owner", 8)
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     assert [pool.ref_count(block) for block in shared] == [1, 1]
     again = worker.grant(key("owner", round=1), range(9))
     assert again.blocks[:2] == shared
@@ -192,7 +192,7 @@ def test_an_abort_at_any_moment_leaks_nothing(computed: int, name_the_bound: boo
     worker = Desk(num_blocks=9)
     reserve = worker.refill(2)
     worker.grant("s", range(9))
-    bound = (TableEntry(3, *reserve[0]),) if name_the_bound else ()
+    bound = ((TableEntry(3, *reserve[0]),),) if name_the_bound else ()
     update = SequenceUpdate(key("s"), 9, b"", computed, bound)
     worker.lockstep.free(worker.uplink(downlink_ack=1, reserve_wish=0), update)
     assert len(worker.session.sequences) == 0
@@ -242,13 +242,13 @@ def test_a_named_block_of_an_older_grant_is_ignored_by_free_and_refused_by_appen
     worker = Desk(num_blocks=4)
     (old,) = worker.refill(1)
     worker.lockstep.free(worker.uplink(downlink_ack=1, returned=[old]))
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     assert pool.is_reserved(old.block, worker.manager.last_generation), "the head of the list is granted at once again"
     worker.grant("s", [1, 2, 3, 4])
     assert worker.report("s", 4, bound=[TableEntry(1, *old)]) == Refused(Reason.STALE_GENERATION)
     worker.lockstep.free(
         worker.uplink(downlink_ack=2, returned=[old]),
-        SequenceUpdate(key("nobody"), 0, b"", 0, (TableEntry(0, *old),)),
+        SequenceUpdate(key("nobody"), 0, b"", 0, ((TableEntry(0, *old),),)),
     )
     assert pool.is_reserved(old.block, pool.generation(old.block))
 
@@ -302,7 +302,7 @@ def test_a_hit_on_the_free_list_costs_the_same_anywhere(position: str) -> None:
     costs = []
     for num_blocks in (64, 4096):
         tree = PrefixTree(xxh64)
-        pool = BlockPool(num_blocks, 4, tree, Account(Budget(1 << 26, 1 << 30), 4))
+        pool = BlockPool(num_blocks, tree, tree.new_holder(1), 0, Account(Budget(1 << 26, 1 << 30), 4))
         root = tree.intern_root(ROOT, 4)
         for i in range(1, num_blocks):
             (block,) = pool.take_held(1, i)
@@ -414,7 +414,7 @@ def _live_a_life(manager: CacheManager, life: int) -> int:
             call_no += 2
             keys = [key(f"{turn}-{i}") for i in range(3)]
             items = [AllocateItem(k, ROOT, token_bytes(tokens), no_wait=bool(turn % 2)) for k in keys]
-            manager.allocate(Uplink(session, call_no, reserve_wish=turn % 3), items)
+            manager.allocate(Uplink(session, call_no, reserve_wishes=(turn % 3,)), items)
             leaving = [SequenceUpdate(k, 0, b"", len(tokens)) for k in keys[turn % 4 == 3 :]]
             manager.append(Uplink(session, call_no + 1), [AppendItem(update) for update in leaving])
             call_no += 1

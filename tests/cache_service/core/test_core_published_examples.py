@@ -67,7 +67,7 @@ def test_room_for_three_cached_blocks_keeps_exactly_the_last_three() -> None:
     prompts = [[10 * i + j for j in range(4)] for i in range(4)]
     for i, prompt in enumerate(prompts):
         assert worker.serve(f"s{i}", prompt) == 0
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     held = {tuple(node.tokens[::4]) for block in range(1, 4) if (node := pool.node(block)) is not None}
     assert held == {tuple(prompt) for prompt in prompts[1:]}
     assert pool.num_evicted == 1
@@ -107,7 +107,7 @@ def test_two_chats_share_three_blocks_and_keep_their_own_tails() -> None:
     worker.grant("two", [*system, 30, 31, 32, 33])
     worker.report("two")
     one, two = worker.table("one"), worker.table("two")
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     assert one[:3] == two[:3]
     assert one[3] != two[3]
     assert [pool.ref_count(block) for block in one] == [2, 2, 2, 1]

@@ -16,6 +16,7 @@ from kvpool.cache_service.core.messages import (
     Granted,
     Limits,
     Registration,
+    ReportedBlocks,
     ReportedSequence,
     ReportPart,
     ReservedBlock,
@@ -28,6 +29,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
+from tests.cache_service.core.desk import Table, first_table
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 
 SIZE = 4
@@ -61,11 +63,11 @@ class Reporter:
             pass
         assert self.manager.check().violations == []
 
-    def allocate(self, name: str, tokens: list[int]) -> Granted:
+    def allocate(self, name: str, tokens: list[int]) -> Table:
         item = AllocateItem(key(name), ROOT, token_bytes(tokens), no_wait=True)
         (outcome,), _ = self.manager.allocate(self.uplink(), [item])
         assert isinstance(outcome, Granted), outcome
-        return outcome
+        return first_table(outcome)
 
     def refused(self, part: int, content: dict[str, object]) -> Refusal:
         """Report something that cannot be: the session ends, and nothing of it stays."""
@@ -78,7 +80,14 @@ def run(*blocks: int, parent: int = 0, first: int = 0, root: Root | None = ROOT)
     """A chain of contents 4·first, 4·first + 1, …, one block each, all of generation OLD."""
     tokens = token_bytes(range(first * SIZE, (first + len(blocks)) * SIZE))
     generations = tuple(OLD if block else 0 for block in blocks)
-    return ContentRun(parent, root if not parent else None, tokens, blocks, generations)
+    return ContentRun(
+        parent, root if not parent else None, tokens, len(blocks), (ReportedBlocks(0, blocks, generations),)
+    )
+
+
+def in_blocks(group: int, blocks: tuple[int, ...], generations: tuple[int, ...]) -> ContentRun:
+    """A chain of one content, with these blocks."""
+    return run(1)._replace(blocks=(ReportedBlocks(group, blocks, generations),))
 
 
 def sequence(
@@ -86,11 +95,11 @@ def sequence(
 ) -> ReportedSequence:
     """One that counts from 0."""
     table = tuple(TableEntry(index, block, OLD) for index, block in enumerate(blocks))
-    return ReportedSequence(key(name, attempt), ROOT, token_bytes(range(num_tokens)), computed, cached, table)
+    return ReportedSequence(key(name, attempt), ROOT, token_bytes(range(num_tokens)), computed, cached, (table,))
 
 
 def states(worker: Reporter, *blocks: int) -> list[State]:
-    return [worker.session.pool.state(block) for block in blocks]
+    return [worker.session.pools[0].state(block) for block in blocks]
 
 
 def test_until_the_report_is_complete_nothing_else_is_answered_and_nobody_is_routed_there() -> None:
@@ -143,9 +152,9 @@ def test_the_order_of_eviction_is_the_one_reported() -> None:
     worker.report(
         contents=(run(1, 2, 3), run(4, first=7), run(5, first=8)),
         sequences=(sequence("a", 5, 4, 1, 6),),
-        idle_blocks=(4, 3, 1, 2, 16),
+        idle_blocks=((4, 3, 1, 2, 16),),
     )
-    order = [block for block in worker.session.pool.free_list() if worker.session.pool.is_cached(block)]
+    order = [block for block in worker.session.pools[0].free_list() if worker.session.pools[0].is_cached(block)]
     assert order == [5, 4, 3, 2]
 
 
@@ -155,13 +164,13 @@ def test_a_live_sequence_goes_on_where_it_was() -> None:
     worker.report(
         contents=(run(1, 2),),
         sequences=(sequence("a", 10, 9, 1, 2, 3, cached=4), sequence("b", 7, 5, 1, 7, cached=4)),
-        reserve=(ReservedBlock(8, OLD),),
+        reserve=((ReservedBlock(8, OLD),),),
     )
-    pool = worker.session.pool
+    pool = worker.session.pools[0]
     assert states(worker, 1, 2, 3, 7, 8, 9) == [State.HELD] * 4 + [State.RESERVED, State.FREE]
     assert [pool.ref_count(block) for block in (1, 2, 3, 7)] == [2, 1, 1, 1]
     assert worker.session.sequences["a", 1].num_sealed == 2
-    bound = SequenceUpdate(key("a"), 10, token_bytes(range(10, 14)), 13, (TableEntry(3, 8, OLD),))
+    bound = SequenceUpdate(key("a"), 10, token_bytes(range(10, 14)), 13, ((TableEntry(3, 8, OLD),),))
     (appended,), _ = worker.manager.append(worker.uplink(), [AppendItem(bound)])
     assert not isinstance(appended, Refusal)
     assert appended.num_sealed_tokens == 12
@@ -199,7 +208,7 @@ def test_a_table_may_say_alone_what_its_complete_blocks_hold() -> None:
     """An engine of others may leave the contents out; two tables that share such a block agree on it."""
     worker = Reporter()
     worker.report(sequences=(sequence("a", 9, 8, 1, 2, 3), sequence("b", 6, 4, 1, 4)))
-    assert worker.session.pool.ref_count(1) == 2
+    assert worker.session.pools[0].ref_count(1) == 2
     assert worker.manager.route(ROOT, token_bytes(range(9)))[0].num_cached_tokens == 8
 
 
@@ -286,9 +295,17 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
     ("content", "says"),
     [
         ({"contents": (run(17),)}, "block 17 does not exist"),
-        ({"contents": (run(1)._replace(generations=(0,)),)}, "no manager up to this one has given"),
-        ({"contents": (run(1)._replace(generations=((3 << 40) + 1,)),)}, "no manager up to this one has given"),
-        ({"contents": (run(1)._replace(generations=()),)}, "1 generations, got 16 and 0"),
+        (
+            {"contents": (in_blocks(0, (1,), (0,)),)},
+            "no manager up to this one has given",
+        ),
+        (
+            {"contents": (in_blocks(0, (1,), ((3 << 40) + 1,)),)},
+            "no manager up to this one has given",
+        ),
+        ({"contents": (in_blocks(0, (1,), ()),)}, "of group 0, got 1 and 0"),
+        ({"contents": (in_blocks(1, (1,), (OLD,)),)}, "1 groups, got group 1"),
+        ({"reserve": ((), (ReservedBlock(1, OLD),))}, "1 groups, got group 1"),
         ({"contents": (run(1)._replace(tokens=b"1234"),)}, "needs 16 bytes"),
         ({"contents": (run(),)}, "a chain of 0 contents"),
         ({"contents": (run(1, parent=1),)}, "which has not come yet"),
@@ -297,10 +314,10 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         ({"contents": (run(1), run(1, first=1))}, "reported twice"),
         ({"contents": (run(1), run(2), run(2, first=1))}, "reported twice"),
         ({"contents": (run(*[0] * 4097),)}, "at most 4096 contents per part"),
-        ({"reserve": (ReservedBlock(1, OLD), ReservedBlock(1, OLD))}, "reported twice"),
-        ({"contents": (run(1),), "reserve": (ReservedBlock(1, OLD),)}, "reported twice"),
-        ({"contents": (run(1), run(2)), "reserve": (ReservedBlock(2, OLD),)}, "reported twice"),
-        ({"sequences": (sequence("a", 5, 4, 1, 2),), "reserve": (ReservedBlock(2, OLD),)}, "reported twice"),
+        ({"reserve": ((ReservedBlock(1, OLD), ReservedBlock(1, OLD)),)}, "reported twice"),
+        ({"contents": (run(1),), "reserve": ((ReservedBlock(1, OLD),),)}, "reported twice"),
+        ({"contents": (run(1), run(2)), "reserve": ((ReservedBlock(2, OLD),),)}, "reported twice"),
+        ({"sequences": (sequence("a", 5, 4, 1, 2),), "reserve": ((ReservedBlock(2, OLD),),)}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("a", 5, 4, 3, 4))}, "reported twice"),
         ({"sequences": (sequence("a", 5, 4, 1, 2), sequence("b", 5, 4, 3, 2))}, "reported twice"),
         ({"sequences": (sequence("a", 9, 4, 1, 2, 2),)}, "is twice in the table"),
@@ -309,7 +326,9 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         (
             {
                 "contents": (run(1),),
-                "sequences": (sequence("a", 5, 4, 1, 2)._replace(table=(TableEntry(0, 1, 4), TableEntry(1, 2, OLD))),),
+                "sequences": (
+                    sequence("a", 5, 4, 1, 2)._replace(tables=((TableEntry(0, 1, 4), TableEntry(1, 2, OLD)),)),
+                ),
             },
             "holds something else",
         ),
@@ -320,7 +339,7 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         ({"sequences": (sequence("", 5, 4, 1, 2),)}, "needed an id"),
         ({"sequences": (sequence("a", 5, 4, 1, 2, attempt=0),)}, "an attempt from 1 on"),
         ({"sequences": (sequence("a", 5, 4, 1, 2)._replace(root=Root("other")),)}, "another model fingerprint"),
-        ({"sequences": (sequence("a", 5, 4, 1, 2)._replace(table=(TableEntry(1, 1, OLD),)),)}, "from index 0 on"),
+        ({"sequences": (sequence("a", 5, 4, 1, 2)._replace(tables=((TableEntry(1, 1, OLD),),)),)}, "from index 0 on"),
     ],
 )
 def test_a_report_that_cannot_be_ends_the_session(content: dict[str, object], says: str) -> None:

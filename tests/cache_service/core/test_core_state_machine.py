@@ -72,8 +72,8 @@ class SimSequence:
     num_prompt_tokens: int
     uses_reserve: bool
     """Decodes out of the reserve; otherwise it asks for blocks with want_blocks."""
-    entries: list[ReservedBlock] = field(default_factory=list)
-    """The block table, from index 0."""
+    tables: list[list[ReservedBlock]] = field(default_factory=list)
+    """The block tables from index 0, by group."""
     granted: bool = False
     num_computed: int = 0
     num_reported: int = 0
@@ -106,8 +106,7 @@ class SimWorker:
     last_call_no: int = 0
     downlink_ack: int = 0
     reserve_wish: int | None = None
-    reserve: list[ReservedBlock] = field(default_factory=list)
-    returning: list[ReservedBlock] = field(default_factory=list)
+    """Of each group."""
     sequences: list[SimSequence] = field(default_factory=list)
 
     @property
@@ -118,19 +117,30 @@ class SimWorker:
     @property
     def block_size(self) -> int:
         """Slots of its blocks."""
-        return self.registration.pool.block_size
+        return self.registration.layout.block_size
+
+    @property
+    def groups(self) -> range:
+        """Their numbers."""
+        return range(len(self.registration.layout.groups))
+
+    def __post_init__(self) -> None:
+        self.forget()
 
     def forget(self) -> None:
         """Holding nothing any more."""
         self.session = 0
         self.last_call_no = self.downlink_ack = 0
         self.reserve_wish = None
-        self.reserve, self.returning, self.sequences = [], [], []
+        self.reserves: list[list[ReservedBlock]] = [[] for _ in self.groups]
+        self.returning: list[list[ReservedBlock]] = [[] for _ in self.groups]
+        self.sequences = []
 
     def take_in(self, reply: Reply, uplink: Uplink | None = None) -> None:
         """Apply the downlink in order, once; a grant must not name what the worker uses."""
         if uplink is not None:
-            self.returning = [entry for entry in self.returning if entry not in uplink.returned]
+            for returning, returned in zip(self.returning, uplink.returned, strict=False):
+                returning[:] = [entry for entry in returning if entry not in returned]
         for number, entry in reply.entries:
             if number <= self.downlink_ack:
                 continue
@@ -142,11 +152,20 @@ class SimWorker:
                 self._stop(entry)
 
     def _take_grant(self, grant: Grant) -> None:
+        reserve = self.reserves[grant.group]
         for block in grant.blocks:
-            used = [entry.block for sequence in self.sequences if not sequence.ending for entry in sequence.entries]
-            assert block not in used, f"block {block} was granted while a live table names it"
-            assert block not in [entry.block for entry in self.reserve], f"block {block} was granted twice"
-            self.reserve.append(ReservedBlock(block, grant.generation))
+            assert block not in self.used(grant.group), f"block {block} was granted while a live table names it"
+            assert block not in [entry.block for entry in reserve], f"block {block} was granted twice"
+            reserve.append(ReservedBlock(block, grant.generation))
+
+    def used(self, group: int) -> list[int]:
+        """The group's blocks in tables of sequences that have not ended."""
+        return [
+            entry.block
+            for sequence in self.sequences
+            if sequence.granted and not sequence.ending
+            for entry in sequence.tables[group]
+        ]
 
     def _stop(self, stop: Stop) -> None:
         for sequence in self.sequences:
@@ -198,14 +217,18 @@ class ManagerMachine(RuleBasedStateMachine):
         self.num_served = 0
 
     @initialize(
-        configs=st.lists(st.tuples(st.integers(4, 13), st.sampled_from([1, 2, 2, 4])), min_size=2, max_size=3),
+        configs=st.lists(
+            st.tuples(st.lists(st.integers(4, 13), min_size=1, max_size=2), st.sampled_from([1, 2, 2, 4])),
+            min_size=2,
+            max_size=3,
+        ),
         seed=st.integers(0, 2**32),
     )
-    def start_workers(self, configs: list[tuple[int, int]], seed: int) -> None:
+    def start_workers(self, configs: list[tuple[list[int], int]], seed: int) -> None:
         self.contents = ContentsFollower(seed)
         self.lockstep.viewers.append(self.contents.follow)
         for index, (num_blocks, block_size) in enumerate(configs):
-            worker = SimWorker(registration(f"w{index}", num_blocks=num_blocks, block_size=block_size))
+            worker = SimWorker(registration(f"w{index}", num_blocks=tuple(num_blocks), block_size=block_size))
             self.workers.append(worker)
             self._register(worker, worker.registration)
 
@@ -228,9 +251,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _uplink(self, worker: SimWorker) -> Uplink:
         worker.last_call_no += 1
-        return Uplink(
-            worker.session, worker.last_call_no, worker.downlink_ack, worker.reserve_wish, tuple(worker.returning)
-        )
+        wishes = (worker.reserve_wish,) * len(worker.groups)
+        returned = tuple(map(tuple, worker.returning))
+        return Uplink(worker.session, worker.last_call_no, worker.downlink_ack, wishes, returned)
 
     def _send(self, worker: SimWorker, message: Message, fate: str) -> None:
         """Put a call on the wire. What is lost may still arrive later, and what arrived may arrive again."""
@@ -261,9 +284,10 @@ class ManagerMachine(RuleBasedStateMachine):
             token_bytes(sequence.tokens[start:end]),
             min(sequence.num_computed, max(end, sequence.num_reported)),
             tuple(
-                TableEntry(index, *entry)
-                for index, entry in enumerate(sequence.entries)
-                if index >= sequence.num_named - back
+                tuple(
+                    TableEntry(index, *entry) for index, entry in enumerate(table) if index >= sequence.num_named - back
+                )
+                for table in sequence.tables
             ),
         )
 
@@ -336,30 +360,30 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.ending = True
         else:
             assert isinstance(outcome, Granted)
-            entries = [ReservedBlock(*pair) for pair in zip(outcome.blocks, outcome.generations, strict=True)]
+            tables = [list(map(ReservedBlock, *table)) for table in outcome.tables]
             if sequence.granted:
-                shorter = min(len(entries), len(sequence.entries))
-                assert entries[:shorter] == sequence.entries[:shorter], "a live table was changed"
+                for table, before in zip(tables, sequence.tables, strict=True):
+                    shorter = min(len(table), len(before))
+                    assert table[:shorter] == before[:shorter], "a live table was changed"
                 return
             self._check_hits(worker, sequence, outcome)
             sequence.granted = True
-            sequence.entries = entries
+            sequence.tables = tables
             sequence.num_computed = outcome.num_cached_tokens
             sequence.num_reported = sequence.num_prompt_tokens
-            sequence.num_named = len(entries)
+            sequence.num_named = len(tables[0])
 
     def _check_hits(self, worker: SimWorker, sequence: SimSequence, granted: Granted) -> None:
         """Exact hits, and at least one token left to compute; a fresh grant names nothing that the worker uses."""
         num_cached, size = granted.num_cached_tokens, worker.block_size
         assert num_cached % size == 0
         assert num_cached < sequence.num_prompt_tokens
-        for index in range(num_cached // size):
-            content = sequence.root, tuple(sequence.tokens[: (index + 1) * size])
-            self.memory.check_block(worker.worker_id, granted.blocks[index], size, content)
-        used = [entry.block for other in self._live(worker) for entry in other.entries] + [
-            e.block for e in worker.reserve
-        ]
-        assert not set(granted.blocks[num_cached // size :]) & set(used)
+        for group, table in enumerate(granted.tables):
+            for index in range(num_cached // size):
+                content = sequence.root, tuple(sequence.tokens[: (index + 1) * size])
+                self.memory.check_block(worker.worker_id, group, table.blocks[index], size, content)
+            used = worker.used(group) + [entry.block for entry in worker.reserves[group]]
+            assert not set(table.blocks[num_cached // size :]) & set(used)
 
     @rule(who=small, work=steps)
     def compute(self, who: int, work: list[list[int]]) -> None:
@@ -372,24 +396,26 @@ class ManagerMachine(RuleBasedStateMachine):
         for token in generated:
             position = sequence.num_computed
             index, slot = divmod(position, worker.block_size)
-            if index == len(sequence.entries):
-                if not (sequence.uses_reserve and worker.reserve):
+            if index == len(sequence.tables[0]):
+                if not (sequence.uses_reserve and all(worker.reserves)):
                     return
-                sequence.entries.append(worker.reserve.pop(0))
+                for table, reserve in zip(sequence.tables, worker.reserves, strict=True):
+                    table.append(reserve.pop(0))
             if position == len(sequence.tokens):
                 sequence.tokens.append(token)
             self._write(worker, sequence, index, slot, tuple(sequence.tokens[: position + 1]))
             sequence.num_computed += 1
 
     def _write(self, worker: SimWorker, sequence: SimSequence, index: int, slot: int, tokens: tuple[int, ...]) -> None:
-        block, generation = sequence.entries[index]
-        for session in self.lockstep.manager.sessions:
-            if session.number == worker.session:
-                pool = session.pool
-                assert pool.node(block) is None, "a sealed block is written"
-                assert pool.generation(block) == generation, "a block of a later grant is written"
-                assert pool.ref_count(block) == 1 or pool.is_reserved(block, generation), "a block has two writers"
-        self.memory.write(worker.worker_id, block, slot, (sequence.root, tokens))
+        for group in worker.groups:
+            block, generation = sequence.tables[group][index]
+            for session in self.lockstep.manager.sessions:
+                if session.number == worker.session:
+                    pool = session.pools[group]
+                    assert pool.node(block) is None, "a sealed block is written"
+                    assert pool.generation(block) == generation, "a block of a later grant is written"
+                    assert pool.ref_count(block) == 1 or pool.is_reserved(block, generation), "a block has two writers"
+            self.memory.write(worker.worker_id, group, block, slot, (sequence.root, tokens))
 
     @rule(
         who=small,
@@ -414,13 +440,15 @@ class ManagerMachine(RuleBasedStateMachine):
         for sequence in reporting:
             update = self._update(sequence, back, hold_back)
             # Telling less than is true is allowed: fewer entries, fewer computed tokens.
-            num_bound = max(0, len(update.bound) - fewer) if sequence.uses_reserve else len(update.bound)
+            num_bound = len(update.bound[0])
+            if sequence.uses_reserve:
+                num_bound = max(0, num_bound - fewer)
             known = max(sequence.num_named, sequence.num_named - back + num_bound)
             update = update._replace(
-                bound=update.bound[:num_bound],
+                bound=tuple(entries[:num_bound] for entries in update.bound),
                 num_computed_tokens=max(0, min(update.num_computed_tokens - fewer, known * worker.block_size)),
             )
-            want = 0 if sequence.uses_reserve else len(sequence.entries) + more_blocks
+            want = 0 if sequence.uses_reserve else len(sequence.tables[0]) + more_blocks
             items.append(AppendItem(update, want))
         uplink = self._uplink(worker)
 
@@ -439,11 +467,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert isinstance(outcome, Appended)
         update = item.update
         sequence.num_reported = max(sequence.num_reported, update.start + len(update.tokens) // 4)
-        sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in update.bound)])
-        for index, block, generation in outcome.new_entries:
-            if index == len(sequence.entries):
-                sequence.entries.append(ReservedBlock(block, generation))
-            assert sequence.entries[index] == ReservedBlock(block, generation), "a live table was changed"
+        sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in update.bound[0])])
+        for table, entries in zip(sequence.tables, outcome.new_entries, strict=bool(outcome.new_entries)):
+            for index, block, generation in entries:
+                if index == len(table):
+                    table.append(ReservedBlock(block, generation))
+                assert table[index] == ReservedBlock(block, generation), "a live table was changed"
 
     @rule(
         who=small,
@@ -475,7 +504,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     worker.sequences.remove(sequence)
                     continue
                 sequence.key = sequence.key._replace(round=sequence.key.round + 1)
-                sequence.entries, sequence.granted = [], False
+                sequence.tables, sequence.granted = [], False
                 sequence.ending = sequence.comes_back = False
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
@@ -503,8 +532,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def plan_reserve(self, who: int, wish: int | None, give_back: int) -> None:
         worker = self._worker(who)
         worker.reserve_wish = wish
-        worker.returning += worker.reserve[:give_back]
-        worker.reserve = worker.reserve[give_back:]
+        for returning, reserve in zip(worker.returning, worker.reserves, strict=True):
+            returning += reserve[:give_back]
+            del reserve[:give_back]
 
     def keep_alive(self, who: int, fate: str) -> None:
         worker = self._worker(who)
@@ -543,15 +573,15 @@ class ManagerMachine(RuleBasedStateMachine):
         spoilt = {
             "gap": update._replace(start=num_known + 1),
             "token": update._replace(start=0, tokens=token_bytes([9])),
-            "block": update._replace(bound=(*update.bound, TableEntry(len(live[0].entries) + 5, 1, 1))),
-            "generation": update._replace(bound=(TableEntry(0, live[0].entries[0].block, 3),)),
+            "block": update._replace(bound=((*update.bound[0], TableEntry(len(live[0].tables[0]) + 5, 1, 1)),)),
+            "generation": update._replace(bound=(*update.bound[:-1], (TableEntry(0, live[0].tables[-1][0].block, 3),))),
             "computed": update._replace(num_computed_tokens=num_known + 1),
             "round": update._replace(key=update.key._replace(round=update.key.round + 1)),
             "name": update._replace(key=SequenceKey("nobody", 1, 0)),
             "table": update,
         }[kind]
         want = 100 if kind == "table" else 0
-        uplink = self._uplink(worker)._replace(returned=(), reserve_wish=None)
+        uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=(None,))
         result = self.lockstep.append(uplink, AppendItem(spoilt, want))
         if isinstance(result, Refused):
             worker.forget()
@@ -569,7 +599,7 @@ class ManagerMachine(RuleBasedStateMachine):
         root = sequence.root._replace(tenant_salt="thief") if tenant else sequence.root
         round = sequence.key.round + (0 if tenant else 1 if later else -1)
         item = AllocateItem(sequence.key._replace(round=max(round, 0)), root, token_bytes(sequence.tokens[:1]))
-        uplink = self._uplink(worker)._replace(returned=(), reserve_wish=None)
+        uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=(None,))
         result = self.lockstep.allocate(uplink, item)
         if isinstance(result, Refused):
             worker.forget()
@@ -696,7 +726,10 @@ class LongHistory:
         """Start two or three workers, take the steps, and let everybody go."""
         machine, rng = self._machine, self._random
         block_sizes = rng.choice([[1], [2], [2], [4], [1, 2, 4]])
-        configs = [(rng.randint(4, 13), rng.choice(block_sizes)) for _ in range(rng.randint(2, 3))]
+        configs = [
+            ([rng.randint(4, 13) for _ in range(rng.choice([1, 2]))], rng.choice(block_sizes))
+            for _ in range(rng.randint(2, 3))
+        ]
         machine.start_workers(configs, seed=rng.getrandbits(32))
         actions = {
             self._allocate: 30,

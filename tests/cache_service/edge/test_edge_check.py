@@ -89,7 +89,7 @@ async def test_calls_that_come_during_an_audit_share_the_next(
     answers = [await call for call in (first, *later)]
     assert [answer.num_sequences_checked for answer in answers] == [1] * 4
     assert (watched.num_begun, watched.num_closed) == (2, 2)
-    pool = server.manager.worker("w").pool
+    pool = server.manager.worker("w").pools[0]
     pool._ref_count[table.block_ids[1]] += 1
     broken = await stub.Check(pb.CheckRequest())
     pool._ref_count[table.block_ids[1]] -= 1

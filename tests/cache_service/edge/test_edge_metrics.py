@@ -56,9 +56,9 @@ async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: Server, work
     await worker.allocate(item("b", prompt(2 * BLOCK_SIZE + 2)), wish=1)
     page = await look(server)
     labels = {"worker": "w"}
-    assert page.value("kvpool_manager_capacity_blocks", **labels) == 16
+    assert page.value("kvpool_manager_capacity_blocks", group="0", **labels) == 16
     assert blocks(page) == {"free": 16 - 4 - 1, "cached": 0, "held": 4, "reserved": 1, "withheld": 0}
-    assert page.value("kvpool_manager_shared_blocks", **labels) == 2
+    assert page.value("kvpool_manager_shared_blocks", group="0", **labels) == 2
     assert page.value("kvpool_manager_sequences", **labels) == 2
     assert page.value("kvpool_manager_prompt_tokens_total", **labels) == 4 * BLOCK_SIZE + 3
     assert page.value("kvpool_manager_cached_tokens_total", **labels) == 2 * BLOCK_SIZE
@@ -172,8 +172,10 @@ async def test_reports_are_told_with_their_time_and_what_they_became(
     await worker.register()
     assert (await look(server)).value("kvpool_manager_sessions", state="recovering") == 1
     root = common_pb2.Root(model_fingerprint=registration().model_fingerprint)
-    content = pb.ContentRun(root=root, tokens=prompt(2 * BLOCK_SIZE), block_ids=[1, 2], generations=[1, 1])
-    await stub.Report(pb.ReportRequest(uplink=worker.uplink(), contents=[content], idle_blocks=[1, 2], last=True))
+    run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=[1, 2], generations=[1, 1])
+    content = pb.ContentRun(root=root, tokens=prompt(2 * BLOCK_SIZE), blocks=[run])
+    idle = pb.IdleBlocks(tier=common_pb2.TIER_DEVICE, block_ids=[1, 2])
+    await stub.Report(pb.ReportRequest(uplink=worker.uplink(), contents=[content], idle_blocks=[idle], last=True))
     await stub.Report(pb.ReportRequest(uplink=worker.uplink(), contents=[content], last=True))  # once more
     page = await look(server)
     assert page.value("kvpool_manager_reports_total") == 1
@@ -185,7 +187,7 @@ async def test_reports_are_told_with_their_time_and_what_they_became(
 async def test_audits_are_counted_with_what_they_find(server: Server, worker: Worker, stub: Stub) -> None:
     table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
     await stub.Check(pb.CheckRequest())
-    pool = server.manager.worker("w").pool
+    pool = server.manager.worker("w").pools[0]
     pool._ref_count[table.block_ids[1]] += 1
     found = len((await stub.Check(pb.CheckRequest())).violations)
     pool._ref_count[table.block_ids[1]] -= 1

@@ -229,7 +229,7 @@ async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> Non
 
 async def test_check_names_block_sequence_and_owner_of_a_broken_law(server: Server, stub: Stub, worker: Worker) -> None:
     table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
-    pool = server.manager.worker("w").pool
+    pool = server.manager.worker("w").pools[0]
     pool._ref_count[table.block_ids[1]] += 1
     found = (await stub.Check(pb.CheckRequest())).violations
     pool._ref_count[table.block_ids[1]] -= 1

@@ -139,9 +139,8 @@ async def test_without_its_key_a_session_cannot_be_changed(
 async def test_the_report_of_another_worker_cannot_be_told(server: Server, stub: Stub) -> None:
     """A stranger that gets in first would say what the worker's blocks hold."""
     worker = await Worker.begin(stub, registration(holds_state=True))
-    contents = pb.ContentRun(
-        root=common_pb2.Root(model_fingerprint="model-a"), tokens=prompt(4), block_ids=[1], generations=[1]
-    )
+    run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=[1], generations=[1])
+    contents = pb.ContentRun(root=common_pb2.Root(model_fingerprint="model-a"), tokens=prompt(4), blocks=[run])
     for number in (1, LARGEST):
         uplink = pb.Uplink(session=worker.session, call_no=number)
         lie = pb.ReportRequest(uplink=uplink, part=0, last=True, contents=[contents])

@@ -35,7 +35,8 @@ def held_in(view: ContentsView) -> dict[int, set[tuple[int, tuple[bytes, ...]]]]
 
 def held_at(manager: CacheManager) -> dict[int, set[tuple[int, tuple[bytes, ...]]]]:
     """The same, read from the manager's pools."""
-    return {session: {(salt, tokens) for salt, (_, _, tokens) in paths} for session, paths in held_by(manager).items()}
+    held = held_by(manager)
+    return {session: {(salt, tokens) for salt, (_, _, tokens) in held[session, group]} for session, group in held}
 
 
 async def next_update(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:

@@ -53,9 +53,10 @@ async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
     """Blocks and sequences of the view are those that Describe lists."""
     request = pb.DescribeRequest(worker_id=view.description.worker_id, include_blocks=True, max_sequences=1000)
     (worker,) = (await stub.Describe(request)).workers
-    view.grow(worker.kv_cache_config.pools[0].num_blocks)
+    pool = view.pools[0]
+    pool.grow(worker.kv_cache_config.pools[0].num_blocks)
     for block in worker.blocks:
-        assert (view.states[block.block_id], view.ref_counts[block.block_id]) == (block.state, block.ref_count)
+        assert (pool.states[block.block_id], pool.ref_counts[block.block_id]) == (block.state, block.ref_count)
     assert list(view.sequences.values()) == list(worker.sequences)
     assert view.description.counts == worker.counts
 
@@ -75,7 +76,7 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
             await worker.free(pb.SequenceUpdate(key=key("a"), num_computed_tokens=10))
             await until(updates, view, lambda view: not view.workers[worker.session].sequences)
             await assert_equals_describe(stub, view.workers[worker.session])
-            assert max(view.workers[worker.session].last_used) <= view.number
+            assert max(view.workers[worker.session].pools[0].last_used) <= view.number
             second = await Worker.begin(stub, registration("second"))
             await worker.deregister()
             await until(updates, view, lambda view: view.workers.keys() == {second.session})
@@ -117,8 +118,8 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
     picture = await read(call)
     view = PictureView()
     assert view.apply(picture)
-    assert sorted(view.workers[worker.session].salt_numbers)[-4:] == [0, 1, 1, 1]
-    block = view.workers[worker.session].salt_numbers.index(1)
+    assert sorted(view.workers[worker.session].pools[0].salt_numbers)[-4:] == [0, 1, 1, 1]
+    block = view.workers[worker.session].pools[0].salt_numbers.index(1)
     described = await stub.DescribeBlock(pb.DescribeBlockRequest(worker_id="w", block_id=block))
     assert described.salt_number == 1
     assert b"secret" not in picture.SerializeToString() + described.SerializeToString()
@@ -144,12 +145,12 @@ async def test_nothing_is_kept_once_the_last_viewer_has_left(server: Server, stu
     call = stub.Watch(ALL)
     await call.read()
     (session,) = server.manager.sessions
-    assert session.pool.changes is not None
+    assert session.pools[0].changes is not None
     call.cancel()
     async with asyncio.timeout(20):
         while server._servicer.watching.num_watchers:
             await asyncio.sleep(0.01)
-    assert session.pool.changes is None
+    assert session.pools[0].changes is None
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "manager-pictures" and not task.cancelling()]
 
 

@@ -124,7 +124,7 @@ def test_ascii_output_loses_signs_and_nothing_else() -> None:
 def _breaks_a_ref_count(worker: Worker) -> Iterator[Scene]:
     worker.allocate("A", "one two three four five")
     yield Scene("All is well", "So far.")
-    worker.session.pool._ref_count[1] += 1
+    worker.session.pools[0]._ref_count[1] += 1
     yield Scene("Broken", "A count is wrong.")
     yield Scene("Not reached", "Never shown.")
 
@@ -132,7 +132,7 @@ def _breaks_a_ref_count(worker: Worker) -> Iterator[Scene]:
 def _breaks_off(worker: Worker) -> Iterator[Scene]:
     worker.allocate("A", "one two three four five")
     yield Scene("All is well", "So far.")
-    worker.session.pool._ref_count[1] += 1
+    worker.session.pools[0]._ref_count[1] += 1
     raise ValueError("an answer that the story cannot use")
 
 
