@@ -412,7 +412,10 @@ class Model:
         tokens = token_ids(item.tokens)
         most_blocks = -(-(len(tokens) + max(item.max_new_tokens, 1) - 1) // size)
         of_all = most_blocks * len(session.pools)
-        if most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence) or of_all > self.limits.max_total_blocks:
+        if (
+            most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence)
+            or of_all > self.limits.max_total_blocks
+        ):
             raise Refused(Reason.NEVER_FITS)
         if max(of_all * size, len(tokens) + item.max_new_tokens) > self.limits.max_total_tokens:
             raise Refused(Reason.NEVER_FITS)
@@ -527,7 +530,9 @@ class Model:
             raise Refused(Reason.STALE_ATTEMPT)
         tokens, tables = self._merged(session, sequence, item.update)
         of_all = item.want_blocks * len(session.pools)
-        is_too_much = of_all > self.limits.max_total_blocks or of_all * session.block_size > self.limits.max_total_tokens
+        is_too_much = (
+            of_all > self.limits.max_total_blocks or of_all * session.block_size > self.limits.max_total_tokens
+        )
         if item.want_blocks > min(session.capacity, self.limits.max_blocks_per_sequence) or is_too_much:
             raise Refused(Reason.NEVER_FITS)
         num_missing = [max(0, item.want_blocks - len(table)) for table in tables]
