@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import xor
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from .prefix_tree import Node
+from typing import Protocol
 
 
 class Pool(Protocol):
@@ -15,8 +12,8 @@ class Pool(Protocol):
 
     num_blocks: int
 
-    def node(self, block: int) -> Node | None:
-        """What a sealed block holds."""
+    def node(self, block: int) -> object:
+        """The node that a sealed block holds."""
 
 
 class Holder:
