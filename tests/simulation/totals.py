@@ -56,6 +56,7 @@ EVENTS = (
     "prefixes waited for",
     "evictions",
     "blocks shared",
+    "sessions of several groups",
 )
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 
