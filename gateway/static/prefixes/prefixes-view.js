@@ -14,6 +14,7 @@ class PrefixesView extends HTMLElement {
   #open = new Set(); // nodes whose children are shown
   #focused = null;
   #timer = null;
+  #numRefreshes = 0;
 
   connectedCallback() {
     useStyles("/static/css/prefixes.css");
@@ -33,19 +34,24 @@ class PrefixesView extends HTMLElement {
 
   async #refresh() {
     clearTimeout(this.#timer);
+    this.#numRefreshes += 1;
+    const number = this.#numRefreshes;
+    // One that began before something was folded would show it as it was.
+    const isOld = () => !this.isConnected || number !== this.#numRefreshes;
     try {
       const root = await this.#level(ROOT);
       const widest = Math.max(1, ...root.entries.map((entry) => entry.num_saved_tokens));
       const items = await this.#items(root, 1, widest);
-      if (!this.isConnected) return;
+      if (isOld()) return;
       setText(this.#said, root.num_nodes ? `${root.num_nodes.toLocaleString("en")} blocks of tokens are cached or computed.` : "Nothing is cached yet.");
       const hadFocus = this.#tree.contains(document.activeElement);
       this.#tree.replaceChildren(...items);
       this.#moveTo(this.#item(this.#focused) ?? this.#tree.querySelector("[role=treeitem]"), hadFocus);
     } catch (failure) {
+      if (isOld()) return;
       setText(this.#said, failure.message);
     }
-    if (this.isConnected) this.#timer = setTimeout(() => this.#refresh(), REFRESH_MS);
+    this.#timer = setTimeout(() => this.#refresh(), REFRESH_MS);
   }
 
   async #level(node) {
