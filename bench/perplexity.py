@@ -56,7 +56,7 @@ def perplexity(way: Way, text: str, max_tokens: int) -> tuple[float, int]:
     try:
         for first in range(0, len(tokens) - 1, _LENGTH):
             part = tokens[first : first + _LENGTH]
-            logits = runner.logits([SequencePart(part, 0, list(range(1, num_blocks)), None)])
+            logits = runner.logits([SequencePart(part, 0, (list(range(1, num_blocks)),), None)])
             targets = torch.tensor(part[1:])
             total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), targets, reduction="sum"))
             count += len(targets)

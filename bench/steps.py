@@ -42,5 +42,5 @@ def step(num_sequences: int, num_new: int, num_before: int, num_shared: int = 0)
     for number in range(num_sequences):
         first = 1 + len(shared) + number * num_own
         tokens = [1_000 + (7 * number + index) % 30_000 for index in range(num_new)]
-        parts.append(SequencePart(tokens, num_before, [*shared, *range(first, first + num_own)], SamplingParams()))
+        parts.append(SequencePart(tokens, num_before, ([*shared, *range(first, first + num_own)],), SamplingParams()))
     return Step(parts)

@@ -119,8 +119,8 @@ def _median_error(paged: PagedModel, tiny: TinyModel, truth: _Truth, block_size:
     errors = []
     for prompt, (tokens, logits) in zip(tiny.prompts, truth, strict=True):
         table = paged.request(prompt, len(tokens)).table
-        first = paged.runner.logits([SequencePart(list(prompt), 0, table, None)])[-1:]
-        rest = paged.runner.logits([SequencePart(tokens[:-1], len(prompt), table, None)])
+        first = paged.runner.logits([SequencePart(list(prompt), 0, (table,), None)])[-1:]
+        rest = paged.runner.logits([SequencePart(tokens[:-1], len(prompt), (table,), None)])
         errors += _errors(torch.cat([first, rest]), tokens, logits)
     return statistics.median(errors)
 

@@ -10,4 +10,4 @@ class Part(NamedTuple):
 
     token_ids: list[int]
     start: int
-    block_table: list[int]
+    block_tables: tuple[list[int], ...]

@@ -11,36 +11,38 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.worker_service.attention.block_tables import BlockTables
-from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
+from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, one_group, pack
 from kvpool.worker_service.attention.staging import Staging
 from tests.attention.part import Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
+GROUPS = one_group(NUM_BLOCKS)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def check(packing: Packing, parts: list[Part]) -> None:
     """Everything that a step reads of the device, by hand."""
     on_device = packing.on_device
-    width = max(len(part.block_table) for part in parts)
-    gathered = on_device.gather_tables(min(width, on_device.block_tables.shape[1])).tolist()
+    (tables,), (group,) = zip(*(part.block_tables for part in parts), strict=True), packing.groups
+    width = max(map(len, tables))
+    gathered = packing.gather_tables(min(width, group.block_tables.shape[1])).tolist()
     slots: list[int] = []
     positions: list[int] = []
     for index, part in enumerate(parts):
         end = part.start + len(part.token_ids)
-        table = part.block_table[: -(-end // BLOCK_SIZE)]
+        table = tables[index][: -(-end // BLOCK_SIZE)]
         assert gathered[index][: len(table)] == table
-        assert packing.tables[index] == table
-        assert packing.table_arrays[index].tolist() == table
+        assert packing.tables()[index] == table
+        assert packing.layout.groups[0].arrays[index].tolist() == table
         assert packing.slots(index, 0, end).tolist() == [
             table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(end)
         ]
         assert (packing.offsets[index], packing.context_lens[index]) == (len(positions), end)
         positions += range(part.start, end)
         slots += packing.slots(index, part.start, end).tolist()
-    assert packing.slot_mapping.tolist() == slots
+    assert group.slot_mapping.tolist() == slots
     assert packing.position_ids.tolist() == [positions]
     assert packing.input_ids.tolist() == [[token for part in parts for token in part.token_ids]]
     assert on_device.starts.tolist() == [part.start for part in parts]
@@ -63,7 +65,7 @@ class Histories(RuleBasedStateMachine):
     def start(self, max_num_seqs: int, max_blocks_per_seq: int, seed: int) -> None:
         self.dice = random.Random(seed)
         sizes = StepSizes(max_num_seqs, max_blocks_per_seq=max_blocks_per_seq)
-        self.packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, sizes)
+        self.packer = Packer(BLOCK_SIZE, GROUPS, CPU, sizes)
         self.free = list(range(1, NUM_BLOCKS))
         self.dice.shuffle(self.free)
         self.sequences: list[Sequence] = []
@@ -110,7 +112,7 @@ class Histories(RuleBasedStateMachine):
                     return
                 sequence.table.append(self.free.pop())
             tokens = [self.dice.randrange(1000) for _ in range(length)]
-            parts.append(Part(tokens, sequence.num_computed, sequence.table))
+            parts.append(Part(tokens, sequence.num_computed, (sequence.table,)))
         if not parts:
             return
         self._run(chosen, parts)
@@ -125,19 +127,19 @@ class Histories(RuleBasedStateMachine):
                     if not self.free:
                         return
                     sequence.table.append(self.free.pop())
-            self._run(chosen, [Part([self.dice.randrange(1000)], s.num_computed, s.table) for s in chosen])
+            self._run(chosen, [Part([self.dice.randrange(1000)], s.num_computed, (s.table,)) for s in chosen])
             if self.dice.random() < 0.1:
                 self.dice.shuffle(chosen)
 
     def _run(self, chosen: list[Sequence], parts: list[Part]) -> None:
         packing = self.packer.pack(parts)
         check(packing, parts)
-        afresh = pack(parts, BLOCK_SIZE, NUM_BLOCKS, CPU)
+        afresh = pack(parts, BLOCK_SIZE, GROUPS, CPU)
         for max_query_len in (1, 8):
             assert packing.shared_prefixes(BLOCK_SIZE, max_query_len) == afresh.shared_prefixes(
                 BLOCK_SIZE, max_query_len
             )
-        rows = packing.on_device.rows.tolist()
+        rows = packing.groups[0].rows.tolist()
         assert len(set(rows)) == len(rows)
         for sequence, part in zip(chosen, parts, strict=True):
             sequence.num_computed += len(part.token_ids)
@@ -145,16 +147,16 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def refused(self) -> None:
         """A step that is refused changes nothing."""
-        before = self.packer.block_tables.tensor.clone()
+        before = self.packer.block_tables[0].tensor.clone()
         with pytest.raises(PackingError):
-            self.packer.pack([Part([1], 0, [NUM_BLOCKS - 1]), Part([1], 0, [NUM_BLOCKS])])
-        assert torch.equal(self.packer.block_tables.tensor, before)
+            self.packer.pack([Part([1], 0, ([NUM_BLOCKS - 1],)), Part([1], 0, ([NUM_BLOCKS],))])
+        assert torch.equal(self.packer.block_tables[0].tensor, before)
 
     @invariant()
     def the_host_knows_what_the_device_has(self) -> None:
         if not hasattr(self, "packer"):
             return
-        tables = self.packer.block_tables
+        tables = self.packer.block_tables[0]
         copy = torch.from_numpy(tables._copy)
         assert torch.equal(tables.tensor[copy > 0].long(), copy[copy > 0])
 
@@ -171,9 +173,9 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-def changes(tables: BlockTables, table: list[int], key: int) -> list[tuple[int, int]]:
+def changes(tables: BlockTables, table: list[int], key: int, first: int = 0) -> list[tuple[int, int]]:
     """Places and values that are written when the table is placed."""
-    placement = tables.place([table], [key], tables.num_known([table], [key]))
+    placement = tables.place([table], [key], [first], tables.num_known([table], [key], [first]))
     places, blocks = placement.changes
     tables.tensor.view(-1)[torch.from_numpy(places)] = torch.from_numpy(blocks).int()
     return list(zip(places.tolist(), blocks.tolist(), strict=True))
@@ -209,8 +211,8 @@ def test_what_a_row_held_for_another_sequence_is_not_written_again() -> None:
 
 def test_nothing_is_taken_for_granted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's copy is of what was sent; if sending fails, it may be wrong."""
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(2, 1, 4))
-    part = Part([1], 0, [7])
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 1, 4))
+    part = Part([1], 0, ([7],))
     with monkeypatch.context() as broken:
         broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -227,12 +229,12 @@ def test_arrays_arrive_as_they_were_sent(arrays: list[list[int]]) -> None:
 
 
 def decodes(*tables: list[int], start: int) -> list[Part]:
-    return [Part([start], start, table) for table in tables]
+    return [Part([start], start, (table,)) for table in tables]
 
 
 def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
     """Also when a table grows; and tables of which only the last block differs in length are not compared with those of others."""
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 8))
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 8))
     one, other = [1, 2], [3, 4]
     first = packer.pack(decodes(one, other, start=6)).layout
     assert packer.pack(decodes(one, other, start=7)).layout is first
@@ -252,7 +254,7 @@ def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
     ],
 )  # fmt: skip
 def test_no_other_step_keeps_the_layout(change: str) -> None:
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 3))
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 3))
     one, other, third = [1, 2, 11], [3, 4, 12], [7, 8]
     layout = packer.pack(decodes(one, other, start=6)).layout
     parts = decodes(one, other, start=7)
@@ -263,24 +265,24 @@ def test_no_other_step_keeps_the_layout(change: str) -> None:
     elif change == "one more":
         parts += decodes(third, start=7)
     elif change == "another list":
-        parts[0] = Part([7], 7, list(one))
+        parts[0] = Part([7], 7, (list(one),))
     elif change == "another block":
         one[0] = 9
     elif change == "two tokens":
-        parts[0] = Part([7, 8], 7, one)
+        parts[0] = Part([7, 8], 7, (one,))
     elif change == "two blocks more":
         one.append(13)
-        parts[0] = Part([7], 12, one)
+        parts[0] = Part([7], 12, (one,))
     elif change == "no block more":
         with pytest.raises(PackingError, match="its table has 3"):
-            packer.pack([Part([7], 12, one), parts[1]])
+            packer.pack([Part([7], 12, (one,)), parts[1]])
         return
     elif change == "back":
-        parts[0] = Part([7], 3, one)
+        parts[0] = Part([7], 3, (one,))
     else:  # the block tables have no room for a fourth block
-        layout = packer.pack([Part([7], 11, one)]).layout
+        layout = packer.pack([Part([7], 11, (one,))]).layout
         one.append(13)
-        parts = [Part([7], 12, one)]
+        parts = [Part([7], 12, (one,))]
     packing = packer.pack(parts)
     assert packing.layout is not layout
     check(packing, parts)
@@ -288,43 +290,44 @@ def test_no_other_step_keeps_the_layout(change: str) -> None:
 
 @pytest.mark.parametrize(("block", "message"), [(0, "outside"), (NUM_BLOCKS, "outside"), (4, "same slot")])
 def test_a_block_that_a_decode_must_not_write_is_refused_and_changes_nothing(block: int, message: str) -> None:
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(4, 16, 8))
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 8))
     one, other = [1, 2], [3, 4]
-    packer.pack([Part([7], 7, one), Part([5], 5, other)])
-    before = packer.block_tables.tensor.clone()
+    packer.pack([Part([7], 7, (one,)), Part([5], 5, (other,))])
+    before = packer.block_tables[0].tensor.clone()
     one.append(block)
     with pytest.raises(PackingError, match=message):
-        packer.pack([Part([8], 8, one), Part([6], 6, other)])
-    assert torch.equal(packer.block_tables.tensor, before)
+        packer.pack([Part([8], 8, (one,)), Part([6], 6, (other,))])
+    assert torch.equal(packer.block_tables[0].tensor, before)
     one[-1] = 9
-    parts = [Part([8], 8, one), Part([6], 6, other)]
+    parts = [Part([8], 8, (one,)), Part([6], 6, (other,))]
     check(packer.pack(parts), parts)
 
 
 def test_a_failure_while_a_layout_is_kept_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(2, 1, 4))
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 1, 4))
     table = [7]
-    packer.pack([Part([1], 3, table)])
+    packer.pack([Part([1], 3, (table,))])
     table.append(8)
     with monkeypatch.context() as broken:
         broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
-            packer.pack([Part([1], 4, table)])
-    packer.block_tables.tensor.zero_()
-    check(packer.pack([Part([1], 4, table)]), [Part([1], 4, table)])
+            packer.pack([Part([1], 4, (table,))])
+    packer.block_tables[0].tensor.zero_()
+    check(packer.pack([Part([1], 4, (table,))]), [Part([1], 4, (table,))])
 
 
 def test_buffers_are_used_again() -> None:
     """Steps that are no larger than the packer was made for lie in the same memory."""
-    packer = Packer(BLOCK_SIZE, NUM_BLOCKS, CPU, StepSizes(2, 16, 4))
-    packings = [packer.pack([Part(list(range(length)), 0, [1, 2, 3])]) for length in (10, 1, 12, 1)]
+    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 16, 4))
+    packings = [packer.pack([Part(list(range(length)), 0, ([1, 2, 3],))]) for length in (10, 1, 12, 1)]
     for alike in (packings[::2], packings[1::2]):
-        for name in ("input_ids", "position_ids", "slot_mapping"):
+        for name in ("input_ids", "position_ids"):
             assert len({getattr(packing, name).data_ptr() for packing in alike}) == 1
-    assert len({packing.on_device.block_tables.data_ptr() for packing in packings}) == 1
+        assert len({packing.groups[0].slot_mapping.data_ptr() for packing in alike}) == 1
+    assert len({packing.groups[0].block_tables.data_ptr() for packing in packings}) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_on_every_device(device: str) -> None:
-    parts = [Part([11, 12, 13], 3, [5, 2, 9]), Part([21], 0, [1])]
-    check(pack(parts, BLOCK_SIZE, NUM_BLOCKS, torch.device(device)), parts)
+    parts = [Part([11, 12, 13], 3, ([5, 2, 9],)), Part([21], 0, ([1],))]
+    check(pack(parts, BLOCK_SIZE, GROUPS, torch.device(device)), parts)

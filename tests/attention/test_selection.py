@@ -126,7 +126,7 @@ class Writer(TorchAttention):
 
     def begin(self, packing: Packing) -> None:
         super().begin(packing)
-        self._slots = packing.slot_mapping
+        self._slots = packing.groups[0].slot_mapping
 
     def attend(
         self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvpool.worker_service.attention.packing import Packing, pack
+from kvpool.worker_service.attention.packing import Packing, one_group, pack
 from kvpool.worker_service.attention.tiles import Kind, Tile, make_tiles
 from tests.attention.part import Part
 from tests.attention.test_torch_attention import BLOCK_SIZE
@@ -28,8 +28,8 @@ def random_step(seed: int) -> Packing:
         start = len(shared) * BLOCK_SIZE + numbers.randrange(40)
         new = 1 if numbers.random() < 0.5 else numbers.randrange(1, 50)
         own = -(-(start + new) // BLOCK_SIZE) - len(shared)
-        parts.append(Part([0] * new, start, [*shared, *(next(free) for _ in range(own))]))
-    return pack(parts, BLOCK_SIZE, 1000, torch.device("cpu"))
+        parts.append(Part([0] * new, start, ([*shared, *(next(free) for _ in range(own))],)))
+    return pack(parts, BLOCK_SIZE, one_group(1000), torch.device("cpu"))
 
 
 def meetings(tiles: list[Tile], window: int | None) -> Met:
@@ -51,7 +51,7 @@ def meetings(tiles: list[Tile], window: int | None) -> Met:
 @pytest.mark.parametrize("partition", [8, 16])
 def test_what_a_row_meets_depends_on_its_position_alone(seed: int, window: int | None, partition: int) -> None:
     packing = random_step(seed)
-    met = meetings(make_tiles(packing, window, 1, partition), window)
+    met = meetings(make_tiles(packing, 0, window, 1, partition), window)
     starts, ends = packing.starts, packing.context_lens
     assert set(met) == {(p, t) for p in range(len(starts)) for t in range(starts[p], ends[p])}
     for (_, position), segments in met.items():
@@ -64,7 +64,7 @@ def test_what_a_row_meets_depends_on_its_position_alone(seed: int, window: int |
 @pytest.mark.parametrize("window", [None, 5, 30])
 def test_without_fixed_segments_there_are_two_at_most(seed: int, window: int | None) -> None:
     packing = random_step(seed)
-    for (_, position), segments in meetings(make_tiles(packing, window, 1, None), window).items():
+    for (_, position), segments in meetings(make_tiles(packing, 0, window, 1, None), window).items():
         assert len(segments) <= 2
         assert segments[0][0] == (0 if window is None else max(0, position + 1 - window))
         assert segments[-1][1] == position + 1
@@ -73,10 +73,10 @@ def test_without_fixed_segments_there_are_two_at_most(seed: int, window: int | N
 
 def test_what_is_shared_is_read_once() -> None:
     """Whole segments within the common blocks; what is left of these each reads for itself."""
-    parts = [Part([0], 30, [1, 2, 3, 4, 5, 6, 7, 8]), Part([0] * 3, 25, [1, 2, 3, 4, 5, 9, 10])]
-    packing = pack(parts, BLOCK_SIZE, 16, torch.device("cpu"))
-    shared = [tile for tile in make_tiles(packing, None, 1, 8) if tile.kind == Kind.SHARED]
+    parts = [Part([0], 30, ([1, 2, 3, 4, 5, 6, 7, 8],)), Part([0] * 3, 25, ([1, 2, 3, 4, 5, 9, 10],))]
+    packing = pack(parts, BLOCK_SIZE, one_group(16), torch.device("cpu"))
+    shared = [tile for tile in make_tiles(packing, 0, None, 1, 8) if tile.kind == Kind.SHARED]
     assert [(tile.first, tile.end, tile.num_rows) for tile in shared] == [(0, 8, 4), (8, 16, 4)]
-    assert not [tile for tile in make_tiles(packing, None, 17, 8) if tile.kind == Kind.SHARED]
-    free = [tile for tile in make_tiles(packing, None, 17, None) if tile.kind == Kind.SHARED]
+    assert not [tile for tile in make_tiles(packing, 0, None, 17, 8) if tile.kind == Kind.SHARED]
+    free = [tile for tile in make_tiles(packing, 0, None, 17, None) if tile.kind == Kind.SHARED]
     assert [(tile.first, tile.end) for tile in free] == [(0, 20)]

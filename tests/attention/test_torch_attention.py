@@ -12,7 +12,7 @@ import torch
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
 from kvpool.worker_service.attention.merge import Piece, merge
-from kvpool.worker_service.attention.packing import pack
+from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.softmax import (
     Attended,
     Keys,
@@ -82,12 +82,12 @@ class Scene:
                 self.layer.v_cache[block, offset] = value[position]
             self.keys.append(key)
             self.values.append(value)
-            self.parts.append(Part([0] * new, start, table))
+            self.parts.append(Part([0] * new, start, (table,)))
         self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
 
     def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: Shapes = FIXED_SHAPES[0]) -> torch.Tensor:
         backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
-        backend.begin(pack(self.parts, BLOCK_SIZE, self.num_blocks, torch.device("cpu")))
+        backend.begin(pack(self.parts, BLOCK_SIZE, one_group(self.num_blocks), torch.device("cpu")))
         new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([value[start:] for value, (start, _) in zip(self.values, self.lengths, strict=True)])
         return backend.attend(self.layer, self.query, new_k.transpose(0, 1)[None], new_v.transpose(0, 1)[None], call)
@@ -183,7 +183,7 @@ def test_new_kv_is_written_to_its_slots_and_nowhere_else() -> None:
     scene.paged(AttentionCall(0.3), NEVER)
     for key, part in zip(scene.keys, scene.parts, strict=True):
         for position in range(len(key)):
-            block, offset = part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            block, offset = part.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE
             assert torch.equal(scene.layer.k_cache[block, offset], key[position])
     written = int((before.isnan() & ~scene.layer.k_cache.isnan()).all(-1).all(-1).sum())
     assert written == sum(new for _, new in MIXED)

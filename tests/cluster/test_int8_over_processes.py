@@ -51,13 +51,13 @@ def alone(
     settings = ModelSettings(str(model), "bfloat16", "cpu", runtime="native", quantize=quantize, num_threads=1)
     loaded = load_model(settings, lambda line: None)
     num_blocks = -(-(max(map(len, prompts)) + num_tokens) // BLOCK_SIZE)
-    runner = loaded.runner(KVCachePlan(num_blocks + 1, BLOCK_SIZE, 1))
+    runner = loaded.runner(KVCachePlan.one_group(num_blocks + 1, BLOCK_SIZE, 1))
     table = list(range(1, num_blocks + 1))
     texts = []
     for prompt in prompts:
         tokens, num_computed = list(prompt), 0
         while len(tokens) < len(prompt) + num_tokens:
-            (result,) = runner.execute(Step([SequencePart(tokens[num_computed:], num_computed, table, GREEDY)]))
+            (result,) = runner.execute(Step([SequencePart(tokens[num_computed:], num_computed, (table,), GREEDY)]))
             assert result.token is not None
             num_computed = len(tokens)
             tokens.append(result.token.token_id)

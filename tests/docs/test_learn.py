@@ -75,7 +75,7 @@ LLAMA_3_8B = 2 * 32 * 8 * 128 * 2
 SMOLLM2 = 2 * 30 * 3 * 64 * 2
 LLAMA_3_70B = 2 * 80 * 8 * 128 * 2
 BLOCK = WorkerSettings.model_fields["block_size"].default
-PLAN = KVCachePlan(256 * MIB // (BLOCK * SMOLLM2), BLOCK, SMOLLM2)
+PLAN = KVCachePlan.one_group(256 * MIB // (BLOCK * SMOLLM2), BLOCK, SMOLLM2)
 UNSHARED, SHARED = 64 * 640 // BLOCK, 512 // BLOCK + 64 * 128 // BLOCK
 """Blocks of 64 requests of the reference trace."""
 RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default

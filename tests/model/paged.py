@@ -136,7 +136,7 @@ class PagedModel:
             shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
             self.partition = shapes.partition
             backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
-        plan = KVCachePlan(num_blocks, block_size, kv_bytes_per_token(loaded.layers, loaded.dtype))
+        plan = KVCachePlan.one_group(num_blocks, block_size, kv_bytes_per_token(loaded.layers, loaded.dtype))
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
@@ -178,4 +178,4 @@ def _next_part(request: Request, chunk: int) -> SequencePart:
     known = [*request.prompt, *request.token_ids]
     tokens = known[request.computed : request.computed + chunk]
     reaches_end = request.computed + len(tokens) == len(known)
-    return SequencePart(tokens, request.computed, request.table, request.sampling if reaches_end else None)
+    return SequencePart(tokens, request.computed, (request.table,), request.sampling if reaches_end else None)

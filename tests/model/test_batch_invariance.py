@@ -41,7 +41,7 @@ class Run:
     computed: int = 0
 
     def part(self, length: int) -> SequencePart:
-        return SequencePart(list(self.text[self.computed : self.computed + length]), self.computed, self.table, None)
+        return SequencePart(list(self.text[self.computed : self.computed + length]), self.computed, (self.table,), None)
 
 
 def compute(paged: PagedModel, runs: Sequence[Run], chunks: Iterator[int]) -> list[torch.Tensor]:

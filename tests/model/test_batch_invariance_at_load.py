@@ -52,7 +52,7 @@ def rows(loaded: LoadedModel, chunk: int) -> torch.Tensor:
     paged = PagedModel(loaded, 256, NEVER)
     text = [(7 * index) % 50 + 3 for index in range(NUM_TOKENS)]
     table = paged.request(text, 0).table
-    chunks = [SequencePart(text[first : first + chunk], first, table, None) for first in range(0, NUM_TOKENS, chunk)]
+    chunks = [SequencePart(text[first : first + chunk], first, (table,), None) for first in range(0, NUM_TOKENS, chunk)]
     return torch.cat([paged.runner.logits([part]) for part in chunks])
 
 

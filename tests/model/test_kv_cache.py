@@ -20,7 +20,7 @@ LAYERS = [
 
 
 def plan(num_blocks: int, block_size: int = 16) -> KVCachePlan:
-    return KVCachePlan(num_blocks, block_size, kv_bytes_per_token(LAYERS, torch.bfloat16))
+    return KVCachePlan.one_group(num_blocks, block_size, kv_bytes_per_token(LAYERS, torch.bfloat16))
 
 
 def test_bytes_per_token_are_those_of_all_layers() -> None:

@@ -93,7 +93,7 @@ def test_never_more_than_fits(facts: MemoryFacts, settings: MemorySettings) -> N
         return
     assert plan.num_blocks >= 2
     assert spent(facts, plan) <= facts.total_bytes
-    one_more = replace(plan, num_blocks=plan.num_blocks + 1)
+    one_more = KVCachePlan.one_group(plan.num_blocks + 1, plan.block_size, plan.bytes_per_token)
     if facts.is_cpu:
         assert plan.total_bytes <= 0.2 * facts.free_bytes + 1
     else:
@@ -107,7 +107,7 @@ def test_no_cache_is_refused_that_would_fit(facts: MemoryFacts, settings: Memory
     """A refusal on a GPU means that the smallest cache would be more than the share allows."""
     if facts.is_cpu or fits(facts, settings):
         return
-    smallest = KVCachePlan(2, settings.block_size, facts.bytes_per_token)
+    smallest = KVCachePlan.one_group(2, settings.block_size, facts.bytes_per_token)
     assert spent(facts, smallest) > facts.total_bytes * settings.gpu_memory_utilization - 1
 
 
@@ -261,14 +261,14 @@ def test_the_lines_add_up(facts: MemoryFacts, settings: MemorySettings) -> None:
 
 
 def test_the_line_for_the_log() -> None:
-    plan = KVCachePlan(num_blocks=101, block_size=16, bytes_per_token=96)
+    plan = KVCachePlan.one_group(num_blocks=101, block_size=16, bytes_per_token=96)
     assert plan.describe(max_model_len=170) == (
         "KV cache: 151.50 KiB, 100 blocks of 16 tokens = 1,600 tokens; at 170 tokens per sequence 9.09 at once"
     )
 
 
 def test_concurrency_counts_whole_blocks() -> None:
-    plan = KVCachePlan(num_blocks=101, block_size=16, bytes_per_token=96)
+    plan = KVCachePlan.one_group(num_blocks=101, block_size=16, bytes_per_token=96)
     assert [plan.concurrency(tokens) for tokens in (1, 16, 17, 1600)] == [100, 100, 50, 1]
 
 

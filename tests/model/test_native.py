@@ -89,8 +89,8 @@ def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, mon
     loaded = open_model(llama, "bfloat16", "auto", lines)
     assert isinstance(loaded.runtime, ModulesRuntime)
     assert [line for line in lines if line.startswith("runtime: torch; not native: its logits differ")]
-    runner = loaded.runner(KVCachePlan(3, 16, 1))
-    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
+    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
+    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)]))
     assert result.token is not None
 
 
@@ -120,7 +120,9 @@ def test_a_model_that_surprises_is_served_by_torch(
     assert isinstance(loaded.runtime, ModulesRuntime)
     assert "runtime: torch; not native: KeyError: 'inv_freq'" in lines
     assert held == [0] * num_calls  # one model in memory at a time
-    (result,) = loaded.runner(KVCachePlan(3, 16, 1)).execute(Step([SequencePart(TEXT[:5], 0, [1], GREEDY)]))
+    (result,) = loaded.runner(KVCachePlan.one_group(3, 16, 1)).execute(
+        Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)])
+    )
     assert result.token is not None
 
 
@@ -166,8 +168,8 @@ def test_int8_is_the_model_with_rounded_weights_and_activations(architecture: st
     tokens = TEXT[:60]
     with torch.inference_mode():
         wanted, exact = (model(torch.tensor([tokens])).logits[0] for model in (rounded, _load(path)))
-    runner = open_model(path, "float32", quantize="int8").runner(KVCachePlan(5, 16, 1))
-    found = runner.logits([SequencePart(tokens, 0, [1, 2, 3, 4], None)])
+    runner = open_model(path, "float32", quantize="int8").runner(KVCachePlan.one_group(5, 16, 1))
+    found = runner.logits([SequencePart(tokens, 0, ([1, 2, 3, 4],), None)])
     assert relative_difference(found, wanted) < 0.2 * relative_difference(exact, wanted)
 
 
@@ -204,14 +206,14 @@ def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: QuantizationName) -> None:
     """NaN passes through the native step, and reaches no other request."""
-    runner = open_model(llama, "float32", quantize=quantize).runner(KVCachePlan(8, 16, 1))
-    good = SequencePart(TEXT[:9], 0, [1], GREEDY)
+    runner = open_model(llama, "float32", quantize=quantize).runner(KVCachePlan.one_group(8, 16, 1))
+    good = SequencePart(TEXT[:9], 0, ([1],), GREEDY)
     (expected,) = runner.execute(Step([good]))
-    runner.execute(Step([SequencePart(TEXT[:9], 0, [2], None)]))
+    runner.execute(Step([SequencePart(TEXT[:9], 0, ([2],), None)]))
     for layer in runner.kv_cache.layers:  # as a model with an overflow would leave it
         layer.k_cache[2] = float("nan")
-    spoilt = SequencePart(TEXT[9:10], 9, [2], GREEDY)
-    found = runner.execute(Step([spoilt, good._replace(block_table=[3])]))
+    spoilt = SequencePart(TEXT[9:10], 9, ([2],), GREEDY)
+    found = runner.execute(Step([spoilt, good._replace(block_tables=([3],))]))
     assert found[0].bad_logits is not None
     assert found[1] == expected
 
@@ -250,14 +252,14 @@ class Subject:
         assert isinstance(loaded.runtime, NativeRuntime)
         self.loaded, self.runtime = loaded, loaded.runtime
         runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
-        self.truth = runner.logits([SequencePart(TEXT, 0, tables[0], None)])
+        self.truth = runner.logits([SequencePart(TEXT, 0, (tables[0],), None)])
         runner.close()
 
     def runner(self, run: Run, num_tables: int) -> tuple[ModelRunner, list[list[int]]]:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
         each = -(-LENGTH // run.block_size)
         cache = KVCache(
-            KVCachePlan(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
+            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
         )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))
@@ -294,17 +296,17 @@ def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> N
     try:
         ends = [*run.cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
         for first, end in zip([0, *ends], ends, strict=False):
-            parts = [SequencePart(TEXT[first:end], first, own, None)]
+            parts = [SequencePart(TEXT[first:end], first, (own,), None)]
             for length, table in zip(run.neighbours, others, strict=False):
-                parts.append(SequencePart(numbers.choices(range(VOCAB_SIZE), k=length), 0, table, None))
+                parts.append(SequencePart(numbers.choices(range(VOCAB_SIZE), k=length), 0, (table,), None))
             numbers.shuffle(parts)
             rows = torch.split(runner.logits(parts), [len(part.token_ids) for part in parts])
-            place = next(index for index, part in enumerate(parts) if part.block_table is own)
+            place = next(index for index, part in enumerate(parts) if part.block_tables[0] is own)
             assert subject.same(rows[place], first)
         num_shared = (LENGTH - 1) // run.block_size
         start = num_shared * run.block_size
         sharers = [
-            SequencePart(TEXT[start : start + 1], start, [*own[:num_shared], *table[num_shared:]], None)
+            SequencePart(TEXT[start : start + 1], start, ([*own[:num_shared], *table[num_shared:]],), None)
             for table in others[len(run.neighbours) :]
         ]
         for logits in runner.logits(sharers):

@@ -78,7 +78,7 @@ def watched(loaded: LoadedModel, max_num_tokens: int) -> tuple[Callable[[KVCache
 def written(part: SequencePart, block_size: int) -> list[int]:
     """Blocks that a part writes."""
     end = part.start + len(part.token_ids)
-    return part.block_table[part.start // block_size : -(-end // block_size)]
+    return part.block_tables[0][part.start // block_size : -(-end // block_size)]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_batch_of_decodes_that_does_not_fit_asks_for_fewer_sequences(loaded: L
 def test_the_model_is_free_for_a_runner_afterwards(loaded: LoadedModel) -> None:
     make, steps = watched(loaded, 1 << 30)
     measure_batch(make, FakeMeter(steps), MemorySettings(16), MAX_MODEL_LEN, bytes_per_token=1)
-    runner = loaded.runner(KVCachePlan(4, 16, 1))
-    assert runner.logits([SequencePart([1, 2, 3], 0, [1], None)]).isfinite().all()
+    runner = loaded.runner(KVCachePlan.one_group(4, 16, 1))
+    assert runner.logits([SequencePart([1, 2, 3], 0, ([1],), None)]).isfinite().all()
     runner.close()
 
 

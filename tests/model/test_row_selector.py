@@ -98,13 +98,13 @@ def test_no_architecture_computes_logits_that_nobody_wants(architecture: str, tm
     head = modules_of(loaded.runtime).get_output_embeddings()
     head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[1]))
     greedy = SamplingParams()
-    runner.execute(Step([SequencePart([1] * 9, 0, [1, 2, 3], None)]))
+    runner.execute(Step([SequencePart([1] * 9, 0, ([1, 2, 3],), None)]))
     assert seen == [0]
     rows = PromptRows(first=4, targets=[5, 6, 7], num_top=0)
     parts = [
-        SequencePart([2] * 10, 0, [4, 5, 6], greedy),
-        SequencePart([3] * 9, 0, [7, 8, 9], greedy, prompt_rows=rows),
-        SequencePart([4], 9, [1, 2, 3], None),
+        SequencePart([2] * 10, 0, ([4, 5, 6],), greedy),
+        SequencePart([3] * 9, 0, ([7, 8, 9],), greedy, prompt_rows=rows),
+        SequencePart([4], 9, ([1, 2, 3],), None),
     ]
     results = runner.execute(Step(parts))
     # Sampled and two of the prompt; then the last one of the prompt and, behind it, the token of that sequence.

@@ -30,16 +30,20 @@ def test_an_empty_step_does_nothing(loaded: LoadedModel) -> None:
 
 def test_parts_without_sampling_get_nothing(loaded: LoadedModel) -> None:
     runner = PagedModel(loaded).runner
-    assert runner.execute(Step([SequencePart([1, 2], 0, [1], None)])) == [PartResult(None, [])]
-    first, second = runner.execute(Step([SequencePart([3], 2, [1], None), SequencePart([5], 0, [2], GREEDY)]))
+    assert runner.execute(Step([SequencePart([1, 2], 0, ([1],), None)])) == [PartResult(None, [])]
+    first, second = runner.execute(Step([SequencePart([3], 2, ([1],), None), SequencePart([5], 0, ([2],), GREEDY)]))
     assert first.token is None
     assert second.token is not None
 
 
 def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -> None:
     paged = PagedModel(loaded, num_blocks=8)
-    good = SequencePart([1, 2, 3], 0, [1], GREEDY)
-    for bad in (SequencePart([1] * 5, 0, [2], None), SequencePart([1], 0, [8], None), SequencePart([1], 0, [0], None)):
+    good = SequencePart([1, 2, 3], 0, ([1],), GREEDY)
+    for bad in (
+        SequencePart([1] * 5, 0, ([2],), None),
+        SequencePart([1], 0, ([8],), None),
+        SequencePart([1], 0, ([0],), None),
+    ):
         with pytest.raises(PackingError):
             paged.runner.execute(Step([good, bad]))
     assert all(block.isnan().all() for block in paged.block_bytes(range(1, 8)))
@@ -70,11 +74,11 @@ def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> No
     runner, sampling = PagedModel(loaded).runner, SamplingParams(temperature=2.0, seed=5)
     for length in range(2, 12):
         prompt = list(range(length))
-        logits = runner.logits([SequencePart(prompt, 0, [1, 2, 3], None)])[-1:]
+        logits = runner.logits([SequencePart(prompt, 0, ([1, 2, 3],), None)])[-1:]
         expected = sample(logits, [Draw(sampling, position=length)])
         cut = length // 2
-        runner.execute(Step([SequencePart(prompt[:cut], 0, [4, 5, 6], None)]))
-        (result,) = runner.execute(Step([SequencePart(prompt[cut:], cut, [4, 5, 6], sampling)]))
+        runner.execute(Step([SequencePart(prompt[:cut], 0, ([4, 5, 6],), None)]))
+        (result,) = runner.execute(Step([SequencePart(prompt[cut:], cut, ([4, 5, 6],), sampling)]))
         assert [result.token] == expected
 
 
@@ -96,22 +100,22 @@ def test_a_sequence_without_numbers_changes_no_bit_of_its_neighbours(spoilt: Loa
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, num_logprobs=2, presence_penalty=0.5)
     counts = TokenCounts([1, 2, 3], [])
     good = [
-        SequencePart([1, 2, 3], 0, [1], sampling, counts=counts),
-        SequencePart([7], 4, [2, 3], GREEDY),
-        SequencePart([4, 5, 6, 7], 0, [4], GREEDY, prompt_rows=PromptRows(0, [5, 6, 7], 2)),
+        SequencePart([1, 2, 3], 0, ([1],), sampling, counts=counts),
+        SequencePart([7], 4, ([2, 3],), GREEDY),
+        SequencePart([4, 5, 6, 7], 0, ([4],), GREEDY, prompt_rows=PromptRows(0, [5, 6, 7], 2)),
     ]
     bad = [
-        SequencePart([5, BAD_TOKEN, 6], 0, [5], GREEDY),
-        SequencePart([1, 2, BAD_TOKEN, 3], 0, [6], None, prompt_rows=PromptRows(0, [2, BAD_TOKEN, 3, 9], 1)),
+        SequencePart([5, BAD_TOKEN, 6], 0, ([5],), GREEDY),
+        SequencePart([1, 2, BAD_TOKEN, 3], 0, ([6],), None, prompt_rows=PromptRows(0, [2, BAD_TOKEN, 3, 9], 1)),
     ]
     for max_prompt_rows in (100, 2):
         runner = PagedModel(spoilt).runner
         runner._max_prompt_rows = max_prompt_rows
-        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None)]))
+        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, ([2],), None)]))
         expected = runner.execute(Step(good))
         assert all(result.bad_logits is None for result in expected)
         runner.kv_cache.fill(float("nan"))
-        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None)]))
+        runner.execute(Step([SequencePart([9, 8, 7, 6], 0, ([2],), None)]))
         results = runner.execute(Step([good[0], bad[0], *good[1:], bad[1]]))
         assert [results[0], *results[2:4]] == expected
         sampled, told = results[1].bad_logits, results[4].bad_logits
@@ -126,10 +130,10 @@ def test_a_sequence_without_numbers_changes_no_bit_of_its_neighbours(spoilt: Loa
 def test_rows_without_numbers_are_told_of_where_no_logits_are_wanted(spoilt: LoadedModel) -> None:
     """In the middle of a prefill, beside others in whose middle nothing is wrong; of a later chunk, the earlier one stays."""
     runner = PagedModel(spoilt).runner
-    good, bad = SequencePart([1, 2, 3], 0, [1], None), SequencePart([4, 5, BAD_TOKEN, 6], 4, [2, 3], None)
-    results = runner.execute(Step([SequencePart([9, 8, 7, 6], 0, [2], None), good]))
+    good, bad = SequencePart([1, 2, 3], 0, ([1],), None), SequencePart([4, 5, BAD_TOKEN, 6], 4, ([2, 3],), None)
+    results = runner.execute(Step([SequencePart([9, 8, 7, 6], 0, ([2],), None), good]))
     assert results == [PartResult(None, [])] * 2
-    results = runner.execute(Step([good._replace(block_table=[4]), bad, good]))
+    results = runner.execute(Step([good._replace(block_tables=([4],)), bad, good]))
     assert results[0] == results[2] == PartResult(None, [])
     told = results[1].bad_logits
     assert told is not None

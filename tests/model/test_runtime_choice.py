@@ -193,9 +193,9 @@ def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
 
 def token(loaded: LoadedModel) -> int:
     """After a prompt, by a runner that is closed again."""
-    runner = loaded.runner(KVCachePlan(3, 16, 1))
+    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
     try:
-        (result,) = runner.execute(Step([SequencePart(list(range(20)), 0, [1, 2], GREEDY)]))
+        (result,) = runner.execute(Step([SequencePart(list(range(20)), 0, ([1, 2],), GREEDY)]))
     finally:
         runner.close()
     assert result.token is not None

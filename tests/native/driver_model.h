@@ -232,6 +232,7 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
         .hidden = hidden,
         .vocab = shape->vocab,
         .num_layers = shape->layers,
+        .num_groups = 1,
         .block_size = shape->block_size,
         .embedding = shape->embedding_is_packed ? head.weight : tiny->embedding,
         .positions = tiny->positions,

@@ -126,11 +126,12 @@ static void run_step(struct kvpool_model *model, struct batch *batch, const int6
         ends[num_prefixes] = num_members;
         blocks[num_prefixes++] = shared;
     }
+    struct kvpool_group group = {
+        .slots = slots, .table_rows = parts, .tables = batch->tables, .table_stride = batch->stride, .num_prefixes = num_prefixes,
+        .prefix_parts = prefix_parts, .prefix_ends = ends, .prefix_blocks = blocks};
     struct kvpool_step step = {
-        .num_tokens = num_tokens, .num_parts = num_parts, .num_rows = num_rows, .num_prefixes = num_prefixes, .ids = ids,
-        .positions = positions, .slots = slots, .starts = starts, .lengths = lengths, .table_rows = parts, .tables = batch->tables,
-        .table_stride = batch->stride, .prefix_parts = prefix_parts, .prefix_ends = ends, .prefix_blocks = blocks, .rows = rows,
-        .logits = logits, .is_finite = is_finite};
+        .num_tokens = num_tokens, .num_parts = num_parts, .num_rows = num_rows, .ids = ids, .positions = positions, .starts = starts,
+        .lengths = lengths, .groups = &group, .rows = rows, .logits = logits, .is_finite = is_finite};
     CHECK(kvpool_run(model, &step) == 0, "a step of %lld tokens has no memory", (long long)num_tokens);
     float **places = malloc(num_tokens * sizeof *places); /* of each token's logits */
     at = 0;

@@ -45,7 +45,7 @@ class TracerModel:
             tokens, start = part.token_ids, part.start
             slots = self._read(part, written)
             tracer.extend(slots, tracer.root_digest(), tokens)
-            for of_group, table in zip(self._slots, (part.block_table, *part.further_tables), strict=True):
+            for of_group, table in zip(self._slots, part.block_tables, strict=True):
                 of_group.write(table, start, slots[start:])
             self.num_forwarded += len(tokens)
             targets = [] if part.prompt_rows is None else part.prompt_rows.targets
@@ -59,7 +59,7 @@ class TracerModel:
         """The slots before a part, the same in each group; `written`: slots of this step, to which the part's are added."""
         start, end, size = part.start, part.start + len(part.token_ids), self.block_size
         found: list[int] | None = None
-        for group, table in enumerate((part.block_table, *part.further_tables)):
+        for group, table in enumerate(part.block_tables):
             assert 0 not in table[: -(-end // size)], "the null block is never written"
             slots = [slot for slot in self._slots[group].read(table, start) if slot is not None]
             assert len(slots) == start, "an unwritten slot was read"

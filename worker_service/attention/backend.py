@@ -14,7 +14,8 @@ class AttentionBackend(Protocol):
     """Reads and writes the paged KV of all layers. One step at a time, from one thread.
 
     Slots that no token of the step's sequences has written may hold any value, NaN included: a backend must keep them out of the
-    arithmetic, even with weight 0. Only block 0, the null block, may be read as padding: it is zero.
+    arithmetic, even with weight 0. Only block 0, the null block, may be read as padding: it is zero. In a group with a window,
+    blocks wholly before the window of a part's first token may be gone: their entries in the tables are not to be read.
     """
 
     def begin(self, packing: Packing) -> None:

@@ -35,11 +35,11 @@ class Placement(NamedTuple):
 
 
 class BlockTables:
-    """[max_num_seqs, max_blocks_per_seq] block ids; grows as needed.
+    """[max_num_seqs, max_blocks_per_seq] block ids of one group; grows as needed.
 
     A sequence keeps its row until no row is free for another one; then the least recently used row is reassigned. Entries of a row
-    beyond the tables of the step are left from earlier ones. The device executes steps and changes in order, so a row changes only
-    after the step that used it.
+    that the tables of the step do not have, or do not read (before `firsts`), are left from earlier ones. The device executes steps
+    and changes in order, so a row changes only after the step that used it.
 
     The result does not depend on a row's earlier owner: the host has a copy of the tensor, and every entry that differs from the
     table is written.
@@ -59,40 +59,52 @@ class BlockTables:
     def forget(self) -> None:
         """Assume nothing about the tensor on the device; every table is written again."""
         num_rows, width = self.tensor.shape
-        # 0 means unknown: no table contains the null block. Zeros take memory only once they are written.
+        # 0 means unknown: no table reads the null block. Zeros take memory only once they are written.
         self._copy = np.zeros((num_rows, width), dtype=np.int64)
         self._seen: list[list[int]] = [[] for _ in range(num_rows)]
         """The table last written to each row, as a list: lists are compared faster than converted to arrays."""
+        self._since = [0] * num_rows
+        """The entry of that table from which on the row has it."""
         self._row_of: dict[int, int] = {}
         """Row by the id() of the table, least recently placed first. A new list with the id of a deleted one gets its row, which
         costs only the writing."""
         self._free = list(range(num_rows - 1, -1, -1))
 
-    def num_known(self, tables: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
-        """Per table, the number of leading entries that its row already holds."""
-        return [self._num_known(table, self._row_of.get(key)) for table, key in zip(tables, keys, strict=True)]
+    def num_known(self, tables: Sequence[list[int]], keys: Sequence[int], firsts: Sequence[int]) -> list[int]:
+        """Per table, the end of the entries from `first` on that its row already holds."""
+        return [
+            self._num_known(table, self._row_of.get(key), first)
+            for table, key, first in zip(tables, keys, firsts, strict=True)
+        ]
 
-    def _num_known(self, table: list[int], row: int | None) -> int:
-        seen = [] if row is None else self._seen[row]
+    def _num_known(self, table: list[int], row: int | None, first: int) -> int:
+        if row is None or self._since[row] > first:
+            return first
+        seen = self._seen[row]
         if len(seen) > len(table):
             seen = seen[: len(table)]
-        return len(seen) if table[: len(seen)] == seen else 0
+        if len(seen) <= first:
+            return first
+        return len(seen) if table[first : len(seen)] == (seen[first:] if first else seen) else first
 
-    def place(self, tables: Sequence[list[int]], keys: Sequence[int], num_known: Sequence[int]) -> Placement:
+    def place(
+        self, tables: Sequence[list[int]], keys: Sequence[int], firsts: Sequence[int], num_known: Sequence[int]
+    ) -> Placement:
         """Assign a row to every table. The caller writes the changes to the tensor before the step.
 
-        tables: lists that no longer change. keys: the same for the same sequence in different steps. num_known: the result of
-        num_known for these tables.
+        tables: lists that no longer change. keys: the same for the same sequence in different steps. firsts: the first entry of
+        each that is read. num_known: the result of num_known for these tables.
         """
         if self._grow(len(set(keys)), max(map(len, tables))):
-            num_known = [0] * len(tables)
+            num_known = firsts
         rows = self._rows(keys)
         width = self._copy.shape[1]
         places: list[IntArray] = []
         blocks: list[IntArray] = []
-        for table, row, known in zip(tables, rows, num_known, strict=True):
+        for table, row, first, known in zip(tables, rows, firsts, num_known, strict=True):
             if known < len(table):
                 columns = self._update(row, table, known)
+                self._since[row] = first
                 places.append(columns + row * width)
                 blocks.append(self._copy[row, columns])
         return Placement(

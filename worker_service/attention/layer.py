@@ -54,13 +54,15 @@ class KVLayer:
     """The KV of one layer. The tensors are allocated once; block 0 is the null block and stays zero."""
 
     group: int
-    """Layers of one group share block tables."""
+    """Index of its group: layers of one group share block tables."""
     window: int | None
     """Sliding window in tokens, as in AttentionCall."""
     k_cache: torch.Tensor
     """[num_blocks, block_size, num_kv_heads, head_dim of K]."""
     v_cache: torch.Tensor
     """[num_blocks, block_size, num_kv_heads, head_dim of V]."""
+    is_reader: bool = False
+    """The KV is that of an earlier layer, which has written it: nothing is written again."""
 
     @property
     def block_size(self) -> int:
@@ -71,7 +73,9 @@ class KVLayer:
         return self.k_cache.view(-1, *self.k_cache.shape[2:]), self.v_cache.view(-1, *self.v_cache.shape[2:])
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put key and value [1, Hkv, ΣT, D] into their slots [ΣT]."""
+        """Put key and value [1, Hkv, ΣT, D] into their slots [ΣT] of the layer's group."""
+        if self.is_reader:
+            return
         k_rows, v_rows = self.rows()
         k_rows.index_copy_(0, slots, key[0].transpose(0, 1))
         v_rows.index_copy_(0, slots, value[0].transpose(0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .block_tables import IntArray
 from .shared_prefix import SharedPrefix
@@ -18,7 +18,76 @@ class PackedPart(Protocol):
     @property
     def start(self) -> int: ...
     @property
-    def block_table(self) -> list[int]: ...
+    def block_tables(self) -> tuple[list[int], ...]: ...
+
+
+class BlockGroup(NamedTuple):
+    """The blocks of layers that share block tables."""
+
+    num_blocks: int
+    """Including block 0, the null block."""
+    window: int | None = None
+    """Sliding window in tokens of all its layers: what lies before it may be gone. None: everything is kept."""
+
+    def first_block(self, start: int, block_size: int) -> int:
+        """Index in its table of the first block that a part from position `start` on may read."""
+        return 0 if self.window is None else max(0, start + 1 - self.window) // block_size
+
+
+class Grown(NamedTuple):
+    """A table that has one more block."""
+
+    part: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupLayout:
+    """The block tables of a step in one group."""
+
+    group: BlockGroup
+    sources: list[list[int]]
+    """Per part: the block table of its sequence, kept here so that no other list gets its id()."""
+    tables: list[list[int]]
+    """Per part: block ids from position 0, cut to the blocks that cover its new tokens. Replaced when a table grows. Entries before
+    `firsts` mean nothing."""
+    arrays: list[IntArray]
+    """`tables` as arrays."""
+    rows: IntArray
+    """[N]: row of each part's sequence in the block tables."""
+    firsts: list[int]
+    """Per part: the first entry that it could read when it was laid out. A later step of the layout reads from there or later."""
+    prefixes: dict[tuple[int, int], list[SharedPrefix]] = field(default_factory=dict)
+    """Results of Packing.shared_prefixes. They last as long as the layout: a block at the end of a table is written by its part
+    alone."""
+
+    def growth(self, parts: Sequence[PackedPart], index: int, block_size: int) -> list[Grown] | None:
+        """If a step of these decodes may keep the layout of group `index`, the tables that grow, and their new blocks. None if it
+        may not, or if two parts write the same block."""
+        grown: list[Grown] = []
+        written: set[int] = set()
+        for number, part in enumerate(parts):
+            source, table = self.sources[number], self.tables[number]
+            last = part.start // block_size
+            if len(part.token_ids) != 1 or part.block_tables[index] is not source:
+                return None
+            if self._differs(number, part.start, block_size):
+                return None
+            if last == len(table) < len(source):
+                grown.append(Grown(number, source[last]))
+            elif last != len(table) - 1:
+                return None
+            written.add(source[last])
+        return grown if len(written) == len(parts) else None
+
+    def _differs(self, number: int, start: int, block_size: int) -> bool:
+        """Whether a part's sequence has other blocks than its table, where a token at `start` may read them."""
+        source, table = self.sources[number], self.tables[number]
+        if self.group.window is None:
+            return source[: len(table)] != table
+        first = self.group.first_block(start, block_size)
+        # What lies before `first` may change at any time: blocks leave the window, and some come back at the end of the table.
+        return first < self.firsts[number] or source[first : len(table)] != table[first:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,42 +95,27 @@ class Layout:
     """Which sequences a step has, in which order, with which block tables. A step keeps the layout of the step before it if both
     compute one token for each of the same sequences in the same order, and tables differ at most by one more block."""
 
-    sources: list[list[int]]
-    """Per part: the block table of its sequence, kept here so that no other list gets its id()."""
-    tables: list[list[int]]
-    """Per part: block ids from position 0, cut to the blocks that cover its new tokens. Replaced when a table grows."""
-    arrays: list[IntArray]
-    """`tables` as arrays."""
-    rows: IntArray
-    """[N]: row of each part's sequence in the block tables."""
+    groups: tuple[GroupLayout, ...]
     query_lens: list[int]
     """Per part: number of new tokens."""
     offsets: list[int]
     """Per part: index of its first token in the packed row."""
-    prefixes: dict[tuple[int, int], list[SharedPrefix]] = field(default_factory=dict)
-    """Results of Packing.shared_prefixes. They last as long as the layout: a block at the end of a table is written by its part
-    alone."""
 
     @property
     def is_decodes(self) -> bool:
         """Whether each part has one new token. None has less."""
         return self.offsets[-1] == len(self.offsets) - 1 and self.query_lens[-1] == 1
 
-    def growth(self, parts: Sequence[PackedPart], block_size: int) -> list[tuple[int, int]] | None:
-        """If a step of these parts may keep the layout, the tables that grow, and their new blocks. None if it may not, or if two
-        parts write the same block."""
-        if len(parts) != len(self.sources) or not self.is_decodes:
+    def growth(self, parts: Sequence[PackedPart], block_size: int) -> list[list[Grown]] | None:
+        """If a step of these parts may keep the layout, what grows in each group. None if it may not."""
+        if len(parts) != len(self.offsets) or not self.is_decodes:
             return None
-        grown: list[tuple[int, int]] = []
-        written: set[int] = set()
-        for index, part in enumerate(parts):
-            source, table = self.sources[index], self.tables[index]
-            last = part.start // block_size
-            if part.block_table is not source or len(part.token_ids) != 1 or source[: len(table)] != table:
+        if any(len(part.block_tables) != len(self.groups) for part in parts):
+            return None
+        grown: list[list[Grown]] = []
+        for index, group in enumerate(self.groups):
+            of_group = group.growth(parts, index, block_size)
+            if of_group is None:
                 return None
-            if last == len(table) < len(source):
-                grown.append((index, source[last]))
-            elif last != len(table) - 1:
-                return None
-            written.add(source[last])
-        return grown if len(written) == len(parts) else None
+            grown.append(of_group)
+        return grown

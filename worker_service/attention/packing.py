@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from .block_tables import NO_CHANGES, BlockTables, Changes, IntArray
-from .layout import Layout, PackedPart
+from .layout import BlockGroup, GroupLayout, Grown, Layout, PackedPart
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 from .staging import Staging
 
-_NUMBERS_PER_PART = 6
-"""Numbers copied to the device per decode: row, start, length, slot, and a new block with its index."""
+_SHARED_NUMBERS = 3
+"""Numbers copied to the device per decode: token, start and length."""
+_NUMBERS_PER_GROUP = 4
+"""The same for each group: row, slot, and a new block with its index."""
+_NO_NUMBERS = np.empty(0, dtype=np.int64)
 
 
 class BlankPart(NamedTuple):
@@ -24,7 +27,7 @@ class BlankPart(NamedTuple):
 
     start: int
     end: int
-    block_table: list[int]
+    block_tables: tuple[list[int], ...]
 
     @property
     def token_ids(self) -> list[int]:
@@ -43,28 +46,37 @@ class PackingError(ValueError):
     """A part that cannot be packed: it would read or write KV outside its blocks."""
 
 
+def one_group(num_blocks: int) -> tuple[BlockGroup, ...]:
+    """The groups of a model whose layers all keep everything, in the same blocks."""
+    return (BlockGroup(num_blocks),)
+
+
 class PartTensors(NamedTuple):
     """The parts of a step on the device, in order."""
 
-    rows: torch.Tensor
-    """[N] int64: row of the part's sequence in the block tables."""
     starts: torch.Tensor
     """[N] int64, see Packing."""
     query_lens: torch.Tensor
     """[N] int64, see Packing."""
-    block_tables: torch.Tensor
-    """[max_num_seqs, max_blocks_per_seq] int32; a row is valid up to the part's last token."""
 
-    def gather_tables(self, width: int) -> torch.Tensor:
-        """[N, width] int32: the parts' rows, cut to the first `width` blocks."""
-        return self.block_tables[:, :width].index_select(0, self.rows)
+
+class GroupTensors(NamedTuple):
+    """The blocks of one group on the device, for the parts of a step in order."""
+
+    rows: torch.Tensor
+    """[N] int64: row of the part's sequence in the block tables."""
+    block_tables: torch.Tensor
+    """[max_num_seqs, max_blocks_per_seq] int32; a row is valid from the first block that the part reads to its last token's."""
+    slot_mapping: torch.Tensor
+    """[ΣT] int64: block_id · block_size + offset in the block, where the token's KV is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
     """The parts of a step, concatenated to one row of ΣT tokens. Built once per step, shared by all layers.
 
-    It is valid until the Packer packs the next step, which has the same buffers.
+    Tables and slots are those of one group of layers, the rest is the same in all of them. It is valid until the Packer packs the
+    next step, which has the same buffers.
     """
 
     block_size: int
@@ -73,12 +85,11 @@ class Packing:
     starts: list[int]
     """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
     on_device: PartTensors
+    groups: tuple[GroupTensors, ...]
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
     position_ids: torch.Tensor
     """[1, ΣT] int64: position of each token in its own sequence."""
-    slot_mapping: torch.Tensor
-    """[ΣT] int64: block_id · block_size + offset in the block, where the token's KV is written."""
 
     @property
     def query_lens(self) -> list[int]:
@@ -91,53 +102,70 @@ class Packing:
         return self.layout.offsets
 
     @property
-    def tables(self) -> list[list[int]]:
-        """Per part: block ids from position 0, cut to the blocks that cover its new tokens."""
-        return self.layout.tables
-
-    @property
-    def table_arrays(self) -> list[IntArray]:
-        """`tables` as arrays."""
-        return self.layout.arrays
-
-    @property
     def num_tokens(self) -> int:
-        return int(self.slot_mapping.shape[0])
+        return self.layout.offsets[-1] + self.layout.query_lens[-1]
 
     @property
     def context_lens(self) -> list[int]:
         """Per part: number of tokens with KV after this step."""
         return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
 
-    def shared_prefixes(self, min_saved_tokens: int, max_query_len: int) -> list[SharedPrefix]:
-        """See find_shared_prefixes; among parts with at most `max_query_len` new tokens. Steps with one layout share the result."""
-        known = self.layout.prefixes
+    def tables(self, group: int = 0) -> list[list[int]]:
+        """Per part: block ids from position 0, cut to the blocks that cover its new tokens. Entries before the first block that
+        the part reads mean nothing."""
+        return self.layout.groups[group].tables
+
+    def slots(self, part: int, first: int, end: int, group: int = 0) -> IntArray:
+        """Slots of the part's positions first … end − 1, int64 [end − first]. `first`: not before the window of its first token."""
+        blocks, offsets = np.divmod(np.arange(first, end, dtype=np.int64), self.block_size)
+        result: IntArray = self.layout.groups[group].arrays[part][blocks] * self.block_size + offsets
+        return result
+
+    def gather_tables(self, width: int, group: int = 0) -> torch.Tensor:
+        """[N, width] int32 on the device: the parts' tables, cut to `width` blocks; 0 before the first block that the
+        part reads. Entries after its last token may have any value."""
+        tensors, window = self.groups[group], self.layout.groups[group].group.window
+        gathered = tensors.block_tables[:, :width].index_select(0, tensors.rows)
+        if window is None:
+            return gathered
+        # Kernels read whole tiles of keys, and hide some. A block before the window may hold anything, the null block is zero.
+        firsts = (self.on_device.starts + 1 - window).clamp_(min=0) // self.block_size
+        columns = torch.arange(gathered.shape[1], device=self.device)
+        return gathered.masked_fill_(columns < firsts[:, None], 0)
+
+    def shared_prefixes(self, min_saved_tokens: int, max_query_len: int, group: int = 0) -> list[SharedPrefix]:
+        """See find_shared_prefixes; among parts with at most `max_query_len` new tokens. Steps with one layout share the result.
+
+        None in a group with a window: sequences that share blocks read them only near their beginning.
+        """
+        layout = self.layout.groups[group]
+        if layout.group.window is not None:
+            return []
+        known = layout.prefixes
         key = (min_saved_tokens, max_query_len)
         if key not in known:
             some = [index for index, length in enumerate(self.query_lens) if length <= max_query_len]
-            tables, starts = [self.tables[index] for index in some], [self.starts[index] for index in some]
+            tables, starts = [layout.tables[index] for index in some], [self.starts[index] for index in some]
             found = find_shared_prefixes(tables, starts, self.block_size, min_saved_tokens)
             known[key] = [SharedPrefix([some[part] for part in one.parts], one.num_blocks) for one in found]
         return known[key]
-
-    def slots(self, part: int, first: int, end: int) -> IntArray:
-        """Slots of the part's positions first … end − 1, int64 [end − first]."""
-        blocks, offsets = np.divmod(np.arange(first, end, dtype=np.int64), self.block_size)
-        result: IntArray = self.table_arrays[part][blocks] * self.block_size + offsets
-        return result
 
 
 class Packer:
     """Packs step after step in the same buffers. The block tables stay on the device between steps."""
 
-    def __init__(self, block_size: int, num_blocks: int, device: torch.device, sizes: StepSizes | None = None) -> None:
+    def __init__(
+        self, block_size: int, groups: Sequence[BlockGroup], device: torch.device, sizes: StepSizes | None = None
+    ) -> None:
         """The buffers are allocated for `sizes`; they grow if a step needs more."""
         sizes = sizes or StepSizes()
         self._block_size = block_size
-        self._num_blocks = num_blocks
+        self._groups = tuple(groups)
         self._device = device
-        self.block_tables = BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq)
-        self._staging = Staging(device, sizes.max_num_tokens + _NUMBERS_PER_PART * sizes.max_num_seqs)
+        self.block_tables = [BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq) for _ in groups]
+        """By group."""
+        per_part = _SHARED_NUMBERS - 1 + _NUMBERS_PER_GROUP * len(groups)
+        self._staging = Staging(device, sizes.max_num_tokens + per_part * sizes.max_num_seqs)
         self._layout: Layout | None = None
         """Of the step before, like the following."""
         self._packing: Packing | None = None
@@ -148,13 +176,13 @@ class Packer:
     def _allocate(self, max_num_tokens: int) -> None:
         self._indices = torch.arange(max_num_tokens, device=self._device)
         self._positions = torch.empty_like(self._indices)
-        self._slots = torch.empty_like(self._indices)
+        self._slots = [torch.empty_like(self._indices) for _ in self._groups]
 
     def pack(self, parts: Sequence[PackedPart]) -> Packing:
         """Lay out the parts in order.
 
-        Raises PackingError, without a change, if a part is empty, its table is too short, or has a block outside
-        1 … num_blocks − 1 (block 0 is the null block, which is never written).
+        Raises PackingError, without a change, if a part is empty, has not one table per group, a table is too short, or an entry
+        that is read or written is no block in 1 … num_blocks − 1 (block 0 is the null block, which is never written).
         """
         starts = [part.start for part in parts]
         changes = self._keep_layout(parts)
@@ -169,117 +197,173 @@ class Packer:
             self._forget()  # the device may have some of the changes
             raise
 
-    def _keep_layout(self, parts: Sequence[PackedPart]) -> Changes | None:
-        """Keep the layout of the step before, if it is one of the same decodes; returns the blocks appended to its tables. None,
-        without a change, if the step needs a layout of its own, or is wrong."""
+    def _keep_layout(self, parts: Sequence[PackedPart]) -> list[Changes] | None:
+        """Keep the layout of the step before, if it is one of the same decodes; returns the blocks appended to its tables, by
+        group. None, without a change, if the step needs a layout of its own, or is wrong."""
         layout = self._layout
         if layout is None:
             return None
-        grown = layout.growth(parts, self._block_size)
-        if grown is None or not all(0 < block < self._num_blocks for _, block in grown):
+        all_grown = layout.growth(parts, self._block_size)
+        if all_grown is None:
             return None
-        if not self.block_tables.has_room(layout.tables[index] for index, _ in grown):
-            return None
-        return self._append(layout, grown) if grown else NO_CHANGES
+        each = list(zip(layout.groups, self.block_tables, all_grown, strict=True))
+        for group, tables, grown in each:
+            if not all(0 < block < group.group.num_blocks for _, block in grown):
+                return None
+            if not tables.has_room(group.tables[part] for part, _ in grown):
+                return None
+        return [self._append(group, tables, grown) if grown else NO_CHANGES for group, tables, grown in each]
 
-    def _append(self, layout: Layout, grown: Sequence[tuple[int, int]]) -> Changes:
+    def _append(self, group: GroupLayout, tables: BlockTables, grown: Sequence[Grown]) -> Changes:
         """Append a block to the tables of these parts."""
         places = []
-        for index, block in grown:
-            table = layout.tables[index] = [*layout.tables[index], block]
-            place, layout.arrays[index] = self.block_tables.append(int(layout.rows[index]), table)
+        for part, block in grown:
+            table = group.tables[part] = [*group.tables[part], block]
+            place, group.arrays[part] = tables.append(int(group.rows[part]), table)
             places.append(place)
         return Changes(np.array(places, dtype=np.int64), np.array([block for _, block in grown], dtype=np.int64))
 
-    def _lay_out(self, parts: Sequence[PackedPart], starts: list[int]) -> Changes:
-        """Make a layout for the step; returns the entries of the block tables that differ from the step before. Raises
+    def _lay_out(self, parts: Sequence[PackedPart], starts: list[int]) -> list[Changes]:
+        """Make a layout for the step; returns the entries of the block tables that differ from the step before, by group. Raises
         PackingError."""
-        size = self._block_size
         query_lens = [len(part.token_ids) for part in parts]
-        sources = [part.block_table for part in parts]
-        keys = [id(source) for source in sources]
-        tables = [
-            source[: -(-(start + length) // size)]
-            for source, start, length in zip(sources, starts, query_lens, strict=True)
-        ]
-        num_known = self.block_tables.num_known(tables, keys)
-        for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
-            self._check(index, part, table, num_known[index])
-        _check_one_writer(tables, starts, size)
-        placement = self.block_tables.place(tables, keys, num_known)
+        for index, part in enumerate(parts):
+            self._check(index, part)
+        wanted = [self._group_of(index, group, parts, query_lens) for index, group in enumerate(self._groups)]
+        # Everything is checked: from here on nothing is refused.
+        layouts: list[GroupLayout] = []
+        changes: list[Changes] = []
+        for group, block_tables, (sources, tables, firsts, num_known) in zip(
+            self._groups, self.block_tables, wanted, strict=True
+        ):
+            placement = block_tables.place(tables, [id(source) for source in sources], firsts, num_known)
+            layouts.append(GroupLayout(group, sources, tables, placement.tables, placement.rows, firsts))
+            changes.append(placement.changes)
         offsets = [end - length for end, length in zip(accumulate(query_lens), query_lens, strict=True)]
-        self._layout = Layout(sources, tables, placement.tables, placement.rows, query_lens, offsets)
-        return placement.changes
+        self._layout = Layout(tuple(layouts), query_lens, offsets)
+        return changes
 
-    def _send(self, layout: Layout, parts: Sequence[PackedPart], starts: list[int], changes: Changes) -> Packing:
+    def _group_of(
+        self, index: int, group: BlockGroup, parts: Sequence[PackedPart], query_lens: Sequence[int]
+    ) -> _WantedTables:
+        """The tables of the parts in group `index`. Raises PackingError."""
+        size = self._block_size
+        sources = [part.block_tables[index] for part in parts]
+        tables = [
+            source[: -(-(part.start + length) // size)]
+            for source, part, length in zip(sources, parts, query_lens, strict=True)
+        ]
+        firsts = [group.first_block(part.start, size) for part in parts]
+        num_known = self.block_tables[index].num_known(tables, [id(source) for source in sources], firsts)
+        for number, (part, table, known) in enumerate(zip(parts, tables, num_known, strict=True)):
+            self._check_table(number, part, table, known, group)
+        _check_one_writer(tables, [part.start for part in parts], size)
+        return _WantedTables(sources, tables, firsts, num_known)
+
+    def _send(
+        self, layout: Layout, parts: Sequence[PackedPart], starts: list[int], all_changes: Sequence[Changes]
+    ) -> Packing:
         """Send the step to the device."""
         num_tokens = layout.offsets[-1] + layout.query_lens[-1]
         ids = np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, num_tokens)
         start_array, lengths = np.array(starts, dtype=np.int64), np.array(layout.query_lens, dtype=np.int64)
-        if layout.is_decodes:
-            last_blocks = np.array([table[-1] for table in layout.tables], dtype=np.int64)
-            places = last_blocks * self._block_size + start_array % self._block_size
-        else:
-            places = start_array - layout.offsets  # from a token's index in the row to its position
-        if len(changes.places):
-            changes = self.block_tables.write(changes)
-        tensors = self._staging.send([ids, layout.rows, start_array, lengths, places, changes.places, changes.blocks])
+        is_decodes = layout.is_decodes
+        # From a token's index in the row to its position. A decode's is its start.
+        shifts = _NO_NUMBERS if is_decodes else start_array - layout.offsets
+        arrays = [ids, start_array, lengths, shifts]
+        for group, block_tables, changes in zip(layout.groups, self.block_tables, all_changes, strict=True):
+            slots = _NO_NUMBERS
+            if is_decodes:
+                last_blocks = np.array([table[-1] for table in group.tables], dtype=np.int64)
+                slots = last_blocks * self._block_size + start_array % self._block_size
+            if len(changes.places):
+                changes = block_tables.write(changes)
+            arrays += [group.rows, slots, changes.places, changes.blocks]
+        tensors = self._staging.send(arrays)
+        input_ids, first_positions, query_lens, sent = tensors[:4]
+        all_rows, all_slots, places, blocks = (
+            tensors[4 + kind :: _NUMBERS_PER_GROUP] for kind in range(_NUMBERS_PER_GROUP)
+        )
+        for block_tables, place, block in zip(self.block_tables, places, blocks, strict=True):
+            if len(place):
+                block_tables.tensor.view(-1).index_copy_(0, place, block.to(torch.int32))
         before = self._packing
         if before is not None and before.layout is layout and tensors is self._tensors:
             self._packing = replace(before, starts=starts)  # the same tensors, with the new numbers
             return self._packing
-        input_ids, rows, on_device, query_lens, sent, changed, values = self._tensors = tensors
-        if len(changed):
-            self.block_tables.tensor.view(-1).index_copy_(0, changed, values.to(torch.int32))
-        part_tensors = PartTensors(rows, on_device, query_lens, self.block_tables.tensor)
-        positions, slots = on_device, sent
-        if not layout.is_decodes:
-            positions, slots = self._locate(part_tensors, sent, num_tokens)
+        self._tensors = tensors
+        positions = first_positions
+        if not is_decodes:
+            positions, all_slots = self._locate(query_lens, all_rows, sent, num_tokens)
         self._packing = Packing(
             block_size=self._block_size,
             device=self._device,
             layout=layout,
             starts=starts,
-            on_device=part_tensors,
+            on_device=PartTensors(first_positions, query_lens),
+            groups=tuple(
+                GroupTensors(rows, block_tables.tensor, slots)
+                for rows, block_tables, slots in zip(all_rows, self.block_tables, all_slots, strict=True)
+            ),
             input_ids=input_ids[None],
             position_ids=positions[None],
-            slot_mapping=slots,
         )
         return self._packing
 
     def _forget(self) -> None:
         self._layout = self._packing = None
-        self.block_tables.forget()
+        for tables in self.block_tables:
+            tables.forget()
 
-    def _locate(self, parts: PartTensors, shifts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position and slot of each token, computed on the device. shifts: [N], first position − first index in the row."""
+    def _locate(
+        self, query_lens: torch.Tensor, all_rows: Sequence[torch.Tensor], shifts: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Position of each token, and its slot in each group, computed on the device. shifts: [N], first position − first index in
+        the row."""
         if num_tokens > self._indices.numel():
             self._allocate(1 << (num_tokens - 1).bit_length())
-        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
-        part = torch.repeat_interleave(parts.query_lens, output_size=num_tokens)
+        positions = self._positions[:num_tokens]
+        all_slots = [slots[:num_tokens] for slots in self._slots]
+        part = torch.repeat_interleave(query_lens, output_size=num_tokens)
         torch.add(self._indices[:num_tokens], shifts[part], out=positions)
-        blocks = parts.block_tables[parts.rows[part], positions // self._block_size]
-        torch.add(positions % self._block_size, blocks, alpha=self._block_size, out=slots)
-        return positions, slots
+        columns, offsets = positions // self._block_size, positions % self._block_size
+        for rows, block_tables, slots in zip(all_rows, self.block_tables, all_slots, strict=True):
+            torch.add(offsets, block_tables.tensor[rows[part], columns], alpha=self._block_size, out=slots)
+        return positions, all_slots
 
-    def _check(self, index: int, part: PackedPart, table: list[int], num_known: int) -> None:
-        """Raises PackingError. Checks only new entries of the table."""
-        num_tokens = len(part.token_ids)
-        if not num_tokens or part.start < 0:
-            raise PackingError(f"part {index} has {num_tokens} tokens from position {part.start}")
-        needed = -(-(part.start + num_tokens) // self._block_size)
+    def _check(self, index: int, part: PackedPart) -> None:
+        """Raises PackingError."""
+        if not part.token_ids or part.start < 0:
+            raise PackingError(f"part {index} has {len(part.token_ids)} tokens from position {part.start}")
+        if len(part.block_tables) != len(self._groups):
+            raise PackingError(
+                f"part {index} has {len(part.block_tables)} block tables, the model has {len(self._groups)} groups of layers"
+            )
+
+    def _check_table(self, index: int, part: PackedPart, table: list[int], num_known: int, group: BlockGroup) -> None:
+        """Raises PackingError. Checks only new entries of the table, and none before the first one that the part reads."""
+        needed = -(-(part.start + len(part.token_ids)) // self._block_size)
         if len(table) < needed:
             raise PackingError(
                 f"part {index} needs {needed} blocks of {self._block_size} tokens, its table has {len(table)}"
             )
         new = table[num_known:]
-        if new and (min(new) < 1 or max(new) >= self._num_blocks):
-            raise PackingError(f"part {index} has a block outside 1 … {self._num_blocks - 1}: {table}")
+        if new and (min(new) < 1 or max(new) >= group.num_blocks):
+            raise PackingError(f"part {index} has a block outside 1 … {group.num_blocks - 1}: {table}")
 
 
-def pack(parts: Sequence[PackedPart], block_size: int, num_blocks: int, device: torch.device) -> Packing:
+class _WantedTables(NamedTuple):
+    """The tables of a step in one group, checked."""
+
+    sources: list[list[int]]
+    tables: list[list[int]]
+    firsts: list[int]
+    num_known: list[int]
+
+
+def pack(parts: Sequence[PackedPart], block_size: int, groups: Sequence[BlockGroup], device: torch.device) -> Packing:
     """Lay out one step, in buffers of its own. See Packer.pack."""
-    return Packer(block_size, num_blocks, device).pack(parts)
+    return Packer(block_size, groups, device).pack(parts)
 
 
 def _check_one_writer(tables: Sequence[list[int]], starts: Sequence[int], block_size: int) -> None:

@@ -14,7 +14,7 @@ class PagedStep(NamedTuple):
     """A step in the kernels' format."""
 
     block_tables: torch.Tensor
-    """[N, width] int32; entries after a part's last token may have any value."""
+    """[N, width] int32 of one group; 0 before the first block that a part reads, any value after its last token."""
     query_ends: torch.Tensor
     """[N + 1] int32: 0, then the cumulative number of tokens."""
     context_ends: torch.Tensor
@@ -34,26 +34,33 @@ class PagedKernel(Protocol):
 
 
 class PagedAttention:
-    """An AttentionBackend: writes the new KV, then calls a PagedKernel."""
+    """An AttentionBackend: writes the new KV, then calls a PagedKernel.
+
+    A kernel with a window begins with the tile of keys that has the first key that a query of its tile of queries sees. This tile
+    may begin before the window, in a block that is gone: its entry is 0, so the kernel reads the null block, and hides it.
+    """
 
     def __init__(self, kernel: PagedKernel) -> None:
         self._kernel = kernel
-        self._slot_mapping: torch.Tensor | None = None
-        self._step: PagedStep | None = None
+        self._packing: Packing | None = None
+        self._steps: list[PagedStep] = []
+        """By group."""
 
     def begin(self, packing: Packing) -> None:
         parts, context_lens = packing.on_device, packing.context_lens
         on_device = (parts.starts + parts.query_lens).to(torch.int32)
         width = -(-max(context_lens) // packing.block_size)
-        self._slot_mapping = packing.slot_mapping
-        self._step = PagedStep(
-            block_tables=parts.gather_tables(width),
+        self._packing = packing
+        step = PagedStep(
+            block_tables=packing.gather_tables(width),
             query_ends=_ends(parts.query_lens),
             context_ends=_ends(on_device),
             context_lens=on_device,
             max_query_len=max(packing.query_lens),
             max_context_len=max(context_lens),
         )
+        others = range(1, len(packing.groups))
+        self._steps = [step, *(step._replace(block_tables=packing.gather_tables(width, group)) for group in others)]
 
     def attend(
         self,
@@ -63,10 +70,10 @@ class PagedAttention:
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor:
-        assert self._step is not None, "attend before begin"
-        assert self._slot_mapping is not None, "attend before begin"
-        layer.write(self._slot_mapping, key, value)
-        return self._kernel(query[0].transpose(0, 1).contiguous(), layer, self._step, call)[None].contiguous()
+        assert self._packing is not None, "attend before begin"
+        layer.write(self._packing.groups[layer.group].slot_mapping, key, value)
+        step = self._steps[layer.group]
+        return self._kernel(query[0].transpose(0, 1).contiguous(), layer, step, call)[None].contiguous()
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

@@ -70,14 +70,16 @@ class Tile(NamedTuple):
         return self.end - self.first
 
 
-def make_tiles(packing: Packing, window: int | None, min_shared_tokens: int, partition: int | None) -> list[Tile]:
-    """All tiles of a step, in an order that has each row's keys from left to right.
+def make_tiles(
+    packing: Packing, group: int, window: int | None, min_shared_tokens: int, partition: int | None
+) -> list[Tile]:
+    """All tiles of a step for layers of one group and window, in an order that has each row's keys from left to right.
 
     partition: length of the segments, which begin at its multiples; None: one segment for a shared prefix, one for the rest.
     """
     tiles: list[Tile] = []
     firsts = [0] * len(packing.starts)
-    for prefix in _shared_prefixes(packing, window, min_shared_tokens, partition):
+    for prefix in _shared_prefixes(packing, group, window, min_shared_tokens, partition):
         rows = tuple(Rows(part, packing.starts[part], packing.context_lens[part]) for part in prefix.parts)
         length = prefix.num_blocks * packing.block_size
         for first, end in _whole_segments(length, partition):
@@ -92,11 +94,11 @@ def make_tiles(packing: Packing, window: int | None, min_shared_tokens: int, par
 
 
 def _shared_prefixes(
-    packing: Packing, window: int | None, min_shared_tokens: int, partition: int | None
+    packing: Packing, group: int, window: int | None, min_shared_tokens: int, partition: int | None
 ) -> Iterator[SharedPrefix]:
     if window is not None:
         return
-    for prefix in find_shared_prefixes(packing.tables, packing.starts, packing.block_size, min_shared_tokens):
+    for prefix in find_shared_prefixes(packing.tables(group), packing.starts, packing.block_size, min_shared_tokens):
         length = prefix.num_blocks * packing.block_size
         whole = length if partition is None else length - length % partition
         if (len(prefix.parts) - 1) * whole >= min_shared_tokens:

@@ -39,7 +39,8 @@ class TorchAttention:
         self._min_shared_tokens = min_shared_tokens
         self.shapes = shapes
         self._packing: Packing | None = None
-        self._views: dict[int | None, View] = {}
+        self._views: dict[tuple[int, int | None], View] = {}
+        """By group and window."""
 
     def begin(self, packing: Packing) -> None:
         self._packing = packing
@@ -55,12 +56,12 @@ class TorchAttention:
     ) -> torch.Tensor:
         packing = self._packing
         assert packing is not None, "attend before begin"
-        layer.write(packing.slot_mapping, key, value)
+        layer.write(packing.groups[layer.group].slot_mapping, key, value)
         # A model has few different windows; the first layer with a window builds its view.
-        view = self._views.get(layer.window)
+        sight = layer.group, layer.window
+        view = self._views.get(sight)
         if view is None:
-            view = build_view(packing, layer.window, self._dtype, self._min_shared_tokens, self.shapes)
-            self._views[layer.window] = view
+            view = self._views[sight] = build_view(packing, *sight, self._dtype, self._min_shared_tokens, self.shapes)
         out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call)
         # Contiguous, because some models take a view of it.
         return out.to(query.dtype)[None].contiguous()

@@ -75,11 +75,11 @@ class View(NamedTuple):
 
 
 def build_view(
-    packing: Packing, window: int | None, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes
+    packing: Packing, group: int, window: int | None, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes
 ) -> View:
-    """Batches of all parts under one sliding window (None: full attention)."""
-    tiles = make_tiles(packing, window, min_shared_tokens, shapes.partition)
-    builder = _Builder(packing, window, dtype, shapes)
+    """Batches of all parts under one sliding window (None: full attention), over the blocks of one group."""
+    tiles = make_tiles(packing, group, window, min_shared_tokens, shapes.partition)
+    builder = _Builder(packing, group, window, dtype, shapes)
     return View([builder.build(group) for group in _groups(tiles, window)], shapes)
 
 
@@ -128,8 +128,8 @@ def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
 class _Builder:
     """Builds the tensors of groups of tiles, in the order of merging."""
 
-    def __init__(self, packing: Packing, window: int | None, dtype: torch.dtype, shapes: Shapes) -> None:
-        self._packing, self._window, self._dtype, self._shapes = packing, window, dtype, shapes
+    def __init__(self, packing: Packing, group: int, window: int | None, dtype: torch.dtype, shapes: Shapes) -> None:
+        self._packing, self._group, self._window, self._dtype, self._shapes = packing, group, window, dtype, shapes
         self._all_rows = np.arange(packing.num_tokens)
         self._seen = np.zeros(packing.num_tokens, dtype=bool)
 
@@ -140,8 +140,14 @@ class _Builder:
         width = _round_up(max(tile.num_keys for tile in tiles), self._shapes.key_multiple)
         slots = np.zeros((len(tiles), width), dtype=np.int64)
         for index, tile in enumerate(tiles):
+            # A segment is summed from its beginning, also where its first keys lie before the window of all rows, so that a key has
+            # the same place in the product in every step. In place of such keys, whose blocks may be gone, is slot 0 of the null
+            # block, as in the padding: they are hidden, and their weights are exact zeros. So the bits of a row are the same
+            # whether a key before its window is read for another row of the tile, is not read, or has no block any more.
             first = self._first_seen(tile)
-            slots[index, first - tile.first : tile.num_keys] = self._packing.slots(tile.rows[0].part, first, tile.end)
+            slots[index, first - tile.first : tile.num_keys] = self._packing.slots(
+                tile.rows[0].part, first, tile.end, self._group
+            )
         return Batch(
             num_tiles=len(tiles),
             num_rows=num_rows,

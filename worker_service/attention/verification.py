@@ -8,7 +8,7 @@ import torch
 
 from .backend import AttentionBackend
 from .layer import AttentionCall, KVLayer, LayerNeeds
-from .packing import BlankPart, Packer
+from .packing import BlankPart, Packer, one_group
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
@@ -65,7 +65,7 @@ class _Trial:
         self._lengths = self._sequence_lengths()
         self._tables = self._block_tables()
         num_blocks = 1 + max(block for table in self._tables for block in table)
-        self._packer = Packer(block_size, num_blocks, device)
+        self._packer = Packer(block_size, one_group(num_blocks), device)
         self._backend, self._layer = backend, self._new_layer(num_blocks, dtype)
         self._oracle, self._oracle_layer = (
             TorchAttention(torch.float32, NEVER_SHARE),
@@ -95,7 +95,7 @@ class _Trial:
         ]
         for cache in caches:
             cache[0] = 0
-        return KVLayer(0, needs.window, *caches)
+        return KVLayer(0, needs.window, k_cache=caches[0], v_cache=caches[1])
 
     def _steps(self) -> Iterator[list[tuple[int, int, int]]]:
         """Steps as lists of (sequence, first position, end)."""
@@ -112,7 +112,7 @@ class _Trial:
 
     def run(self) -> None:
         for step in self._steps():
-            packing = self._packer.pack([BlankPart(first, end, self._tables[index]) for index, first, end in step])
+            packing = self._packer.pack([BlankPart(first, end, (self._tables[index],)) for index, first, end in step])
             query, key, value = self._inputs(packing.num_tokens)
             self._backend.begin(packing)
             ours = self._backend.attend(self._layer, query, key, value, self._call)

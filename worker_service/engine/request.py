@@ -141,12 +141,11 @@ class Request:
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
             start=start,
-            block_table=sequence.tables[0],
+            block_tables=sequence.tables,
             sampling=self.params.sampling if samples else None,
             banned_ids=self._stop_token_ids if self._is_too_short() else (),
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
-            further_tables=sequence.tables[1:],
         )
 
     def _is_too_short(self) -> bool:

@@ -30,8 +30,12 @@ class SequencePart(NamedTuple):
     """Tokens to forward: one for a decode, a chunk for a prefill. Never empty."""
     start: int
     """Position of token_ids[0] in the sequence."""
-    block_table: list[int]
-    """Block ids of the sequence from position 0, covering at least start + len(token_ids) positions; of its first group."""
+    block_tables: tuple[list[int], ...]
+    """For each group of layers, block ids of the sequence from position 0, covering at least start + len(token_ids) positions.
+
+    In a group with a window, entries of blocks that lie wholly before the window of token_ids[0] are never read: they may be 0, and
+    their blocks may hold later positions of this sequence, or other sequences.
+    """
     sampling: SamplingParams | None
     """How to sample the token after the last one; None in the middle of a prefill: no logits are computed."""
     banned_ids: Collection[int] = ()
@@ -39,8 +43,16 @@ class SequencePart(NamedTuple):
     counts: TokenCounts | None = None
     """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
-    further_tables: tuple[list[int], ...] = ()
-    """The same of its other groups. The models here have one."""
+
+    @property
+    def block_table(self) -> list[int]:
+        """Of the first group."""
+        return self.block_tables[0]
+
+    @property
+    def further_tables(self) -> tuple[list[int], ...]:
+        """Of the other groups."""
+        return self.block_tables[1:]
 
 
 class Step(NamedTuple):

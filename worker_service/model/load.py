@@ -30,7 +30,7 @@ from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import choose_max_model_len
-from .memory.facts import facts_of_loaded
+from .memory.facts import facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
@@ -79,8 +79,11 @@ class LoadedModel:
         )
         return replace(self, facts=replace(self.facts, batch_invariance=found))
 
-    def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
-        """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
+    def plan(
+        self, settings: MemorySettings, backend: AttentionBackend | None = None, *, by_window: bool = False
+    ) -> MemoryBudget:
+        """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. by_window: layers with a window
+        have blocks of their own, see groups_of; the manager knows no windows yet. Raises ModelError."""
 
         def make_runner(plan: KVCachePlan) -> ModelRunner:
             return self.runner(plan, backend)
@@ -88,7 +91,7 @@ class LoadedModel:
         facts = facts_of_loaded(
             self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
         )
-        return plan_memory(facts, settings)
+        return plan_memory(facts, settings, group_needs(self.layers, self.dtype, by_window=by_window))
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None

@@ -46,7 +46,7 @@ class Norm(Structure):
 
 class Layer(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_size", "window")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_size", "window", "group")),
         *(
             (name, Norm)
             for name in ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp")
@@ -70,7 +70,7 @@ class Layer(Structure):
 
 class Sizes(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("hidden", "vocab", "num_layers", "block_size")),
+        *((name, c_int64) for name in ("hidden", "vocab", "num_layers", "num_groups", "block_size")),
         ("embedding", c_void_p),
         ("positions", c_void_p),
         ("position_offset", c_int64),
@@ -84,12 +84,22 @@ class Sizes(Structure):
     )
 
 
+class Group(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("slots", "table_rows", "tables")),
+        ("table_stride", c_int64),
+        ("num_prefixes", c_int64),
+        *((name, c_void_p) for name in ("prefix_parts", "prefix_ends", "prefix_blocks")),
+    )
+
+
 class StepArguments(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("num_tokens", "num_parts", "num_rows", "num_prefixes")),
-        *((name, c_void_p) for name in ("ids", "positions", "slots", "starts", "lengths", "table_rows", "tables")),
-        ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("prefix_parts", "prefix_ends", "prefix_blocks", "rows", "logits", "is_finite")),
+        *((name, c_int64) for name in ("num_tokens", "num_parts", "num_rows")),
+        *(
+            (name, c_void_p)
+            for name in ("ids", "positions", "starts", "lengths", "groups", "rows", "logits", "is_finite")
+        ),
     )
 
 
@@ -103,6 +113,7 @@ class _Build(Structure):
             "max_head_size",
             "sizes_bytes",
             "layer_bytes",
+            "group_bytes",
             "step_bytes",
             "has_tiles",
         )
@@ -148,8 +159,8 @@ def open_library(path: Path) -> Library:
         raise LibraryMismatch(f"{path} lacks a function: {error}") from error
     build = _Build()
     functions.kvpool_describe_build(ctypes.byref(build))
-    sizes = (build.sizes_bytes, build.layer_bytes, build.step_bytes)
-    expected = tuple(ctypes.sizeof(kind) for kind in (Sizes, Layer, StepArguments))
+    sizes = (build.sizes_bytes, build.layer_bytes, build.group_bytes, build.step_bytes)
+    expected = tuple(ctypes.sizeof(kind) for kind in (Sizes, Layer, Group, StepArguments))
     if sizes != expected:
         raise LibraryMismatch(f"{path} has structures of {sizes} bytes, needed: {expected}")
     return Library(

@@ -12,7 +12,7 @@ import torch
 from ..attention.layer import KVLayer
 from ..attention.packing import Packing
 from ..attention.shared_prefix import SharedPrefix
-from .library import Layer, Sizes, StepArguments
+from .library import Group, Layer, Sizes, StepArguments
 from .weights import PackedModel
 
 _MIN_SAVED_TOKENS = 1024
@@ -48,9 +48,11 @@ class Program:
         self._max_short = _SHORT_PASSES * model.library.rows_per_pass // group
         sizes = Sizes.from_buffer_copy(model.sizes)
         sizes.block_size = kv_layers[0].block_size
+        sizes.num_groups = 1 + max(layer.group for layer in kv_layers)
         layers = (Layer * len(kv_layers))(*model.layers)
         for layer, kv_layer in zip(layers, kv_layers, strict=True):
             layer.k_cache, layer.v_cache = kv_layer.k_cache.data_ptr(), kv_layer.v_cache.data_ptr()
+            layer.group = kv_layer.group
         self._handle = self._functions.kvpool_open(ctypes.byref(sizes), layers, num_threads)
         if self._handle is None:
             problem = self._functions.kvpool_problem().decode()
@@ -63,27 +65,17 @@ class Program:
         parts = packing.on_device
         logits = torch.empty(len(rows), self._model.vocab_size)
         is_finite = torch.empty(packing.num_tokens, dtype=torch.bool)
-        prefixes = self._shared_prefixes(packing)
-        members = _int64s([part for prefix in prefixes for part in prefix.parts])
-        ends = _int64s(list(accumulate(len(prefix.parts) for prefix in prefixes)))
-        blocks = _int64s([prefix.num_blocks for prefix in prefixes])
+        groups, _memory = self._groups(packing)  # both are used until the step has ended
         wanted = _int64s(rows)
         arguments = StepArguments(
             num_tokens=packing.num_tokens,
             num_parts=len(packing.starts),
             num_rows=len(rows),
-            num_prefixes=len(prefixes),
             ids=packing.input_ids.data_ptr(),
             positions=packing.position_ids.data_ptr(),
-            slots=packing.slot_mapping.data_ptr(),
             starts=parts.starts.data_ptr(),
             lengths=parts.query_lens.data_ptr(),
-            table_rows=parts.rows.data_ptr(),
-            tables=parts.block_tables.data_ptr(),
-            table_stride=parts.block_tables.stride(0),
-            prefix_parts=ctypes.addressof(members),
-            prefix_ends=ctypes.addressof(ends),
-            prefix_blocks=ctypes.addressof(blocks),
+            groups=ctypes.addressof(groups),
             rows=ctypes.addressof(wanted),
             logits=logits.data_ptr(),
             is_finite=is_finite.data_ptr(),
@@ -114,10 +106,26 @@ class Program:
     def __del__(self) -> None:
         self.close()
 
-    def _shared_prefixes(self, packing: Packing) -> list[SharedPrefix]:
+    def _groups(self, packing: Packing) -> tuple[Any, list[Any]]:
+        """The blocks of each group, and the arrays that they point to."""
+        groups = (Group * len(packing.groups))()
+        memory: list[Any] = []
+        for index, (group, tensors) in enumerate(zip(groups, packing.groups, strict=True)):
+            group.slots, group.table_rows = tensors.slot_mapping.data_ptr(), tensors.rows.data_ptr()
+            group.tables, group.table_stride = tensors.block_tables.data_ptr(), tensors.block_tables.stride(0)
+            prefixes = self._shared_prefixes(packing, index)
+            group.num_prefixes = len(prefixes)
+            members = _int64s([part for prefix in prefixes for part in prefix.parts])
+            ends = _int64s(list(accumulate(len(prefix.parts) for prefix in prefixes)))
+            blocks = _int64s([prefix.num_blocks for prefix in prefixes])
+            group.prefix_parts, group.prefix_ends, group.prefix_blocks = map(ctypes.addressof, (members, ends, blocks))
+            memory += members, ends, blocks
+        return groups, memory
+
+    def _shared_prefixes(self, packing: Packing, group: int) -> list[SharedPrefix]:
         """Sets of parts that share whole partitions; a long part reads its keys often enough by itself."""
         least = PARTITION // packing.block_size
-        found = packing.shared_prefixes(_MIN_SAVED_TOKENS, self._max_short)
+        found = packing.shared_prefixes(_MIN_SAVED_TOKENS, self._max_short, group)
         return [prefix for prefix in found if prefix.num_blocks >= least]
 
 

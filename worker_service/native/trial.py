@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .compiler import one_line, run_command
-from .library import Layer, Library, Linear, Norm, Sizes, StepArguments, open_library
+from .library import Group, Layer, Library, Linear, Norm, Sizes, StepArguments, open_library
 
 _TOKENS, _VOCAB, _BLOCK = 7, 32, 16
 _LIMIT_S = 60.0
@@ -92,6 +92,7 @@ def logits(library: Library, num_threads: int) -> list[float]:
         hidden=size,
         vocab=_VOCAB,
         num_layers=1,
+        num_groups=1,
         block_size=_BLOCK,
         embedding=numbers(_VOCAB * size),
         last_norm=norm,
@@ -100,18 +101,21 @@ def logits(library: Library, num_threads: int) -> list[float]:
         residual_scale=1,
     )
     found, finite = (ctypes.c_float * _VOCAB)(), (ctypes.c_uint8 * _TOKENS)()
+    group = Group(
+        slots=integers(ctypes.c_int64, list(range(_TOKENS))),
+        table_rows=integers(ctypes.c_int64, [0]),
+        tables=integers(ctypes.c_int32, [0]),
+        table_stride=1,
+    )
     step = StepArguments(
         num_tokens=_TOKENS,
         num_parts=1,
         num_rows=1,
         ids=integers(ctypes.c_int64, list(range(_TOKENS))),
         positions=integers(ctypes.c_int64, list(range(_TOKENS))),
-        slots=integers(ctypes.c_int64, list(range(_TOKENS))),
         starts=integers(ctypes.c_int64, [0]),
         lengths=integers(ctypes.c_int64, [_TOKENS]),
-        table_rows=integers(ctypes.c_int64, [0]),
-        tables=integers(ctypes.c_int32, [0]),
-        table_stride=1,
+        groups=addressof(group),
         rows=integers(ctypes.c_int64, [_TOKENS - 1]),
         logits=addressof(found),
         is_finite=addressof(finite),

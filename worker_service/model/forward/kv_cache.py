@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ...attention.layer import KVLayer
 from ...pages import zero_pages
 from ..errors import KVCacheTooLarge
+from .kv_groups import sights
 from .kv_plan import KVCachePlan, show_bytes
 from .layers import AttentionLayer
 
 
 class KVCache:
-    """The KV tensors of all layers, allocated once and zero."""
+    """The KV tensors of all layers, allocated once and zero, each with the blocks of its group."""
 
     def __init__(
         self, plan: KVCachePlan, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan = plan
-        shape = (plan.num_blocks, plan.block_size)
         zeros = _zeros_on_demand if device.type == "cpu" else torch.zeros
+        self.layers: list[KVLayer] = []
+        """In the order of the layers; one that reads the KV of another one has the tensors of that one."""
         try:
-            self.layers = [
-                KVLayer(
-                    group=0,
-                    window=layer.window,
-                    k_cache=zeros(*shape, layer.num_kv_heads, layer.k_head_dim, dtype=dtype, device=device),
-                    v_cache=zeros(*shape, layer.num_kv_heads, layer.v_head_dim, dtype=dtype, device=device),
-                )
-                for layer in layers
-            ]
+            for layer, window in zip(layers, sights(layers), strict=True):
+                if layer.source is not None:
+                    self.layers.append(replace(self.layers[layer.source], window=layer.window, is_reader=True))
+                    continue
+                group = plan.groups[plan.group_of(window)]
+                shape = (group.num_blocks, plan.block_size, layer.num_kv_heads)
+                k_cache = zeros(*shape, layer.k_head_dim, dtype=dtype, device=device)
+                v_cache = zeros(*shape, layer.v_head_dim, dtype=dtype, device=device)
+                self.layers.append(KVLayer(group.index, layer.window, k_cache, v_cache))
         except (RuntimeError, OSError) as error:  # out of memory: torch's errors, and the kernel's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {show_bytes(plan.total_bytes)} for the KV cache: {error}. "

@@ -3,42 +3,111 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class KVCachePlan:
-    """Size of a KV cache before anything is allocated."""
+class GroupPlan:
+    """Size of the KV of one group of layers, which have their blocks in common."""
 
+    index: int
+    window: int | None
+    """Tokens that its layers see at most, the token itself included; None: full attention, all tokens are kept."""
     num_blocks: int
     """Including the null block."""
-    block_size: int
-    """Tokens per block."""
     bytes_per_token: int
-    """K and V of all layers."""
+    """K and V of its layers."""
 
     @property
     def capacity(self) -> int:
         """Blocks that can hold KV."""
         return self.num_blocks - 1
 
+    def blocks_per_sequence(self, num_tokens: int, block_size: int) -> int:
+        """Blocks that the decodes of a sequence of `num_tokens` need at once: with a window those that it touches."""
+        blocks = -(-num_tokens // block_size)
+        # The tokens of a window begin and end anywhere in a block.
+        return blocks if self.window is None else min(blocks, (self.window + block_size - 2) // block_size + 1)
+
+    def describe(self, block_size: int) -> str:
+        """One line for the log."""
+        sight = "full attention" if self.window is None else f"window {self.window:,}"
+        size = show_bytes(self.num_blocks * block_size * self.bytes_per_token)
+        return f"group {self.index} ({sight}): {size}, {self.capacity:,} blocks of {show_bytes(block_size * self.bytes_per_token)}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """Size of a KV cache before anything is allocated."""
+
+    block_size: int
+    """Tokens per block, in all groups."""
+    groups: tuple[GroupPlan, ...]
+    """By index."""
+
+    def __post_init__(self) -> None:
+        assert [group.index for group in self.groups] == list(range(len(self.groups))), self.groups
+        assert self.groups, "a model has layers"
+
+    @classmethod
+    def one_group(cls, num_blocks: int, block_size: int, bytes_per_token: int) -> Self:
+        """All layers keep all tokens, in the same blocks."""
+        return cls(block_size, (GroupPlan(0, None, num_blocks, bytes_per_token),))
+
+    @property
+    def only_group(self) -> GroupPlan:
+        """The group of a plan that has one."""
+        (group,) = self.groups
+        return group
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the only group, the null block included."""
+        return self.only_group.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the only group that can hold KV."""
+        return self.only_group.capacity
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return sum(group.bytes_per_token for group in self.groups)
+
     @property
     def bytes_per_block(self) -> int:
-        return self.block_size * self.bytes_per_token
+        """Of the only group."""
+        return self.block_size * self.only_group.bytes_per_token
 
     @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        return sum(group.num_blocks * self.block_size * group.bytes_per_token for group in self.groups)
 
     def concurrency(self, num_tokens: int) -> float:
         """Number of sequences of `num_tokens` that the cache holds at once, if they share nothing."""
-        return self.capacity / -(-num_tokens // self.block_size)
+        return min(group.capacity / group.blocks_per_sequence(num_tokens, self.block_size) for group in self.groups)
+
+    def group_of(self, window: int | None) -> int:
+        """Index of the group of a layer whose KV is seen through this window: the one of this window, or the one that keeps all."""
+        for wanted in (window, None):
+            for group in self.groups:
+                if group.window == wanted:
+                    return group.index
+        raise AssertionError(f"no group keeps the tokens of a window of {window}: {self.groups}")
 
     def describe(self, max_model_len: int) -> str:
-        """One line for the log."""
+        """For the log: one line, and one more for each group if there are several."""
+        at_once = f"at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
+        if len(self.groups) > 1:
+            size = f"{show_bytes(self.total_bytes)} in {len(self.groups)} groups, blocks of {self.block_size} tokens"
+            return "\n".join(
+                [f"KV cache: {size}; {at_once}", *(group.describe(self.block_size) for group in self.groups)]
+            )
         tokens = self.capacity * self.block_size
         return (
             f"KV cache: {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
-            f"tokens; at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
+            f"tokens; {at_once}"
         )
 
 

@@ -30,6 +30,8 @@ class AttentionLayer(NamedTuple):
     """Query heads."""
     call: AttentionCall = AttentionCall(scaling=1.0)
     """The recorded arguments."""
+    source: int | None = None
+    """Index of the layer whose K and V it reads; it stores none. None: it has its own."""
 
     @property
     def needs(self) -> LayerNeeds:
@@ -84,6 +86,8 @@ class _Recorder:
     def __init__(self, names: dict[torch.nn.Module, str]) -> None:
         self._names = names
         self.found: list[AttentionLayer] = []
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """K and V of each; kept, so that no other tensors get their memory."""
 
     def attend(
         self,
@@ -97,10 +101,29 @@ class _Recorder:
         if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
             raise UnsupportedAttention(f"its module {name} does not attend to every token of the row from every token")
         k_head_dim, v_head_dim = key.shape[3], value.shape[3]
+        source = self._source(key, value)
+        self._seen.append((key, value))
         self.found.append(
-            AttentionLayer(name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call)
+            AttentionLayer(
+                name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call, source
+            )
         )
         return placeholder_output(query, value)
+
+    def _source(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """The first layer that was called with the very same K and V."""
+        same = (index for index, (k, v) in enumerate(self._seen) if _is_same(k, key) and _is_same(v, value))
+        return next(same, None)
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether both are the same numbers in the same memory. Also on the meta device, where memory has no address."""
+    return left is right or (
+        left.untyped_storage()._cdata == right.untyped_storage()._cdata
+        and left.storage_offset() == right.storage_offset()
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

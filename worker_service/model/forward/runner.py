@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...attention.backend import AttentionBackend
+from ...attention.layout import BlockGroup
 from ...attention.packing import Packer, StepSizes
 from ...engine.sampling_params import TokenLogprobs
 from ...engine.step import BadLogits, PartResult, PromptRows, SampledToken, SequencePart, Step
@@ -37,7 +38,9 @@ class ModelRunner:
         """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes
         of the input buffers."""
         self.forward = runtime.bind(kv_cache, backend)
-        self._packer = Packer(kv_cache.plan.block_size, kv_cache.plan.num_blocks, device, sizes)
+        plan = kv_cache.plan
+        groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
+        self._packer = Packer(plan.block_size, groups, device, sizes)
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache

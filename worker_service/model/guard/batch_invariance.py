@@ -103,12 +103,12 @@ def _different_rows(trial: _Trial) -> int:
     lengths = [min(length, trial.max_model_len) for length in _LENGTHS]
     sequences = random_sequences(trial.runtime.config, lengths)
     per_sequence = -(-max(lengths) // _BLOCK_SIZE)
-    plan = KVCachePlan(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    plan = KVCachePlan.one_group(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
     cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
     tables = [list(range(1 + index, plan.num_blocks, 2)) for index in range(2)]
     runner = ModelRunner(trial.runtime, cache, trial.backend, trial.device)
     try:
-        at_once = runner.logits([SequencePart(sequences[_TEXT], 0, tables[_TEXT], None)])
+        at_once = runner.logits([SequencePart(sequences[_TEXT], 0, (tables[_TEXT],), None)])
         return sum(
             int((rows != at_once[first : first + len(rows)]).any(-1).sum())
             for index, first, rows in logits_in_steps(runner, sequences, tables, _STEPS)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...attention.interface import ATTENTION_NAME
-from ...attention.packing import pack
+from ...attention.packing import one_group, pack
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import SequencePart
 from ..errors import UnsupportedModel
@@ -135,7 +135,7 @@ def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
     """A cache filled with NaN, and a table of scattered blocks for each sequence."""
     per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
     count = len(_LENGTHS)
-    plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    plan = KVCachePlan.one_group(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
     cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
     cache.fill(float("nan"))
     tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
@@ -169,7 +169,7 @@ def logits_in_steps(
         chunks = [chunk for chunk in chunks if chunk[2]]
         if chunks:
             logits = runner.logits(
-                [SequencePart(tokens, first, tables[index], None) for index, first, tokens in chunks]
+                [SequencePart(tokens, first, (tables[index],), None) for index, first, tokens in chunks]
             )
             rows = torch.split(logits, [len(tokens) for _, _, tokens in chunks])
             yield from ((index, first, own) for (index, first, _), own in zip(chunks, rows, strict=True))
@@ -181,8 +181,8 @@ def _near_and_far_logits(
     """Logits of `near` and _FAR in one row; the positions of _FAR start at far_start, without KV before them."""
     cache, tables = _new_cache(trial)
     order = (_FAR, near) if far_first else (near, _FAR)
-    parts = [SequencePart(sequences[index], 0, tables[index], None) for index in order]
-    packing = pack(parts, _BLOCK_SIZE, cache.plan.num_blocks, trial.device)
+    parts = [SequencePart(sequences[index], 0, (tables[index],), None) for index in order]
+    packing = pack(parts, _BLOCK_SIZE, one_group(cache.plan.num_blocks), trial.device)
     shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
     packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(trial.device))
     backend = TorchAttention(trial.dtype)

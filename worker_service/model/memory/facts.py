@@ -9,18 +9,28 @@ import torch
 
 from ..errors import UnsupportedModel
 from ..forward.forward import Runtime
+from ..forward.kv_groups import groups_of
 from ..forward.layers import AttentionLayer
 from .cpu import read_cpu_memory
 from .meta_model import MetaModel, build_meta_model
-from .plan import MemoryFacts, MemorySettings
+from .plan import GroupNeeds, MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
 
 _ESTIMATED = "estimated without attention"
 
 
 def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    """K and V of all layers."""
-    return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers) * dtype.itemsize
+    """K and V of all layers that store them."""
+    storing = [layer for layer in layers if layer.source is None]
+    return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in storing) * dtype.itemsize
+
+
+def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool) -> list[GroupNeeds]:
+    """The groups of these layers; by_window: see groups_of."""
+    return [
+        GroupNeeds(group.window, kv_bytes_per_token([layers[index] for index in group.layers], dtype))
+        for group in groups_of(layers, by_window=by_window)
+    ]
 
 
 def facts_of_loaded(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import KVCachePlan, show_bytes, size_setting
+from ..forward.kv_plan import GroupPlan, KVCachePlan, show_bytes, size_setting
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -78,6 +78,15 @@ class MemoryFacts:
         return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
 
 
+class GroupNeeds(NamedTuple):
+    """One group of layers, before its size is known."""
+
+    window: int | None
+    """Sliding window in tokens; None: full attention."""
+    bytes_per_token: int
+    """K and V of its layers; those of all groups are the facts' bytes_per_token."""
+
+
 class BudgetLine(NamedTuple):
     """One line of the budget."""
 
@@ -112,10 +121,12 @@ class MemoryBudget:
         batch = f"{settings.max_num_batched_tokens:,} tokens of {settings.max_num_seqs:,} sequences"
         yield BudgetLine("activations of a maximum batch", facts.activation_bytes, f"{batch}, {facts.activations_from}")
         yield BudgetLine("graphs", facts.graph_bytes, "" if facts.graph_bytes else "none are captured")
-        if workspace := kv_cache.num_blocks * kv_cache.block_size * facts.workspace_bytes_per_token:
+        num_blocks = kv_cache.groups[0].num_blocks  # the same in all groups, see plan_memory
+        if workspace := num_blocks * kv_cache.block_size * facts.workspace_bytes_per_token:
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        blocks = f"{kv_cache.num_blocks:,} blocks of {show_bytes(kv_cache.bytes_per_block)}, {self._size_from()}"
+        block_bytes = kv_cache.block_size * kv_cache.bytes_per_token
+        blocks = f"{num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
         yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
 
@@ -129,9 +140,12 @@ class MemoryBudget:
         return "the rest of what may be used"
 
 
-def plan_memory(facts: MemoryFacts, settings: MemorySettings) -> MemoryBudget:
+def plan_memory(
+    facts: MemoryFacts, settings: MemorySettings, groups: Sequence[GroupNeeds] | None = None
+) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
+    groups: of layers, each of which gets as many blocks as the others; None: one that keeps everything.
     Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
@@ -151,7 +165,9 @@ def plan_memory(facts: MemoryFacts, settings: MemorySettings) -> MemoryBudget:
     fitting = facts.room_bytes // _block_cost(facts, block_size)
     if num_blocks > fitting:
         raise _too_large(facts, settings, num_blocks, fitting)
-    return MemoryBudget(facts, settings, KVCachePlan(num_blocks, block_size, facts.bytes_per_token))
+    groups = groups or [GroupNeeds(None, facts.bytes_per_token)]
+    each = (GroupPlan(index, window, num_blocks, num_bytes) for index, (window, num_bytes) in enumerate(groups))
+    return MemoryBudget(facts, settings, KVCachePlan(block_size, tuple(each)))
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:

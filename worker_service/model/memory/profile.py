@@ -108,7 +108,7 @@ def _run(
     block_size, num_seqs = settings.block_size, min(settings.max_num_seqs, num_tokens)
     batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
     meter.release()
-    runner = make_runner(KVCachePlan(batches.num_blocks, block_size, bytes_per_token))
+    runner = make_runner(KVCachePlan.one_group(batches.num_blocks, block_size, bytes_per_token))
     try:
         activations = 0
         for step in (batches.prompts(), batches.late_chunk(), batches.prompt_with_logprobs()):
@@ -174,7 +174,7 @@ class MaximumBatches:
             num_own = -(-(start + length) // self._block_size) - num_read
             table = [1] * num_read + list(range(next_block, next_block + num_own))
             next_block += num_own
-            parts.append(SequencePart([0] * length, start, table, _GREEDY_OF_MEMORY))
+            parts.append(SequencePart([0] * length, start, (table,), _GREEDY_OF_MEMORY))
         return Step(parts)
 
 

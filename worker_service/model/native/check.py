@@ -61,7 +61,7 @@ def check(
     has written."""
     per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
     count = len(reference.sequences)
-    plan = KVCachePlan(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
+    plan = KVCachePlan.one_group(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
     cache = KVCache(plan, layers, dtype, device)
     cache.fill(float("nan"))
     tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
@@ -82,7 +82,7 @@ def _check_decode_alone(
 ) -> None:
     """The last token again: the same bits, though its step is another one."""
     tokens = reference.sequences[0]
-    again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, table, None)])
+    again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, (table,), None)])
     if not torch.equal(again[0].float(), torch.cat(list(rows))[-1]):
         raise NotNative("a token's logits have other bits in another step")
 

@@ -82,7 +82,7 @@ def measure_runtime(
     device = torch.device("cpu")
     length, num_requests = workload.prompt_tokens, workload.num_requests
     of_prompt = list(range(1, 1 + -(-length // block_size)))
-    plan = KVCachePlan(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
+    plan = KVCachePlan.one_group(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
     backend = None
     if not isinstance(runtime, NativeRuntime):
         backend = make_torch(dtype, device, tuple(dict.fromkeys(layer.needs for layer in layers)))
@@ -92,8 +92,8 @@ def measure_runtime(
     # zeros there, which take as long.
     shared = of_prompt[: length // block_size]
     own = range(1 + len(of_prompt), plan.num_blocks)
-    prefill = Step([SequencePart(tokens, 0, of_prompt, greedy)])
-    decode = Step([SequencePart(tokens[-1:], length, [*shared, block], greedy) for block in own])
+    prefill = Step([SequencePart(tokens, 0, (of_prompt,), greedy)])
+    decode = Step([SequencePart(tokens[-1:], length, ([*shared, block],), greedy) for block in own])
     runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend, device)
     try:
         return Figures(_fastest(runner, prefill, _PREFILLS, clock), _fastest(runner, decode, _DECODES, clock))

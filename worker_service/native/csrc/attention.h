@@ -17,6 +17,7 @@ struct rows {
     word queries[ROWS][MAX_HEAD / P]; /* copies, so that one address in a register serves all rows */
     int32_t limit[ROWS], lower[ROWS]; /* keys lower … limit − 1 are seen */
     int32_t last;                     /* the largest limit */
+    int32_t begin;                    /* the smallest lower: keys before it are not read, their blocks may be gone */
 };
 
 /* What both sides are multiplied by when keys and those that follow become one; m becomes the larger one. */
@@ -56,8 +57,8 @@ INLINE const word *value_at(const struct heads *heads, int64_t key) {
 }
 
 /* W keys of one block, at every word of D: where they are and the words from one D to the next. Blocks that are no multiple of W
- * are copied together. */
-INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t end, word *copy, int64_t *stride) {
+ * are copied together, with zeros for keys before `begin`. */
+INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t begin, int64_t end, word *copy, int64_t *stride) {
     int64_t size = heads->block_size, words = heads->d / P;
     if (size % W == 0) {
         *stride = size;
@@ -65,7 +66,7 @@ INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t end, 
     }
     *stride = W;
     for (int64_t j = 0; j < W; j++) {
-        if (key + j >= end) { /* there may be no further block */
+        if (key + j < begin || key + j >= end) { /* there may be no block */
             for (int64_t i = 0; i < words; i++) copy[i * W + j] = 0;
             continue;
         }
@@ -84,8 +85,8 @@ INLINE void score_keys(int num_rows, int vectors, int is_cold, const struct rows
     int64_t words = heads->d / P, stride;
     UNROLL for (int v = 0; v < vectors; v++) {
         int64_t here = key + v * W < end ? key + v * W : key; /* there may be no further block */
-        keys[v] = keys_at(heads, here, end, copies[v], &stride);
-        if (is_cold) values[v] = value_at(heads, here);
+        keys[v] = keys_at(heads, here, rows->begin, end, copies[v], &stride);
+        if (is_cold) values[v] = value_at(heads, here < rows->begin ? rows->begin : here);
     }
     vf sum[ROWS][KEYS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = set(0);
@@ -141,13 +142,14 @@ INLINE vu load_values(const word *v, int64_t width) {
     return load_words(lanes);
 }
 
-/* o[r] = Σ over keys of p·v, for `columns` vectors of dimensions; `width` of them are left in the head. */
-INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *heads, int64_t first, int64_t count, int64_t last,
-                  int64_t at, const number weights[ROWS][PARTITION], float o[ROWS][MAX_HEAD]) {
+/* o[r] = Σ over keys of p·v, without the first `skipped` keys, for `columns` vectors of dimensions; `width` of them are left in the
+ * head. */
+INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *heads, int64_t first, int64_t skipped, int64_t count,
+                  int64_t last, int64_t at, const number weights[ROWS][PARTITION], float o[ROWS][MAX_HEAD]) {
     vf sum[ROWS][COLUMNS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) sum[r][c] = set(0);
     int64_t size = heads->block_size, d = heads->d;
-    for (int64_t key = 0; key < count;) {
+    for (int64_t key = skipped; key < count;) {
         int64_t offset = (first + key) % size, in_block = size - offset < count - key ? size - offset : count - key;
         const word *v = value_at(heads, first + key) + at, *ahead = NULL;
         if (heads->is_cold && first + key + PARTITION < last) /* K of the next partition: as many words as V, in the same place */
@@ -181,11 +183,21 @@ INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int c = 0; c < columns; c++) store(&o[r][at + c * W], sum[r][c]);
 }
 
-/* One partition: keys first … end − 1, end at most that of the row that sees most. */
+/* One partition: keys first … end − 1, end at most that of the row that sees most.
+ *
+ * Keys before the window of all rows are left out: whole vectors of them, and of the vector in which the first seen key is the keys of
+ * other blocks, with V of all but a word. This changes no bit of a row. Its scores have the same lane as in the whole partition, where
+ * those before its window become −∞; their weights are exact zeros, which come first in each sum, as +0 added to +0. So a row does not
+ * depend on which other rows, with earlier windows, are in its pass, or on whether a block before its window still exists. */
 INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads,
                              int64_t first, int64_t end, struct sums *found) {
     float scores[ROWS][PARTITION];
     number weights[ROWS][PARTITION];
+    int64_t skipped = 0;
+    if (rows->begin > first) {
+        first += (rows->begin - first) / W * W;
+        skipped = (rows->begin - first) / P * P;
+    }
     int64_t d = heads->d, count = end - first, key = 0;
     if (heads->is_cold)
         for (; key < count; key += 2 * W) score_keys(num_rows, 2, 1, rows, heads, first + key, end, scores, key);
@@ -194,9 +206,9 @@ INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, con
     for (int r = 0; r < num_rows; r++)
         soften(layer, rows->lower[r], rows->limit[r], first, end, scores[r], weights[r], &found->m[r], &found->l[r]);
     int64_t at = 0;
-    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, count, rows->last, at, weights, found->o);
-    for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, count, rows->last, at, weights, found->o);
-    if (at < d) weigh(num_rows, 1, d - at, heads, first, count, rows->last, at, weights, found->o);
+    for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, skipped, count, rows->last, at, weights, found->o);
+    for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, skipped, count, rows->last, at, weights, found->o);
+    if (at < d) weigh(num_rows, 1, d - at, heads, first, skipped, count, rows->last, at, weights, found->o);
 }
 
 /* All partitions of an item, folded. */
@@ -210,6 +222,7 @@ static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvp
     for (int64_t partition = item->first; partition < item->end; partition++) {
         int64_t first = partition * PARTITION, end = first + PARTITION < rows->last ? first + PARTITION : rows->last;
         if (end <= first) break;
+        if (end <= rows->begin) continue;
         switch (num_rows) {
         case 1: attend_partition(1, layer, rows, heads, first, end, found); break;
         case 2: attend_partition(2, layer, rows, heads, first, end, found); break;
@@ -251,10 +264,11 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
     int64_t h = piece % layer->kv_heads, group = layer->heads / layer->kv_heads, d = layer->head_size;
     int64_t block_size = model->sizes.block_size;
     const struct kvpool_step *step = &model->step;
+    const struct kvpool_group *blocks = &step->groups[layer->group];
     struct heads heads = {
         .k = (const word *)layer->k_cache + h * (d / P) * block_size,
         .v = (const word *)layer->v_cache + h * (d / P) * block_size,
-        .table = step->tables + step->table_rows[item->part] * step->table_stride,
+        .table = blocks->tables + blocks->table_rows[item->part] * blocks->table_stride,
         .block_words = layer->kv_heads * (d / P) * block_size,
         .d = d,
         .block_size = block_size,
@@ -262,6 +276,7 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
     };
     struct rows rows;
     rows.last = 0;
+    rows.begin = INT32_MAX;
     int64_t token[ROWS], head[ROWS];
     for (int r = 0; r < item->num_rows; r++) {
         int64_t row = item->first_row + r, t = model->order[item->order + row / group];
@@ -271,6 +286,7 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
         rows.limit[r] = model->context[t];
         rows.lower[r] = layer->window && layer->window < rows.limit[r] ? rows.limit[r] - layer->window : 0;
         if (rows.limit[r] > rows.last) rows.last = rows.limit[r];
+        if (rows.lower[r] < rows.begin) rows.begin = rows.lower[r];
     }
     struct sums total;
     attend_rows(item->num_rows, layer, &rows, &heads, item, &total);
@@ -282,19 +298,20 @@ static void attention_item(struct kvpool_model *model, const struct kvpool_layer
             float *slot = slot_of(model, token[r], head[r], item->slot);
             slot[0] = total.m[r];
             slot[1] = total.l[r];
-            memcpy(slot + 2, total.o[r], d * sizeof *slot);
+            if (total.l[r] != 0) memcpy(slot + 2, total.o[r], d * sizeof *slot);
         }
     }
 }
 
-/* The slots of token t become row `row` of the results. */
+/* The slots of token t become row `row` of the results; those of partitions before its window have nothing, or are not written. */
 static void merge_row(struct kvpool_model *model, const struct kvpool_layer *layer, int64_t t, int64_t row) {
     if (model->num_slots[t] == 0) return;
-    int64_t d = layer->head_size;
+    int64_t d = layer->head_size, first = 0;
+    if (layer->window && model->context[t] > layer->window) first = (model->context[t] - layer->window) / PARTITION;
     for (int64_t h = 0; h < layer->heads; h++) {
         vf m = set(-INFINITY);
         float l = 0, o[MAX_HEAD];
-        for (int64_t s = 0; s < model->num_slots[t]; s++) {
+        for (int64_t s = first; s < model->num_slots[t]; s++) {
             const float *slot = slot_of(model, t, h, s);
             vf left, right;
             fold_factors(&m, set(slot[0]), &left, &right);

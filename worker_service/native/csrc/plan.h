@@ -3,6 +3,7 @@
 #define KVPOOL_PLAN_H
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "state.h"
 
@@ -81,24 +82,35 @@ static int64_t add_tokens(struct kvpool_model *model, int64_t part, int only_wan
     return at;
 }
 
+/* Partitions of a part that are attended together with others, [N]. */
+static int32_t *prefixes_of(const struct kvpool_model *model, int64_t group) { return model->prefix + group * model->step.num_parts; }
+
+/* A part that has a prefix in one group has slots in all. */
 static int has_slots(const struct kvpool_model *model, int64_t part, int split) {
-    return model->prefix[part] || (split && partitions(model->step.starts[part] + model->step.lengths[part]) > 1);
+    for (int64_t g = 0; g < model->sizes.num_groups; g++)
+        if (prefixes_of(model, g)[part]) return 1;
+    return split && partitions(model->step.starts[part] + model->step.lengths[part]) > 1;
 }
 
 /* The items of some kinds, for all tokens or for the wanted ones. */
 static int plan_kinds(struct kvpool_model *model, int64_t first_kind, int64_t end_kind, int only_wanted, int split) {
     const struct kvpool_step *step = &model->step;
-    int64_t member = 0, tokens = only_wanted ? 2 * step->num_tokens : 0, by_part = tokens + step->num_tokens;
+    int64_t num_groups = model->sizes.num_groups, tokens = only_wanted ? (num_groups + 1) * step->num_tokens : 0;
+    int64_t by_part = tokens + num_groups * step->num_tokens;
     for (int64_t k = first_kind; k < end_kind; k++) model->kinds[k].num_items = 0;
     /* Prefixes: their whole partitions are attended once for the tokens of all members. */
-    for (int64_t g = 0; g < step->num_prefixes; g++) {
-        int64_t end = step->prefix_ends[g], leader = step->prefix_parts[member], shared = model->prefix[leader], first = tokens;
-        for (; member < end; member++)
-            if (shared) tokens = add_tokens(model, step->prefix_parts[member], only_wanted, tokens);
-        for (int64_t k = first_kind; k < end_kind && shared; k++) {
-            struct kind *kind = &model->kinds[k];
-            struct item item = {.order = first, .part = leader, .first = 0, .end = shared, .slot = 0};
-            if (add_items(kind, item, (tokens - first) * (kind->heads / kind->kv_heads), 1)) return -1;
+    for (int64_t g = 0; g < num_groups; g++) {
+        const struct kvpool_group *group = &step->groups[g];
+        for (int64_t p = 0, member = 0; p < group->num_prefixes; p++) {
+            int64_t end = group->prefix_ends[p], leader = group->prefix_parts[member], first = tokens;
+            int64_t shared = prefixes_of(model, g)[leader];
+            for (; member < end; member++)
+                if (shared) tokens = add_tokens(model, group->prefix_parts[member], only_wanted, tokens);
+            for (int64_t k = first_kind; k < end_kind && shared; k++) {
+                struct kind *kind = &model->kinds[k];
+                struct item item = {.order = first, .part = leader, .first = 0, .end = shared, .slot = 0};
+                if (kind->group == g && add_items(kind, item, (tokens - first) * (kind->heads / kind->kv_heads), 1)) return -1;
+            }
         }
     }
     for (int64_t i = 0; i < step->num_parts; i++) {
@@ -107,8 +119,9 @@ static int plan_kinds(struct kvpool_model *model, int64_t first_kind, int64_t en
         by_part = add_tokens(model, i, only_wanted, by_part);
         for (int64_t k = first_kind; k < end_kind && by_part > first; k++) {
             struct kind *kind = &model->kinds[k];
-            int64_t seen = into_slots ? model->prefix[i] : first_partition(kind, model->context[model->order[first]] - 1);
-            struct item item = {.order = first, .part = i, .first = seen, .end = end, .slot = into_slots ? model->prefix[i] : -1};
+            int64_t seen = first_partition(kind, model->context[model->order[first]] - 1), shared = prefixes_of(model, kind->group)[i];
+            if (seen < shared) seen = shared;
+            struct item item = {.order = first, .part = i, .first = seen, .end = end, .slot = into_slots ? seen : -1};
             if (add_items(kind, item, (by_part - first) * (kind->heads / kind->kv_heads), into_slots)) return -1;
         }
     }
@@ -116,23 +129,26 @@ static int plan_kinds(struct kvpool_model *model, int64_t first_kind, int64_t en
 }
 
 /* Which parts of the step attend with which others, and into how many slots. The kinds' heads differ, so the slots are those of the
- * kind that needs most: alike for all, because the number of slots of a token depends on its length and the prefix only. */
+ * kind that needs most: alike for all, because the number of slots of a token depends on its length and the prefixes only. */
 static int plan_attention(struct kvpool_model *model) {
     const struct kvpool_step *step = &model->step;
-    int64_t num_items = 0, most_heads = 0, num_slots = 0, member = 0, last = model->num_kinds;
+    int64_t num_items = 0, most_heads = 0, num_slots = 0, last = model->num_kinds;
     int all_short = 1;
     for (int64_t k = 0; k < model->num_kinds; k++)
         if (model->kinds[k].heads > most_heads) most_heads = model->kinds[k].heads;
     for (int64_t i = 0; i < step->num_parts; i++) {
         const struct kind *kind = &model->kinds[0];
-        model->prefix[i] = 0;
         num_items += (step->lengths[i] * (kind->heads / kind->kv_heads) + ROWS - 1) / ROWS * kind->kv_heads;
         for (int64_t k = 0; k < model->num_kinds; k++) all_short &= is_short(&model->kinds[k], step->lengths[i]);
     }
     int split = all_short && num_items < MANY_ITEMS * model->num_threads && model->num_threads > 1;
-    for (int64_t g = 0; g < step->num_prefixes; g++)
-        for (; member < step->prefix_ends[g]; member++)
-            model->prefix[step->prefix_parts[member]] = step->prefix_blocks[g] * model->sizes.block_size / PARTITION;
+    memset(model->prefix, 0, model->sizes.num_groups * step->num_parts * sizeof *model->prefix);
+    for (int64_t g = 0; g < model->sizes.num_groups; g++) {
+        const struct kvpool_group *group = &step->groups[g];
+        for (int64_t p = 0, member = 0; p < group->num_prefixes; p++)
+            for (; member < group->prefix_ends[p]; member++)
+                prefixes_of(model, g)[group->prefix_parts[member]] = group->prefix_blocks[p] * model->sizes.block_size / PARTITION;
+    }
     for (int64_t i = 0; i < step->num_parts; i++) {
         int64_t end = has_slots(model, i, split) ? partitions(step->starts[i] + step->lengths[i]) : 0;
         for (int64_t t = model->offsets[i]; t < model->offsets[i + 1]; t++) {
@@ -147,6 +163,7 @@ static int plan_attention(struct kvpool_model *model) {
         model->kinds[last].heads = kind->heads;
         model->kinds[last].kv_heads = kind->kv_heads;
         model->kinds[last].window = kind->window;
+        model->kinds[last].group = kind->group;
         if (plan_kinds(model, last, last + 1, 1, split)) return -1;
     }
     if (num_slots > model->slot_room) {

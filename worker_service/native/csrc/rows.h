@@ -133,7 +133,7 @@ static void rotary_row(struct kvpool_model *model, const struct kvpool_layer *la
     if (layer->head_norms_follow_rotation) norm_queries_and_keys(layer, queries);
     int64_t width = layer->heads * d, all = layer->kv_heads * d;
     narrow_all(queries, model->queries + t * width, width);
-    int64_t slot = model->step.slots[t], block = slot / block_size, offset = slot % block_size;
+    int64_t slot = model->step.groups[layer->group].slots[t], block = slot / block_size, offset = slot % block_size;
     word *k = (word *)layer->k_cache + block * all / P * block_size + offset;
     number *v = (number *)layer->v_cache + (block * all * block_size + offset / P * P * d + offset % P);
     _Alignas(64) number narrowed[all];

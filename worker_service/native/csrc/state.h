@@ -23,9 +23,9 @@ struct item {
     int32_t slot;      /* of each row's slots; −1: the result is complete */
 };
 
-/* Layers with the same heads and window have the same items. */
+/* Layers with the same heads, window and blocks have the same items. */
 struct kind {
-    int64_t heads, kv_heads, window;
+    int64_t heads, kv_heads, window, group;
     struct item *items;
     int64_t num_items, room;
 };
@@ -51,10 +51,11 @@ struct kvpool_model {
     int32_t *wanted;       /* [num_wanted] tokens whose logits are wanted, in order */
     int32_t *place;        /* [T] of each token among them, or −1 */
     int64_t num_wanted;
-    int32_t *order;        /* [4T] tokens: those of members of prefixes, by prefix; all by part; both once more, of wanted ones only */
+    int32_t *order;        /* [2 (G + 1) T] tokens: of each group those of members of prefixes, by prefix; all by part; and all that
+                            * once more, of wanted ones only */
     int32_t *num_slots;    /* [T] per head */
     int64_t *first_slot;   /* [T] of the token's first head, per kind alike */
-    int32_t *prefix;       /* [N] partitions that are attended together with others */
+    int32_t *prefix;       /* [G][N] partitions that are attended together with others */
     int64_t *num_pieces;   /* [phases] */
     float *residual;       /* [T][hidden] */
     float *last_residual;  /* [num_wanted][hidden] after the last layer's K and V are written; `residual` if all are wanted */

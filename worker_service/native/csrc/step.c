@@ -203,7 +203,7 @@ static int make_room(struct kvpool_model *model) {
         model->token_room = 0;
         if (grow(&model->context, tokens * sizeof(int32_t)) ||
             grow(&model->wanted, tokens * sizeof(int32_t)) || grow(&model->place, tokens * sizeof(int32_t)) ||
-            grow(&model->order, 4 * tokens * sizeof(int32_t)) || grow(&model->num_slots, tokens * sizeof(int32_t)) ||
+            grow(&model->order, 2 * (model->sizes.num_groups + 1) * tokens * sizeof(int32_t)) || grow(&model->num_slots, tokens * sizeof(int32_t)) ||
             grow(&model->first_slot, tokens * sizeof(int64_t)) || grow(&model->residual, tokens * hidden * sizeof(float)) ||
             (model->sizes.stores_products && grow(&model->stored, tokens * hidden * sizeof(float))) ||
             grow(&model->inputs, tokens * hidden * sizeof(number)) || grow(&model->qkv, tokens * model->widest_qkv * sizeof(float)) ||
@@ -215,7 +215,8 @@ static int make_room(struct kvpool_model *model) {
     }
     if (step->num_parts > model->part_room) {
         model->part_room = 0;
-        if (grow(&model->offsets, (step->num_parts + 1) * sizeof(int64_t)) || grow(&model->prefix, step->num_parts * sizeof(int32_t)))
+        if (grow(&model->offsets, (step->num_parts + 1) * sizeof(int64_t)) ||
+            grow(&model->prefix, model->sizes.num_groups * step->num_parts * sizeof(int32_t)))
             return -1;
         model->part_room = step->num_parts;
     }
@@ -272,10 +273,11 @@ static int find_kinds(struct kvpool_model *model) {
         const struct kvpool_layer *layer = &model->layers[i];
         int64_t k = 0;
         while (k < model->num_kinds && (model->kinds[k].heads != layer->heads || model->kinds[k].kv_heads != layer->kv_heads ||
-                                        model->kinds[k].window != layer->window))
+                                        model->kinds[k].window != layer->window || model->kinds[k].group != layer->group))
             k++;
         if (k == model->num_kinds) {
-            model->kinds[k] = (struct kind){.heads = layer->heads, .kv_heads = layer->kv_heads, .window = layer->window};
+            model->kinds[k] = (struct kind){
+                .heads = layer->heads, .kv_heads = layer->kv_heads, .window = layer->window, .group = layer->group};
             model->num_kinds++;
         }
         model->kind_of_layer[i] = k;
@@ -380,6 +382,7 @@ void kvpool_describe_build(struct kvpool_build *build) {
         .max_head_size = MAX_HEAD,
         .sizes_bytes = sizeof(struct kvpool_sizes),
         .layer_bytes = sizeof(struct kvpool_layer),
+        .group_bytes = sizeof(struct kvpool_group),
         .step_bytes = sizeof(struct kvpool_step),
         .has_tiles = HAS_TILES,
     };

@@ -27,6 +27,7 @@ struct kvpool_norm {
 struct kvpool_layer {
     int64_t heads, kv_heads, head_size;
     int64_t window; /* tokens that a token sees, itself included; 0: all */
+    int64_t group;  /* of the step's groups: that of its blocks */
     /* weights of q_norm and k_norm: [heads][head_size] */
     struct kvpool_norm before_attention, q_norm, k_norm, after_attention, before_mlp, after_mlp;
     struct kvpool_linear qkv; /* outputs: heads of Q, of K, of V */
@@ -47,7 +48,7 @@ struct kvpool_layer {
 };
 
 struct kvpool_sizes {
-    int64_t hidden, vocab, num_layers, block_size;
+    int64_t hidden, vocab, num_layers, num_groups, block_size;
     const void *embedding; /* [vocab][hidden], or the head's packed weight */
     const void *positions; /* [.., hidden] learned, or NULL */
     int64_t position_offset;
@@ -58,23 +59,32 @@ struct kvpool_sizes {
     int32_t stores_products; /* set by kvpool_open */
 };
 
-struct kvpool_step {
-    int64_t num_tokens, num_parts, num_rows, num_prefixes;
-    const int64_t *ids, *positions, *slots;        /* [tokens] */
-    const int64_t *starts, *lengths, *table_rows;  /* [parts] */
-    const int32_t *tables;                         /* [.., table_stride] block ids */
+/* The blocks of layers that have them in common. Entries of blocks that no layer of the group sees any more, because of its window,
+ * and entries after the last token are not read, and may have any value. */
+struct kvpool_group {
+    const int64_t *slots;      /* [tokens] */
+    const int64_t *table_rows; /* [parts] */
+    const int32_t *tables;     /* [.., table_stride] block ids */
     int64_t table_stride;
+    int64_t num_prefixes;
     const int64_t *prefix_parts;  /* parts that share leading blocks, one set after the other */
     const int64_t *prefix_ends;   /* [prefixes] index after a set's last part */
     const int64_t *prefix_blocks; /* [prefixes] leading blocks that are shared, full, and not written in this step */
-    const int64_t *rows;          /* [rows] tokens that need logits */
-    float *logits;                /* [rows][vocab] */
-    uint8_t *is_finite;           /* [tokens] the last layer's K and V, and the last residual of those that need logits */
+};
+
+struct kvpool_step {
+    int64_t num_tokens, num_parts, num_rows;
+    const int64_t *ids, *positions;     /* [tokens] */
+    const int64_t *starts, *lengths;    /* [parts] */
+    const struct kvpool_group *groups;  /* [num_groups] */
+    const int64_t *rows;                /* [rows] tokens that need logits */
+    float *logits;                      /* [rows][vocab] */
+    uint8_t *is_finite;                 /* [tokens] the last layer's K and V, and the last residual of those that need logits */
 };
 
 struct kvpool_build {
     int64_t words_per_vector, numbers_per_word, rows_per_pass, max_head_size;
-    int64_t sizes_bytes, layer_bytes, step_bytes;
+    int64_t sizes_bytes, layer_bytes, group_bytes, step_bytes;
     int64_t has_tiles; /* 1: products are computed in AMX's tile registers */
 };
 

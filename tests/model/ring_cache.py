@@ -1,0 +1,153 @@
+"""A cache with real groups of layers, made by hand: blocks that leave a window are gone at once, and come back where it hurts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
+from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.memory.facts import group_needs
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
+
+NAN = float("nan")
+
+
+class Form(Enum):
+    """What a table has where a block has left the window."""
+
+    HOLES = "holes"
+    """0."""
+    STALE = "stale"
+    """The block that was there, which by now is NaN, or holds later tokens of this sequence or another one."""
+
+
+@dataclass(eq=False)
+class Text:
+    """A sequence, and its block tables by group."""
+
+    tokens: list[int]
+    """Of the prompt, and generated ones."""
+    tables: tuple[list[int], ...]
+    num_gone: list[int]
+    """Leading entries of each table whose blocks have left the window."""
+    computed: int = 0
+    spare: dict[int, int] = field(default_factory=dict)
+    """By group: a block that has left, and that its next tokens get. Others go to any text."""
+    used: set[tuple[int, int]] = field(default_factory=set)
+    """(Group, block) of all that the tables ever had."""
+    num_turned: int = 0
+    """Blocks that came back at a later place of the same table."""
+
+
+class RingCache:
+    """A model over groups of layers. Every slot that no text owns is NaN."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        form: Form = Form.HOLES,
+        backend: AttentionBackend | None = None,
+        num_blocks: int = 400,
+        block_size: int = BLOCK_SIZE,
+        by_window: bool = True,
+    ) -> None:
+        """backend: None: what a worker takes. by_window: False: one group, as if there were no windows."""
+        self.form, self._size = form, block_size
+        self.num_turned = 0
+        """By the last texts: blocks that came back at a later place of the same table."""
+        needs = group_needs(loaded.layers, loaded.dtype, by_window=by_window)
+        groups = (GroupPlan(i, window, num_blocks + 3 * i, num_bytes) for i, (window, num_bytes) in enumerate(needs))
+        self.plan = KVCachePlan(block_size, tuple(groups))
+        self.runner = loaded.runner(self.plan, backend)
+        self._kv: list[list[torch.Tensor]] = [[] for _ in self.plan.groups]
+        for layer in self.runner.kv_cache.layers:
+            self._kv[layer.group] += layer.k_cache, layer.v_cache
+        self.runner.kv_cache.fill(NAN)
+        self._free = [list(range(1, group.num_blocks)) for group in self.plan.groups]
+        for number, free in enumerate(self._free):
+            random.Random(number).shuffle(free)
+
+    def forbid_the_null_block(self) -> None:
+        """For a model that pads nothing: who reads a hole gets NaN."""
+        for caches in self._kv:
+            for cache in caches:
+                cache[0] = NAN
+
+    def text(self, tokens: Sequence[int]) -> Text:
+        return Text(list(tokens), tuple([] for _ in self.plan.groups), [0] * len(self.plan.groups))
+
+    def part(self, text: Text, length: int, *, samples: bool = False) -> SequencePart:
+        """The next tokens of a text. Its blocks before their window are gone from now on."""
+        start, end = text.computed, text.computed + length
+        for group, table in zip(self.plan.groups, text.tables, strict=True):
+            first = 0 if group.window is None else max(0, start + 1 - group.window) // self._size
+            self._let_go(text, group.index, min(first, len(table)))
+            while len(table) * self._size < end:
+                block = text.spare.pop(group.index, 0) or self._free[group.index].pop()
+                text.num_turned += (group.index, block) in text.used
+                text.used.add((group.index, block))
+                table.append(block)
+        text.computed = end
+        return SequencePart(text.tokens[start:end], start, text.tables, GREEDY if samples else None)
+
+    def _let_go(self, text: Text, group: int, first: int) -> None:
+        """The blocks of the entries before `first` become NaN, and free."""
+        table, gone = text.tables[group], text.num_gone[group]
+        left = table[gone:first]
+        for cache in self._kv[group]:
+            cache[left] = NAN
+        if self.form is Form.HOLES:
+            table[gone:first] = [0] * len(left)
+        text.num_gone[group] = max(gone, first)
+        if left and group not in text.spare:
+            text.spare[group] = left.pop()
+        self._free[group] += left
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int = NEVER, stagger: int = 0
+    ) -> list[list[int]]:
+        """Greedy tokens after each prompt: prompts in chunks of at most `chunk`, text i joining at step i · stagger."""
+        texts = [self.text(prompt) for prompt in prompts]
+        ends = [len(prompt) + num_new for prompt in prompts]
+        step = 0
+        while any(len(text.tokens) < end for text, end in zip(texts, ends, strict=True)):
+            running = [
+                text
+                for index, (text, end) in enumerate(zip(texts, ends, strict=True))
+                if index * stagger <= step and len(text.tokens) < end
+            ]
+            parts = []
+            for text in running:
+                length = min(chunk, len(text.tokens) - text.computed)
+                parts.append(self.part(text, length, samples=text.computed + length == len(text.tokens)))
+            for text, result in zip(running, self.runner.execute(Step(parts)), strict=True):
+                assert result.bad_logits is None, "a slot without a token was read"
+                if result.token is not None:
+                    text.tokens.append(result.token.token_id)
+            step += 1
+        self.num_turned = sum(text.num_turned for text in texts)
+        return [text.tokens[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+    def logits(self, tokens: Sequence[int], cuts: Sequence[int], others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """[T, vocab_size] of a text, computed in chunks that end at the cuts and its end, each in a step with as many tokens of the
+        other texts as they still have of the chunk's length."""
+        own, rest, rows = self.text(tokens), [self.text(other) for other in others], []
+        for end in [*cuts, len(tokens)]:
+            length = end - own.computed
+            parts = [
+                self.part(other, min(length, len(other.tokens) - other.computed))
+                for other in rest
+                if other.computed < len(other.tokens)
+            ]
+            before = sum(len(part.token_ids) for part in parts[::2])
+            parts = [*parts[::2], self.part(own, length), *parts[1::2]]
+            rows.append(self.runner.logits(parts)[before : before + length])
+        self.num_turned = own.num_turned
+        return torch.cat(rows)
