@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ from kvpool.worker_service.attention.paged import PagedAttention
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel
 from kvpool.worker_service.model.forward.kv_groups import groups_of
+from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.settings import DTypeName, RuntimeName
 from tests.attention import paged_reference
-from tests.model.paged import NEVER, SHORT_SEGMENTS, load
+from tests.model.paged import NEEDS_PACKING, NEVER, SHORT_SEGMENTS, load
 from tests.model.ring_cache import Form, RingCache
+from tests.model.test_native import open_model
 from tests.tiny_models import MIN_MARGIN, VOCAB_SIZE, WINDOW, Oracle, make_tiny_model
 
 NUM_NEW = 16
@@ -168,3 +172,66 @@ def test_the_groups_are_those_of_the_layers(subject: Subject) -> None:
     assert sorted(index for group in groups for index in group.layers) == [
         index for index, layer in enumerate(subject.loaded.layers) if layer.source is None
     ]
+
+
+class Bits(NamedTuple):
+    """How a text is computed again."""
+
+    form: Form
+    block_size: int
+    cuts: list[int]
+    others: list[list[int]]
+
+
+def ways() -> Iterator[Bits]:
+    """In chunks and decodes, alone and with others, with blocks of fewer keys than a vector, and of more."""
+    dice = random.Random(9)
+    for block_size in (4, 16, 32):
+        for form in Form:
+            for cuts in (range(1, 64), [300, *range(350, 360)], sorted(dice.sample(range(1, LONG), 9))):
+                others = [dice.choices(range(VOCAB_SIZE), k=dice.randrange(1, LONG)) for _ in range(dice.randrange(4))]
+                yield Bits(form, block_size, list(cuts), others)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "dtype"),
+    [
+        pytest.param("native", "float32", marks=pytest.mark.compiler),
+        pytest.param("native", "bfloat16", marks=pytest.mark.compiler),
+        pytest.param("torch", "float32", marks=NEEDS_PACKING),
+    ],
+)
+@pytest.mark.parametrize("window", [100, 270])
+def test_a_text_has_the_same_bits_with_and_without_the_blocks_before_its_window(
+    runtime: RuntimeName, dtype: DTypeName, window: int, tmp_path: Path
+) -> None:
+    """Windows begin inside a partition of 256 keys, at its first key, and before it."""
+    loaded = open_model(make_gemma3(tmp_path, window), dtype, runtime)
+    whole = RingCache(loaded, by_window=False)
+    expected = whole.logits(TEXT, [])
+    whole.runner.close()
+    assert expected.isfinite().all()
+    num_turned = 0
+    for way in ways():
+        cache = RingCache(loaded, way.form, num_blocks=1200 // way.block_size + 400, block_size=way.block_size)
+        if runtime == "native":
+            cache.forbid_the_null_block()
+        found = cache.logits(TEXT, way.cuts, way.others)
+        cache.runner.close()
+        num_turned += cache.num_turned
+        assert torch.equal(found, expected), way
+    assert num_turned > 20
+
+
+@pytest.mark.compiler
+def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
+    """Few decodes are split into partitions among threads, and those before the window are left out."""
+    loaded = open_model(make_gemma3(tmp_path, 100), "float32", "native")
+    assert isinstance(loaded.runtime, NativeRuntime)
+    several = dataclasses.replace(loaded, runtime=dataclasses.replace(loaded.runtime, num_threads=3))
+    expected = RingCache(loaded, by_window=False).logits(TEXT, [])
+    for form in Form:
+        cache = RingCache(several, form)
+        cache.forbid_the_null_block()
+        assert torch.equal(cache.logits(TEXT, [300, 396, 397, 398], [TEXT[:290]]), expected)
+        cache.runner.close()

@@ -61,33 +61,31 @@ class GroupLayout:
     """Results of Packing.shared_prefixes. They last as long as the layout: a block at the end of a table is written by its part
     alone."""
 
-    def growth(self, parts: Sequence[PackedPart], index: int, block_size: int) -> list[Grown] | None:
-        """If a step of these decodes may keep the layout of group `index`, the tables that grow, and their new blocks. None if it
-        may not, or if two parts write the same block."""
+    def growth(self, parts: Sequence[PackedPart], index: int, num_groups: int, block_size: int) -> list[Grown] | None:
+        """If a step of these parts may keep the layout of group `index`, the tables that grow, and their new blocks. None if it may
+        not, or if two parts write the same block."""
         grown: list[Grown] = []
         written: set[int] = set()
-        for number, part in enumerate(parts):
-            source, table = self.sources[number], self.tables[number]
-            last = part.start // block_size
-            if len(part.token_ids) != 1 or part.block_tables[index] is not source:
+        window = self.group.window
+        for number, (part, source, table) in enumerate(zip(parts, self.sources, self.tables, strict=True)):
+            tables, start = part.block_tables, part.start
+            if len(tables) != num_groups or tables[index] is not source or len(part.token_ids) != 1:
                 return None
-            if self._differs(number, part.start, block_size):
-                return None
+            if window is None:
+                if source[: len(table)] != table:
+                    return None
+            else:
+                # What lies before `first` may change at any time: blocks leave the window, and come back at the end of the table.
+                first = self.group.first_block(start, block_size)
+                if first < self.firsts[number] or source[first : len(table)] != table[first:]:
+                    return None
+            last = start // block_size
             if last == len(table) < len(source):
                 grown.append(Grown(number, source[last]))
             elif last != len(table) - 1:
                 return None
             written.add(source[last])
         return grown if len(written) == len(parts) else None
-
-    def _differs(self, number: int, start: int, block_size: int) -> bool:
-        """Whether a part's sequence has other blocks than its table, where a token at `start` may read them."""
-        source, table = self.sources[number], self.tables[number]
-        if self.group.window is None:
-            return source[: len(table)] != table
-        first = self.group.first_block(start, block_size)
-        # What lies before `first` may change at any time: blocks leave the window, and some come back at the end of the table.
-        return first < self.firsts[number] or source[first : len(table)] != table[first:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +108,9 @@ class Layout:
         """If a step of these parts may keep the layout, what grows in each group. None if it may not."""
         if len(parts) != len(self.offsets) or not self.is_decodes:
             return None
-        if any(len(part.block_tables) != len(self.groups) for part in parts):
-            return None
         grown: list[list[Grown]] = []
         for index, group in enumerate(self.groups):
-            of_group = group.growth(parts, index, block_size)
+            of_group = group.growth(parts, index, len(self.groups), block_size)
             if of_group is None:
                 return None
             grown.append(of_group)

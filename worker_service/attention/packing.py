@@ -270,29 +270,30 @@ class Packer:
         is_decodes = layout.is_decodes
         # From a token's index in the row to its position. A decode's is its start.
         shifts = _NO_NUMBERS if is_decodes else start_array - layout.offsets
-        arrays = [ids, start_array, lengths, shifts]
+        arrays, num_changes, slots = [ids, start_array, lengths, shifts], 0, _NO_NUMBERS
+        if is_decodes:
+            offsets = start_array % self._block_size
         for group, block_tables, changes in zip(layout.groups, self.block_tables, all_changes, strict=True):
-            slots = _NO_NUMBERS
             if is_decodes:
                 last_blocks = np.array([table[-1] for table in group.tables], dtype=np.int64)
-                slots = last_blocks * self._block_size + start_array % self._block_size
+                slots = last_blocks * self._block_size + offsets
             if len(changes.places):
                 changes = block_tables.write(changes)
-            arrays += [group.rows, slots, changes.places, changes.blocks]
+                num_changes += len(changes.places)
+            arrays += group.rows, slots, changes.places, changes.blocks
         tensors = self._staging.send(arrays)
-        input_ids, first_positions, query_lens, sent = tensors[:4]
-        all_rows, all_slots, places, blocks = (
-            tensors[4 + kind :: _NUMBERS_PER_GROUP] for kind in range(_NUMBERS_PER_GROUP)
-        )
-        for block_tables, place, block in zip(self.block_tables, places, blocks, strict=True):
-            if len(place):
-                block_tables.tensor.view(-1).index_copy_(0, place, block.to(torch.int32))
+        if num_changes:
+            for block_tables, places, blocks in zip(
+                self.block_tables, tensors[6::_NUMBERS_PER_GROUP], tensors[7::_NUMBERS_PER_GROUP], strict=True
+            ):
+                block_tables.tensor.view(-1).index_copy_(0, places, blocks.to(torch.int32))
         before = self._packing
         if before is not None and before.layout is layout and tensors is self._tensors:
             self._packing = replace(before, starts=starts)  # the same tensors, with the new numbers
             return self._packing
         self._tensors = tensors
-        positions = first_positions
+        input_ids, positions, query_lens, sent = tensors[:4]
+        all_rows, all_slots, first_positions = tensors[4::_NUMBERS_PER_GROUP], tensors[5::_NUMBERS_PER_GROUP], positions
         if not is_decodes:
             positions, all_slots = self._locate(query_lens, all_rows, sent, num_tokens)
         self._packing = Packing(
