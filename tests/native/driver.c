@@ -65,6 +65,8 @@ static const struct shape shapes[] = {
     {"parallel, partial interleaved rotary, norms after it, heads of 80, short windows, blocks of 8", 2, 40, 2, 1, 80, 32, 35, 8,
      .window = 7, .rotary = 20, .rotary_is_interleaved = 1, .has_qk_norms = 1, .head_norms_follow_rotation = 1, .is_parallel = 1,
      .activation = KVPOOL_RELU_SQUARED, .longest = 640, .embedding_scale = 2, .residual_scale = 0.5f},
+    {"two groups, one with windows, blocks of 4", 3, 40, 4, 2, 16, 32, 35, 4, .window = 70, .groups = 2, .rotary = 16, .is_gated = 1, COMMON},
+    {"two groups of one window, prefixes of their own, blocks of 16", 2, 32, 4, 1, 16, 32, 35, 16, .groups = 2, .rotary = 16, COMMON},
     {"int8, two groups of inputs, packed embedding", 2, 100, 3, 1, 32, 80, 50, 16, .rotary = 32, .is_gated = 1, .embedding_is_packed = 1,
      .is_quantized = 1, COMMON},
 };

@@ -24,6 +24,7 @@ struct shape {
     const char *name;
     int64_t layers, hidden, heads, kv_heads, head_size, mlp, vocab, block_size;
     int64_t window; /* of every second layer */
+    int64_t groups; /* layers take turns; 0: one. With a window, blocks of the second one leave with it */
     int64_t rotary;
     int rotary_is_interleaved, is_gated, activation, has_biases, has_qk_norms, has_post_norms, is_centered, has_positions;
     int head_norms_are_whole, head_norms_follow_rotation, is_parallel, has_no_norms_before, has_embedding_norm, embedding_is_packed, is_quantized;
@@ -164,6 +165,16 @@ static int64_t kv_bytes(const struct tiny *tiny) {
     return tiny->num_blocks * shape->kv_heads * shape->head_size * shape->block_size * sizeof(number);
 }
 
+/* A block of a group becomes NaN. */
+static void forget_block(const struct tiny *tiny, int64_t group, int64_t block) {
+    int64_t bytes = kv_bytes(tiny) / tiny->num_blocks;
+    for (int64_t l = 0; l < tiny->shape->layers; l++) {
+        if (tiny->layers[l].group != group) continue;
+        memset((char *)tiny->layers[l].k_cache + block * bytes, 0xff, bytes);
+        memset((char *)tiny->layers[l].v_cache + block * bytes, 0xff, bytes);
+    }
+}
+
 /* All slots become NaN: what was not written since must not count. */
 static void forget_kv(struct tiny *tiny) {
     for (int64_t l = 0; l < tiny->shape->layers; l++) {
@@ -199,6 +210,7 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
             .kv_heads = shape->kv_heads,
             .head_size = d,
             .window = l % 2 ? shape->window : 0,
+            .group = shape->groups ? l % shape->groups : 0,
             .before_attention = random_norm(tiny, hidden, !shape->has_no_norms_before),
             .q_norm = random_norm(tiny, shape->heads * d, shape->has_qk_norms),
             .k_norm = random_norm(tiny, shape->kv_heads * d, shape->has_qk_norms),
@@ -232,7 +244,7 @@ static struct tiny *make_tiny(const struct shape *shape, int64_t num_blocks) {
         .hidden = hidden,
         .vocab = shape->vocab,
         .num_layers = shape->layers,
-        .num_groups = 1,
+        .num_groups = shape->groups ? shape->groups : 1,
         .block_size = shape->block_size,
         .embedding = shape->embedding_is_packed ? head.weight : tiny->embedding,
         .positions = tiny->positions,

@@ -18,8 +18,9 @@ struct batch {
     struct tiny *tiny;
     struct sequence *sequences;
     int64_t count;
-    int32_t *tables; /* [count][stride] */
+    int32_t *tables; /* [groups][count][stride] */
     int64_t stride;
+    int shares; /* blocks of one sequence may be in the tables of others */
 };
 
 /* How a batch is computed. */
@@ -50,12 +51,15 @@ static struct batch make_batch(struct tiny *tiny, int64_t count, const int64_t *
             sequence->ids[t] = t < sequence->same_tokens ? batch.sequences[sequence->leader].ids[t] : random_below(tiny->shape->vocab);
         if (blocks_of(tiny, lengths[s]) > batch.stride) batch.stride = blocks_of(tiny, lengths[s]);
     }
-    batch.tables = own(tiny, count * batch.stride * sizeof(int32_t));
+    batch.tables = own(tiny, tiny->sizes.num_groups * count * batch.stride * sizeof(int32_t));
     return batch;
 }
 
-/* Random blocks for each sequence; with `shares` the leader's for the full blocks of what is the same. */
-static void lay_out(struct batch *batch, int shares) {
+static int32_t *tables_of(const struct batch *batch, int64_t group) { return batch->tables + group * batch->count * batch->stride; }
+
+/* Random blocks of a group for each sequence; with `shares` the leader's for the full blocks of what is the same. */
+static void lay_out_group(struct batch *batch, int64_t group, int shares) {
+    int32_t *tables = tables_of(batch, group);
     int64_t num_blocks = batch->tiny->num_blocks, used = 0;
     int32_t *free_blocks = malloc(num_blocks * sizeof *free_blocks);
     for (int64_t i = 0; i < num_blocks; i++) {
@@ -67,16 +71,34 @@ static void lay_out(struct batch *batch, int shares) {
         struct sequence *sequence = &batch->sequences[s];
         int64_t shared = shares ? sequence->same_tokens / batch->tiny->shape->block_size : 0;
         sequence->done = shared * batch->tiny->shape->block_size;
-        int32_t *table = batch->tables + s * batch->stride;
+        int32_t *table = tables + s * batch->stride;
         for (int64_t b = 0; b < batch->stride; b++) table[b] = INT32_MAX; /* what must not be read */
-        memcpy(table, batch->tables + sequence->leader * batch->stride, shared * sizeof *table);
+        memcpy(table, tables + sequence->leader * batch->stride, shared * sizeof *table);
         for (int64_t b = shared; b < blocks_of(batch->tiny, sequence->length); b++) {
             CHECK(used < num_blocks, "the driver needs more than %lld blocks", (long long)num_blocks);
             table[b] = free_blocks[used++];
         }
     }
     free(free_blocks);
+}
+
+static void lay_out(struct batch *batch, int shares) {
+    batch->shares = shares;
+    for (int64_t g = 0; g < batch->tiny->sizes.num_groups; g++) lay_out_group(batch, g, shares);
     forget_kv(batch->tiny);
+}
+
+/* Blocks of the second group that lie before the window of a sequence's next token leave its table: what is there then must not be
+ * read. If no other sequence may have them, they become NaN. */
+static void let_go(struct batch *batch, int64_t s) {
+    const struct shape *shape = batch->tiny->shape;
+    int64_t end = shape->groups > 1 && shape->window ? (batch->sequences[s].done + 1 - shape->window) / shape->block_size : 0;
+    int32_t *table = tables_of(batch, 1) + s * batch->stride;
+    for (int64_t b = 0; b < end; b++) {
+        if (table[b] == INT32_MAX) continue;
+        if (!batch->shares) forget_block(batch->tiny, 1, table[b]);
+        table[b] = INT32_MAX;
+    }
 }
 
 /* One step of these sequences' next tokens. Prefixes: the parts of one leader one after the other if all are behind `same_tokens`. */
@@ -85,19 +107,26 @@ static void run_step(struct kvpool_model *model, struct batch *batch, const int6
     const struct shape *shape = batch->tiny->shape;
     int64_t num_tokens = 0, num_rows = 0, num_prefixes = 0, num_members = 0, at = 0;
     for (int64_t i = 0; i < num_parts; i++) num_tokens += lengths[i];
-    int64_t *ids = malloc(num_tokens * sizeof *ids), *positions = malloc(num_tokens * sizeof *ids), *slots = malloc(num_tokens * sizeof *ids);
+    int64_t num_groups = batch->tiny->sizes.num_groups;
+    int64_t *ids = malloc(num_tokens * sizeof *ids), *positions = malloc(num_tokens * sizeof *ids);
+    int64_t *slots = malloc(num_groups * num_tokens * sizeof *ids);
     int64_t *rows = malloc(2 * num_tokens * sizeof *ids), *starts = malloc(num_parts * sizeof *ids);
-    int64_t *prefix_parts = malloc(num_parts * sizeof *ids), *ends = malloc(num_parts * sizeof *ids), *blocks = malloc(num_parts * sizeof *ids);
+    int64_t *prefix_parts = malloc(num_parts * sizeof *ids), *ends = malloc(num_parts * sizeof *ids);
+    int64_t *blocks = malloc(2 * num_parts * sizeof *ids);
+    struct kvpool_group *groups = calloc(num_groups, sizeof *groups);
     float *logits = malloc(2 * num_tokens * shape->vocab * sizeof *logits);
     uint8_t *is_finite = malloc(num_tokens), *is_member = calloc(num_parts, 1);
     for (int64_t i = 0; i < num_parts; i++) {
         struct sequence *sequence = &batch->sequences[parts[i]];
         starts[i] = sequence->done;
+        let_go(batch, parts[i]);
         for (int64_t t = sequence->done; t < sequence->done + lengths[i]; t++, at++) {
-            int64_t block = batch->tables[parts[i] * batch->stride + t / shape->block_size];
+            for (int64_t g = 0; g < num_groups; g++) {
+                int64_t block = tables_of(batch, g)[parts[i] * batch->stride + t / shape->block_size];
+                slots[g * num_tokens + at] = block * shape->block_size + t % shape->block_size;
+            }
             ids[at] = sequence->ids[t];
             positions[at] = t;
-            slots[at] = block * shape->block_size + t % shape->block_size;
             if (sequence->is_wanted[t]) rows[num_rows++] = at;
         }
     }
@@ -124,14 +153,17 @@ static void run_step(struct kvpool_model *model, struct batch *batch, const int6
             continue;
         }
         ends[num_prefixes] = num_members;
+        blocks[num_parts + num_prefixes] = shared / 2; /* in another group it may be less */
         blocks[num_prefixes++] = shared;
     }
-    struct kvpool_group group = {
-        .slots = slots, .table_rows = parts, .tables = batch->tables, .table_stride = batch->stride, .num_prefixes = num_prefixes,
-        .prefix_parts = prefix_parts, .prefix_ends = ends, .prefix_blocks = blocks};
+    for (int64_t g = 0; g < num_groups; g++)
+        groups[g] = (struct kvpool_group){
+            .slots = slots + g * num_tokens, .table_rows = parts, .tables = tables_of(batch, g), .table_stride = batch->stride,
+            .num_prefixes = g && shape->window ? 0 : num_prefixes, .prefix_parts = prefix_parts, .prefix_ends = ends,
+            .prefix_blocks = g ? blocks + num_parts : blocks};
     struct kvpool_step step = {
         .num_tokens = num_tokens, .num_parts = num_parts, .num_rows = num_rows, .ids = ids, .positions = positions, .starts = starts,
-        .lengths = lengths, .groups = &group, .rows = rows, .logits = logits, .is_finite = is_finite};
+        .lengths = lengths, .groups = groups, .rows = rows, .logits = logits, .is_finite = is_finite};
     CHECK(kvpool_run(model, &step) == 0, "a step of %lld tokens has no memory", (long long)num_tokens);
     float **places = malloc(num_tokens * sizeof *places); /* of each token's logits */
     at = 0;
@@ -146,7 +178,7 @@ static void run_step(struct kvpool_model *model, struct batch *batch, const int6
         at += lengths[i];
         sequence->done += lengths[i];
     }
-    void *memory[] = {ids, positions, slots, rows, starts, prefix_parts, ends, blocks, logits, is_finite, is_member, places};
+    void *memory[] = {ids, positions, slots, rows, starts, prefix_parts, ends, blocks, groups, logits, is_finite, is_member, places};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) free(memory[i]);
 }
 
