@@ -137,17 +137,20 @@ def test_a_block_within_the_window_that_changes_ends_the_layout() -> None:
     assert packing.slots(0, 10, 15, 1).tolist() == [38, 39, 12, 13, 14]
 
 
-def test_going_back_to_an_earlier_token_reads_what_it_sees() -> None:
-    """The layout was made without the block that the earlier token sees as well."""
-    packer, full, window, decode = ring(holes=False)
-    layout = decode(12).layout  # sees positions 8 … 12
-    assert decode(15).layout is layout
-    layout = packer.pack([Part([0], 15, (full, window))]).layout
-    packer.pack([Part([0, 0], 12, (full, window))])
-    assert decode(15).layout is not layout  # sees 11 … 15: entry 2
-    window[2] = 0
+@pytest.mark.parametrize("lays_out_again", [True, False])
+def test_going_back_to_an_earlier_token_checks_and_reads_what_that_one_sees(lays_out_again: bool) -> None:
+    """The earlier token sees a block that the later one does not, and that was neither checked nor sent for the later one."""
+    full, window = [1, 2, 3, 4], [0, 0, 5, 6]
+    packer = Packer(SIZE, (BlockGroup(20), BlockGroup(20, 6)), CPU, StepSizes(4, 16, 16))
+    late, early = Part([1], 15, (full, window)), Part([1] * (2 if lays_out_again else 1), 12, (full, window))
+    packer.pack([late])  # sees 10 … 15: entries 2 and 3
     with pytest.raises(PackingError, match="outside 1 … 19"):
-        decode(12)
+        packer.pack([early])  # sees 7 … 12
+    packer.pack([late])
+    window[1] = 7
+    packing = packer.pack([early])
+    assert packing.slots(0, 7, 13, 1).tolist() == [31, 20, 21, 22, 23, 24]
+    assert packing.gather_tables(4, 1).tolist() == [[0, 7, 5, 6]]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvpool.worker_service.model.forward.kv_cache import KVCache
-from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.model.forward.kv_groups import groups_of, sights
+from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
@@ -36,6 +38,63 @@ def test_tensors_have_the_layout_and_the_null_block_stays_zero() -> None:
     for layer in cache.layers:
         assert not layer.k_cache[0].any()
         assert layer.v_cache[1:].isnan().all()
+
+
+def test_each_layer_has_the_blocks_of_its_group() -> None:
+    """A layer with a window has those of the group with this window, or of the one that keeps everything."""
+    grouped = KVCachePlan(4, (GroupPlan(0, None, 5, 1), GroupPlan(1, 8, 3, 1)))
+    cache = KVCache(grouped, LAYERS, torch.bfloat16, CPU)
+    assert [(layer.group, layer.window, len(layer.k_cache)) for layer in cache.layers] == [(0, None, 5), (1, 8, 3)]
+    alone = KVCache(KVCachePlan.one_group(5, 4, 1), LAYERS, torch.bfloat16, CPU)
+    assert [(layer.group, layer.window, len(layer.v_cache)) for layer in alone.layers] == [(0, None, 5), (0, 8, 5)]
+
+
+def test_a_layer_that_reads_the_kv_of_another_one_has_its_tensors_and_writes_nothing() -> None:
+    reader = LAYERS[1]._replace(name="c", window=12, source=1)
+    layers = [*LAYERS, reader]
+    assert kv_bytes_per_token(layers, torch.bfloat16) == kv_bytes_per_token(LAYERS, torch.bfloat16)
+    assert sights(layers) == [None, 12, 12]  # what it reads must be there
+    cache = KVCache(KVCachePlan(4, (GroupPlan(0, None, 5, 1), GroupPlan(1, 12, 3, 1))), layers, torch.bfloat16, CPU)
+    _, source, read = cache.layers
+    assert read.k_cache is source.k_cache
+    assert read.v_cache is source.v_cache
+    assert (read.group, source.window, read.window) == (1, 8, 12)
+    read.write(torch.tensor([4]), torch.ones(1, 1, 1, 12), torch.ones(1, 1, 1, 4))
+    assert not source.k_cache.any()
+    source.write(torch.tensor([4]), *(torch.ones(1, 1, 1, dim, dtype=torch.bfloat16) for dim in (12, 4)))
+    assert source.k_cache[1, 0].all()
+
+
+def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None:
+    kinds = [8, None, 512, 8, None]
+    layers = [LAYERS[0]._replace(window=window) for window in kinds]
+    layers.append(layers[0]._replace(source=3))
+    assert groups_of(layers) == ((None, (1, 4)), (512, (2,)), (8, (0, 3)))
+    assert groups_of(layers, by_window=False) == ((None, (0, 1, 2, 3, 4)),)
+    assert groups_of([layers[0], layers[2]]) == ((512, (1,)), (8, (0,)))
+
+
+def test_a_plan_of_several_groups() -> None:
+    """The sum is exact, and the log has a line for each group."""
+    made = KVCachePlan(16, (GroupPlan(0, None, 101, 96), GroupPlan(1, 40, 31, 480)))
+    assert made.total_bytes == 16 * (101 * 96 + 31 * 480)
+    assert made.bytes_per_token == 576
+    # 1,000 tokens need 63 blocks of full attention. A window of 40 touches four blocks at most.
+    assert made.concurrency(1000) == min(100 / 63, 30 / 4)
+    assert made.concurrency(20) == min(100 / 2, 30 / 2)
+    assert made.describe(1000).splitlines() == [
+        "KV cache: 384.00 KiB in 2 groups, blocks of 16 tokens; at 1,000 tokens per sequence 1.59 at once",
+        "group 0 (full attention): 151.50 KiB, 100 blocks of 1.50 KiB",
+        "group 1 (window 40): 232.50 KiB, 30 blocks of 7.50 KiB",
+    ]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33])
+def test_a_window_touches_no_more_blocks_than_planned(window: int, block_size: int) -> None:
+    planned = GroupPlan(0, window, 100, 1).blocks_per_sequence(1000, block_size)
+    touched = [last // block_size - (last + 1 - window) // block_size + 1 for last in range(200, 300)]
+    assert max(touched) == planned
 
 
 def test_memory_is_taken_as_it_is_touched() -> None:

@@ -21,6 +21,9 @@ from kvpool.worker_service.attention.varlen import VarlenKernel
 from kvpool.worker_service.model.forward.kv_groups import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
+from kvpool.worker_service.model.memory.meta_model import build_meta_model
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import DTypeName, RuntimeName
 from tests.attention import paged_reference
 from tests.model.paged import NEEDS_PACKING, NEVER, SHORT_SEGMENTS, load
@@ -235,3 +238,24 @@ def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
         cache.forbid_the_null_block()
         assert torch.equal(cache.logits(TEXT, [300, 396, 397, 398], [TEXT[:290]]), expected)
         cache.runner.close()
+
+
+def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
+    loaded = load(make_gemma3(tmp_path, WINDOW))
+    settings = MemorySettings(block_size=16, num_blocks=50)
+    one, several = (loaded.plan(settings, by_window=by_window).kv_cache for by_window in (False, True))
+    assert [(group.window, group.num_blocks) for group in one.groups] == [(None, 50)]
+    assert [(group.window, group.num_blocks) for group in several.groups] == [(None, 50), (WINDOW, 50)]
+    # Two layers of five have full attention.
+    assert [group.bytes_per_token * 5 for group in several.groups] == [one.bytes_per_token * count for count in (2, 3)]
+    assert several.total_bytes == one.total_bytes
+
+
+def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_with(tmp_path: Path) -> None:
+    """Also without weights, so that the memory is planned for what is stored."""
+    loaded = load(make_gemma3n(tmp_path, WINDOW))
+    sources = [None, None, None, 1, 2]
+    assert [layer.source for layer in loaded.layers] == sources
+    meta = build_meta_model(AutoConfig.from_pretrained(tmp_path))
+    assert [layer.source for layer in meta.layers] == sources
+    assert kv_bytes_per_token(loaded.layers, torch.float32) == 3 * 2 * (16 + 16) * 4
