@@ -106,6 +106,10 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     """The last token of a prompt is always computed, and with it its block, whatever the cache holds. All before it is cached."""
     MISS_CAUSE_ON_ANOTHER_WORKER: _MissCause.ValueType  # 7
     """Another worker has it, this one does not."""
+    MISS_CAUSE_WINDOW_NOT_KEPT: _MissCause.ValueType  # 8
+    """The worker has groups with a window. Its other groups have more of the prompt, but no window that ends there is whole: none was
+    named at that boundary, or part of it was evicted.
+    """
 
 class MissCause(_MissCause, metaclass=_MissCauseEnumTypeWrapper): ...
 
@@ -126,6 +130,10 @@ MISS_CAUSE_LAST_TOKEN: MissCause.ValueType  # 6
 """The last token of a prompt is always computed, and with it its block, whatever the cache holds. All before it is cached."""
 MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ValueType  # 7
 """Another worker has it, this one does not."""
+MISS_CAUSE_WINDOW_NOT_KEPT: MissCause.ValueType  # 8
+"""The worker has groups with a window. Its other groups have more of the prompt, but no window that ends there is whole: none was
+named at that boundary, or part of it was evicted.
+"""
 Global___MissCause: _TypeAlias = MissCause  # noqa: Y015
 
 @_typing.final
@@ -250,6 +258,7 @@ class DownlinkEntry(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    BOUNDARY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, … within the session."""
     @_builtins.property
@@ -264,6 +273,10 @@ class DownlinkEntry(_message.Message):
     def drain(self) -> Global___DrainOrder:
         """Take no new requests, end the running ones, Free everything and Deregister."""
 
+    @_builtins.property
+    def boundary(self) -> Global___BoundaryOrder:
+        """Another prompt parts from a sequence's there, and waits for it."""
+
     def __init__(
         self,
         *,
@@ -271,16 +284,43 @@ class DownlinkEntry(_message.Message):
         grant: _common_pb2.BlockRun | None = ...,
         stop: _common_pb2.SequenceKey | None = ...,
         drain: Global___DrainOrder | None = ...,
+        boundary: Global___BoundaryOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "entry", b"entry", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "drain", b"drain", "entry", b"entry", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "entry", b"entry", "grant", b"grant", "number", b"number", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "drain", b"drain", "entry", b"entry", "grant", b"grant", "number", b"number", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["grant", "stop", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["grant", "stop", "drain", "boundary"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
 Global___DownlinkEntry: _TypeAlias = DownlinkEntry  # noqa: Y015
+
+@_typing.final
+class BoundaryOrder(_message.Message):
+    """Adds a boundary to those that Granted has listed. Too late, and to be ignored, if the sequence is past it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """A multiple of block_size."""
+    @_builtins.property
+    def key(self) -> _common_pb2.SequenceKey: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.SequenceKey | None = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundaryOrder: _TypeAlias = BoundaryOrder  # noqa: Y015
 
 @_typing.final
 class DrainOrder(_message.Message):
@@ -561,6 +601,8 @@ class ReportedSequence(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    SCRATCH_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """All tokens known, from position 0."""
     num_computed_tokens: _builtins.int
@@ -573,7 +615,17 @@ class ReportedSequence(_message.Message):
     def root(self) -> _common_pb2.Root: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Its block tables, one run per group; a group that is not listed has an empty one."""
+        """Its block tables, one run per group; a group that is not listed has an empty one. Of a group with a window its named blocks, in
+        as many runs as needed.
+        """
+
+    @_builtins.property
+    def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Its scratch blocks in groups with a window."""
+
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Boundaries that it has yet to reach, in tokens."""
 
     def __init__(
         self,
@@ -584,10 +636,12 @@ class ReportedSequence(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         tables: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "root", b"root", "tables", b"tables", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "key", b"key", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "root", b"root", "scratch", b"scratch", "tables", b"tables", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -798,6 +852,8 @@ class AllocateItem(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     NO_WAIT_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
+    RETENTION_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """The prompt; after a preemption or on another attempt, prompt and generated tokens. At least one token."""
     max_new_tokens: _builtins.int
@@ -808,10 +864,18 @@ class AllocateItem(_message.Message):
     """Grant at once, even if another sequence is computing a prefix of this prompt."""
     max_cached_tokens: _builtins.int
     """Most tokens to serve from the cache. Unset: all that are cached. 0: none."""
+    retention_interval_tokens: _builtins.int
+    """For workers with windows: keep the window after every so many tokens of the sequence. Rounded up to blocks; 0: do not."""
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For workers with windows: lengths of the prompt, in tokens, from where other prompts will go on, as the end of a system prompt.
+        Rounded down to blocks; at most 8. The manager adds those that it knows itself, see Granted.
+        """
+
     def __init__(
         self,
         *,
@@ -821,10 +885,12 @@ class AllocateItem(_message.Message):
         max_new_tokens: _builtins.int = ...,
         no_wait: _builtins.bool = ...,
         max_cached_tokens: _builtins.int | None = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        retention_interval_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "max_new_tokens", b"max_new_tokens", "no_wait", b"no_wait", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "boundaries", b"boundaries", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "max_new_tokens", b"max_new_tokens", "no_wait", b"no_wait", "retention_interval_tokens", b"retention_interval_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_cached_tokens: _TypeAlias = _typing.Literal["max_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_cached_tokens: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens"]  # noqa: Y015
@@ -896,21 +962,38 @@ class Granted(_message.Message):
 
     TABLES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SCRATCH_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Tokens whose KV the first blocks of the tables already hold: a multiple of block_size, less than the prompt."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Block tables, one run per group, from table index 0, long enough for the tokens of the request."""
+        """Block tables, one run per group, from table index 0, long enough for the tokens of the request. Of a group with a window the run has
+        the blocks of the window that is hit, and may be empty.
+        """
+
+    @_builtins.property
+    def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Scratch blocks, one run per group with a window."""
+
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the sequence is to name the blocks of its windows, in tokens, ascending: at the end of the prompt, where the prompt leaves
+        the known tree, and as the request asked. The worker also names the window at the end of the text. A boundary that is not named
+        is a lost hit, not an error.
+        """
 
     def __init__(
         self,
         *,
         tables: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         num_cached_tokens: _builtins.int = ...,
+        scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "num_cached_tokens", b"num_cached_tokens", "scratch", b"scratch", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -958,6 +1041,7 @@ class SequenceUpdate(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    SCRATCH_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Position of tokens[0]. What overlaps the tokens known must equal them; a gap is refused."""
     tokens: _builtins.bytes
@@ -969,11 +1053,18 @@ class SequenceUpdate(_message.Message):
     def bound(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
         """Blocks bound from the reserve: table entries that the manager may not know yet. Each must already be that entry, or
         be reserved for this session with that generation and join on to the table; otherwise the whole item changes nothing.
+        In a group with a window: computed blocks of a window, at any index, out of the sequence's scratch blocks or the reserve.
         """
 
     @_builtins.property
     def released(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Entries that the worker gave up (sliding windows). Must be empty in this version."""
+        """Groups with a window only: what the sequence no longer uses. Entries of the table, at their index, and scratch blocks, whose
+        index is ignored. May contain what `bound` and `scratch` of the same update name. What is gone already is ignored.
+        """
+
+    @_builtins.property
+    def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
+        """Groups with a window only: blocks of the reserve that the sequence uses as scratch, in addition to those granted."""
 
     def __init__(
         self,
@@ -984,10 +1075,11 @@ class SequenceUpdate(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         bound: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         released: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "key", b"key", "num_computed_tokens", b"num_computed_tokens", "released", b"released", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "key", b"key", "num_computed_tokens", b"num_computed_tokens", "released", b"released", "scratch", b"scratch", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2440,6 +2532,7 @@ class Miss(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     LEADER_POSITION_FIELD_NUMBER: _builtins.int
     OTHER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_PASSED_TOKENS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of the first token that is not served."""
     cause: Global___MissCause.ValueType
@@ -2455,6 +2548,8 @@ class Miss(_message.Message):
     """ON_ANOTHER_WORKER, OTHER_ROOT: a worker that has it. EVICTED: the same, if there is one. BEING_COMPUTED: the worker that computes
     it, if it is another one.
     """
+    num_passed_tokens: _builtins.int
+    """WINDOW_NOT_KEPT: how many of the prompt's tokens the groups without a window have."""
     @_builtins.property
     def evicted_for(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
@@ -2478,10 +2573,11 @@ class Miss(_message.Message):
         leader: _common_pb2.SequenceKey | None = ...,
         leader_position: _builtins.int = ...,
         other_worker_id: _builtins.str = ...,
+        num_passed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evicted_for", b"evicted_for", "leader", b"leader", "other_root", b"other_root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "evicted_for", b"evicted_for", "evicted_ms_ago", b"evicted_ms_ago", "leader", b"leader", "leader_position", b"leader_position", "other_block_size", b"other_block_size", "other_root", b"other_root", "other_salt", b"other_salt", "other_worker_id", b"other_worker_id", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "evicted_for", b"evicted_for", "evicted_ms_ago", b"evicted_ms_ago", "leader", b"leader", "leader_position", b"leader_position", "num_passed_tokens", b"num_passed_tokens", "other_block_size", b"other_block_size", "other_root", b"other_root", "other_salt", b"other_salt", "other_worker_id", b"other_worker_id", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,22 +132,30 @@ Global___FullAttentionSpec: _TypeAlias = FullAttentionSpec  # noqa: Y015
 
 @_typing.final
 class SlidingWindowSpec(_message.Message):
-    """Layers see the last `window_tokens` positions. Not granted by this version: register such layers as full
-    attention and apply the window in the attention kernel.
+    """Layers see the last `window_tokens` positions. A sequence has no dense table in such a group: it is granted scratch blocks, which
+    the worker writes as it likes, as a ring: a block whose tokens no unfinished step sees any more is written again. Only the blocks of
+    windows that end at a boundary are named to the manager, so that others can go on from there (Granted.boundaries).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    RING_BLOCKS_FIELD_NUMBER: _builtins.int
     window_tokens: _builtins.int
+    """w: the position of a token itself included. At least 2."""
+    ring_blocks: _builtins.int
+    """Scratch blocks of one sequence: ⌈(w − 1 + c) / block_size⌉ + 1 for a worker that computes at most c tokens of a prompt in one step.
+    At least ⌈(w − 1) / block_size⌉ + 1. A short sequence is granted no more than it can fill.
+    """
     def __init__(
         self,
         *,
         window_tokens: _builtins.int = ...,
+        ring_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ring_blocks", b"ring_blocks", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,8 +249,9 @@ Global___KVCachePool: _TypeAlias = KVCachePool  # noqa: Y015
 @_typing.final
 class KVCacheConfig(_message.Message):
     """The layout of a worker's KV cache: groups 0, 1, … in this order, 16 at most, each with one pool in TIER_DEVICE. A sequence has a
-    block table for each group, all of the same length; a prefix is a hit as far as every group has its blocks. This version takes
-    full-attention groups only.
+    block table for each full-attention group, all of the same length, and what SlidingWindowSpec says for the others. A prefix of m
+    blocks is a hit if every full-attention group has all of them, and every group with a window w the last
+    min(m, ⌈(w − 1) / block_size⌉). This version takes full-attention and sliding-window groups.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -286,7 +295,8 @@ class BlockRun(_message.Message):
     tier: Global___Tier.ValueType
     start_index: _builtins.int
     """Table index of the first entry; entry i is at table index start_index + i and holds the KV of positions
-    (start_index + i) · block_size onward. Ignored where the blocks are a set.
+    (start_index + i) · block_size onward. Ignored where the blocks are a set. A group with a window may have several runs in one
+    table, with holes between them.
     """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
