@@ -20,6 +20,7 @@ _CAUSES: Mapping[MissCause, cache_pb2.MissCause.ValueType] = {
     MissCause.PARTIAL_TAIL: cache_pb2.MISS_CAUSE_PARTIAL_TAIL,
     MissCause.LAST_TOKEN: cache_pb2.MISS_CAUSE_LAST_TOKEN,
     MissCause.ON_ANOTHER_WORKER: cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER,
+    MissCause.WINDOW_NOT_KEPT: cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT,
 }
 assert _CAUSES.keys() == set(MissCause), "every cause has its name on the wire"
 
@@ -44,7 +45,9 @@ def _encode_worker(worker: WorkerExplanation, now: float) -> cache_pb2.WorkerExp
 
 
 def _encode_miss(miss: Miss, now: float) -> cache_pb2.Miss:
-    encoded = cache_pb2.Miss(position=miss.position, cause=_CAUSES[miss.cause])
+    encoded = cache_pb2.Miss(
+        position=miss.position, cause=_CAUSES[miss.cause], num_passed_tokens=miss.num_passed_tokens
+    )
     if miss.evicted is not None:
         encoded.evicted_ms_ago = min(_MAX_AGE_MS, max(0, round((now - miss.evicted.at) * 1000)))
         if miss.evicted.key is not None:

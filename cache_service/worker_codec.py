@@ -19,6 +19,7 @@ from .core.messages import (
     AppendItem,
     AppendOutcome,
     BlockCounts,
+    Boundary,
     ContentRun,
     DownlinkEntry,
     Grant,
@@ -188,15 +189,17 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
             if found != index:
                 raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {found}")
         spec = group.WhichOneof("spec")
-        if spec != "full_attention":
+        if spec not in ("full_attention", "sliding_window"):
             raise Refusal(
                 Reason.UNSUPPORTED,
-                f"kv_cache_config.groups[{index}]: this version serves full_attention only, got {spec or 'no spec'}; register "
-                "windowed layers as full attention and apply the window in the kernel",
+                f"kv_cache_config.groups[{index}]: this version serves full_attention and sliding_window, got {spec or 'no spec'}",
                 field=f"kv_cache_config.groups[{index}]",
             )
         _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")
-        groups.append(Group(pool.num_blocks, group.bytes_per_block))
+        window = group.sliding_window
+        if spec == "sliding_window" and not window.window_tokens:
+            raise bad_field(f"kv_cache_config.groups[{index}].sliding_window.window_tokens", "needed 2 or more, got 0")
+        groups.append(Group(pool.num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks))
     return Layout(config.block_size, tuple(groups))
 
 
@@ -250,6 +253,9 @@ def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
         return cache_pb2.DownlinkEntry(number=number, grant=run)
     if isinstance(content, Stop):
         return cache_pb2.DownlinkEntry(number=number, stop=encode_key(content.key))
+    if isinstance(content, Boundary):
+        boundary = cache_pb2.BoundaryOrder(key=encode_key(content.key), num_tokens=content.num_tokens)
+        return cache_pb2.DownlinkEntry(number=number, boundary=boundary)
     grace = content.grace_seconds
     order = cache_pb2.DrainOrder(grace_ms=None if grace is None else round(grace * 1000))
     return cache_pb2.DownlinkEntry(number=number, drain=order)
@@ -313,6 +319,8 @@ def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> Reporte
         num_computed_tokens=message.num_computed_tokens,
         num_cached_tokens=message.num_cached_tokens,
         tables=_decode_tables(message.tables, f"sequences[{index}].tables"),
+        scratch=_decode_blocks(message.scratch, f"sequences[{index}].scratch"),
+        boundaries=tuple(message.boundaries),
     )
 
 
@@ -331,20 +339,22 @@ def decode_allocate_item(message: cache_pb2.AllocateItem) -> AllocateItem:
         max_new_tokens=message.max_new_tokens,
         no_wait=message.no_wait,
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
+        boundaries=tuple(message.boundaries),
+        retention_interval=message.retention_interval_tokens,
     )
 
 
 def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
     if not message.HasField("key"):
         raise bad_field("update.key", "missing")
-    if message.released:
-        raise bad_field("update.released", "must be empty in this version: it has no sliding windows")
     return SequenceUpdate(
         key=_decode_key(message.key),
         start=message.start,
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
         bound=_decode_tables(message.bound, "update.bound"),
+        scratch=_decode_blocks(message.scratch, "update.scratch"),
+        released=_decode_tables(message.released, "update.released"),
     )
 
 
@@ -370,8 +380,17 @@ def decode_free_items(messages: Iterable[cache_pb2.FreeItem]) -> list[SequenceUp
 def encode_allocate_outcome(outcome: AllocateOutcome) -> cache_pb2.AllocateResult:
     """The answer to one AllocateItem."""
     if isinstance(outcome, Granted):
-        tables = [_encode_run(group, 0, *table) for group, table in enumerate(outcome.tables)]
-        granted = cache_pb2.Granted(tables=tables, num_cached_tokens=outcome.num_cached_tokens)
+        tables = outcome.tables
+        granted = cache_pb2.Granted(
+            tables=[_encode_run(group, one.start, one.blocks, one.generations) for group, one in enumerate(tables)],
+            num_cached_tokens=outcome.num_cached_tokens,
+            scratch=[
+                _encode_run(group, 0, *zip(*one.scratch, strict=True))
+                for group, one in enumerate(tables)
+                if one.scratch
+            ],
+            boundaries=outcome.boundaries,
+        )
         return cache_pb2.AllocateResult(status=status.ok(), granted=granted)
     if isinstance(outcome, Wait):
         wait = cache_pb2.Wait(leader=encode_key(outcome.leader), position=outcome.position)

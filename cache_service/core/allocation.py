@@ -10,7 +10,8 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
                    | leaves it            |                                |
 
 Of a worker with several groups this is true of each group's table and pool, with one h for all: every group has a usable copy of
-every node up to h.
+every node up to h. A group with a window has only the last ⌈(w−1)/B⌉ of them, and in place of fresh blocks with an index it gets
+its scratch blocks, as many as its ring has.
 
 h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
@@ -19,13 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from itertools import chain
 
-from .copies import SLOT_BITS, SLOT_MASK, Holder
+from .block_pool import BlockPool
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, AllocateItem, Granted, GrantedTable, Limits, Wait
+from .hits import hits_in
+from .messages import TOKEN_BYTES, AllocateItem, Boundary, Granted, GrantedTable, Limits, ReservedBlock, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session
+from .windows import NONE_KEPT, KeptBoundaries, WindowTable
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
@@ -70,6 +74,9 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             cure="shorten the prompt, lower max_tokens",
             field="tokens",
         )
+    session.require_window_room(num_blocks, "tokens")
+    if len(item.boundaries) > limits.max_boundaries:
+        raise bad_field("boundaries", f"at most {limits.max_boundaries}, got {len(item.boundaries)}")
 
 
 def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:
@@ -103,23 +110,19 @@ def granted(sequence: Sequence) -> Granted:
     """The present tables of a live sequence."""
     pools = sequence.session.pools
     tables = [GrantedTable(tuple(table), pools[i].generations(table)) for i, table in enumerate(sequence.tables)]
-    return Granted(tuple(tables), sequence.num_cached_tokens)
+    for pool in sequence.session.window_pools:
+        window = sequence.windows[pool.slot]
+        assert window is not None
+        tables[pool.slot] = _granted_window(pool, window)
+    boundaries = tuple([one * sequence.session.block_size for one in sequence.boundaries])
+    return Granted(tuple(tables), sequence.num_cached_tokens, boundaries)
 
 
-def hits_in(path: List[Node], holder: Holder, max_blocks: int) -> tuple[list[int], ...]:
-    """By slot: the holder's copies along the path, up to the first node that some slot has none of."""
-    found: list[int] = []
-    for node in path[:max_blocks]:
-        blocks = node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder)
-        if not blocks:
-            break
-        found.append(blocks)
-    num_slots = len(holder.signatures)
-    if num_slots == 1:
-        return (found,)
-    hits = tuple([blocks >> slot * SLOT_BITS & SLOT_MASK for blocks in found] for slot in range(num_slots))
-    num_hits = min(one.index(0) if 0 in one else len(one) for one in hits)
-    return tuple(one[:num_hits] for one in hits)
+def _granted_window(pool: BlockPool, window: WindowTable) -> GrantedTable:
+    start, end = min(window.entries, default=0), max(window.entries, default=-1) + 1
+    blocks = tuple(window.entries.get(index, 0) for index in range(start, end))
+    scratch = tuple(ReservedBlock(block, pool.generation(block)) for block in window.scratch)
+    return GrantedTable(blocks, pool.generations(blocks), start, scratch)
 
 
 def longest_run(leaders: Iterable[Leader], path: List[Node], begin: int, end: int, block_size: int) -> Wait | None:
@@ -141,20 +144,64 @@ def longest_run(leaders: Iterable[Leader], path: List[Node], begin: int, end: in
 
 
 def _prefix_in_flight(
-    session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int
+    session: Session, item: AllocateItem, path: list[Node], num_hits: int, max_blocks: int, limits: Limits
 ) -> Wait | None:
     """The leader of the longest run of the path's nodes that follow the hits, if there is one. Another attempt of the sequence
     itself is no leader: granting this one fences it."""
     end = min(max_blocks, len(path))
+    holder, sequence_id = session.holder, item.key.sequence_id
+    if holder.window_slots:
+        return _boundary_in_flight(session, sequence_id, path, num_hits, end, limits)
     if num_hits >= end or path[num_hits].leaders is None:
         return None
-    holder, sequence_id = session.holder, item.key.sequence_id
     leaders = (
         leader
         for leader in path[num_hits].iter_leaders()
         if leader.holder is holder and not leader.fenced and leader.key.sequence_id != sequence_id
     )
     return longest_run(leaders, path, num_hits, end, session.block_size)
+
+
+def _boundary_in_flight(
+    session: Session, sequence_id: str, path: list[Node], num_hits: int, end: int, limits: Limits
+) -> Wait | None:
+    """The leader of the deepest of the path's nodes that is being computed: where the path leaves what it computes, it names its
+    windows, so that this prompt, and not only the one after it, hits there. A leader that does not know of this place is told."""
+    for index in range(end - 1, num_hits - 1, -1):
+        for leader in path[index].iter_leaders():
+            if leader.holder is not session.holder or leader.fenced or leader.key.sequence_id == sequence_id:
+                continue
+            sequence = session.sequences[leader.key.sequence_id, leader.key.attempt]
+            boundary = _add_boundary(session, sequence, index + 1, limits)
+            return Wait(leader.key, boundary * session.block_size) if boundary > num_hits else None
+    return None
+
+
+def _add_boundary(session: Session, sequence: Sequence, boundary: int, limits: Limits) -> int:
+    """Make it a boundary of the sequence, which has not computed so far, if it may have one more; returns the last one up to it."""
+    if boundary not in sequence.boundaries:
+        if len(sequence.boundaries) < limits.max_boundaries and not session.downlink.is_full:
+            sequence.boundaries = tuple(sorted((*sequence.boundaries, boundary)))
+            session.downlink.push(Boundary(sequence.key, boundary * session.block_size))
+        else:
+            return max([one for one in sequence.boundaries if one <= boundary], default=0)
+    return boundary
+
+
+def _boundaries(
+    num_tokens: int, path: List[Node], num_hits: int, block_size: int, kept: KeptBoundaries, limits: Limits
+) -> tuple[int, ...]:
+    """Where a sequence is to name windows: at the end of its prompt, where the prompt leaves the known tree, if others go on there,
+    and where the item asks for it. If there are too many, the last of these are left out."""
+    last = (num_tokens - 1) // block_size
+    chosen: set[int] = set()
+    is_junction = bool(path) and (path[-1].has_children or path[-1].leaders is not None)
+    for boundary in chain((last, len(path) if is_junction else last), kept.between(num_hits + 1, last)):
+        if num_hits < boundary <= last:
+            chosen.add(boundary)
+        if len(chosen) == limits.max_boundaries:
+            break
+    return tuple(sorted(chosen))
 
 
 def allocate(
@@ -188,16 +235,25 @@ def allocate(
     if item.max_cached_tokens is not None:
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
-    hits = hits_in(path, session.holder, max_hits)
-    num_hits = len(hits[0])
+    num_hits, hits = hits_in(path, session.holder, max_hits)
     if not item.no_wait:
-        wait = _prefix_in_flight(session, item, path, num_hits, max_hits)
+        wait = _prefix_in_flight(session, item, path, num_hits, max_hits, limits)
         if wait is not None:
             return wait
 
     num_fresh = -(-num_tokens // block_size) - num_hits
-    session.require_available([num_fresh] * len(hits), hits)
+    num_wanted = [num_fresh] * len(hits)
+    if session.window_pools:
+        num_to_compute = -(-(num_tokens + max(item.max_new_tokens, 1) - 1) // block_size) - num_hits
+        for pool in session.window_pools:
+            num_wanted[pool.slot] = session.num_scratch(pool.slot, num_to_compute)
+    session.require_available(num_wanted, hits)
     session.account.require_tokens(num_tokens)
+    kept = NONE_KEPT
+    boundaries: tuple[int, ...] = ()
+    if session.window_pools:
+        kept = KeptBoundaries((one // block_size for one in item.boundaries), -(-item.retention_interval // block_size))
+        boundaries = _boundaries(num_tokens, path, num_hits, block_size, kept, limits)
 
     if root is None:
         root = tree.intern_root(item.root, block_size)
@@ -210,9 +266,16 @@ def allocate(
     for node in path[num_hits:]:
         node.add_leader(sequence)
     sequence.nodes = path
-    for pool in session.pools:
-        hits[pool.slot].extend(pool.take_held(num_fresh, generation))
-    sequence.tables = hits
+    # In the order of the groups, as `require_available` has counted what is left of the budget.
+    fresh = [pool.take_held(count, generation) for pool, count in zip(session.pools, num_wanted, strict=True)]
+    for pool in session.full_pools:
+        hits[pool.slot].extend(fresh[pool.slot])
+    if session.window_pools:
+        _enter_windows(session, sequence, hits, fresh, num_hits)
+        sequence.boundaries = boundaries
+        sequence.kept = kept
+    else:
+        sequence.tables = hits
     sequence.num_named = [num_hits + num_fresh] * len(hits)
     sequence.num_sealed = num_hits
     sequence.num_cached_tokens = sequence.num_computed_tokens = num_hits * block_size
@@ -225,3 +288,20 @@ def allocate(
         deepest = path[num_hits - 1] if num_hits else None
         tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)
     return granted(sequence)
+
+
+def _enter_windows(
+    session: Session,
+    sequence: Sequence,
+    hits: tuple[list[int], ...],
+    fresh: List[List[int]],
+    num_hits: int,
+) -> None:
+    """Give the sequence its tables, dense ones and windows."""
+    windows: list[WindowTable | None] = [None] * len(hits)
+    for pool in session.window_pools:
+        blocks = hits[pool.slot]
+        entries = dict(enumerate(blocks, num_hits - len(blocks)))
+        windows[pool.slot] = WindowTable(session.holder.spans[pool.slot], entries, fresh[pool.slot])
+    sequence.windows = tuple(windows)
+    sequence.tables = tuple([] if window is not None else table for table, window in zip(hits, windows, strict=True))

@@ -173,7 +173,9 @@ class BlockMirror:
             root = sequence.root
             assert isinstance(root, RootNode)
             number = self._salts.number(root.key[0].tenant_salt)
-            for block in sequence.tables[self._pool.slot][sequence.num_sealed :]:
+            slot = self._pool.slot
+            window = sequence.windows[slot] if sequence.windows else None
+            for block in sequence.tables[slot][sequence.num_sealed :] if window is None else window.scratch:
                 found[block] = number
         return found
 

@@ -2,7 +2,8 @@
 
 The free list is an intrusive doubly linked list through `_next` and `_previous`; block 0, the null block, is its sentinel. Its
 head is granted next. Every operation is O(1) in the number of blocks. A block on the list is *free* (holds nothing) or *cached*
-(sealed, still a hit); off the list it is *reserved* (granted, bound to no sequence) or *held* (in ref_count tables).
+(sealed, still a hit); all free ones come before all cached ones, and of these the *demoted* ones are taken first. Off the list it
+is *reserved* (granted, bound to no sequence) or *held* (ref_count sequences have it).
 
 The pool keeps its own counts and states; it does not know sequences. Only `seal`, `take` and `release` change the tree and the pool
 together.
@@ -18,10 +19,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
+from itertools import islice
 
 from .block_changes import BlockChanges
 from .budget import Account
-from .copies import SLOT_BITS, SLOT_MASK, Holder
+from .copies import SLOT_BITS, SLOT_MASK, Holder, block_at
 from .messages import BlockCounts
 from .prefix_tree import Node, PrefixTree
 
@@ -82,6 +84,8 @@ class BlockPool:
         self._previous = array("I", [self.num_known - 1, *range(self.num_known - 1)])
         self._duplicates: dict[Node, dict[int, None]] = {}
         """Held blocks that hold the same content as the copy that serves hits; by node, oldest first."""
+        self._demoted: dict[int, None] = {}
+        """Cached blocks that are evicted before the others, oldest first."""
         self._num_free = num_blocks - 1
         self._num_cached = 0
         self._num_reserved = 0
@@ -194,10 +198,15 @@ class BlockPool:
         """Blocks from the next to be granted to the last, those that are withheld in their place. The list must not change
         meanwhile."""
         block = self._next[0]
-        while block:
+        while block and self._state[block] == FREE:
             yield block
             if block == self.num_known - 1:
                 yield from range(self.num_known, self.num_blocks)
+            block = self._next[block]
+        yield from self._demoted
+        while block:
+            if block not in self._demoted:
+                yield block
             block = self._next[block]
 
     # -- looking, for pictures
@@ -259,6 +268,10 @@ class BlockPool:
         """Whether the block is listed as one that holds `node` and is not the copy that serves hits."""
         return block in self._duplicates.get(node, ())
 
+    def demoted(self) -> list[int]:
+        """Cached blocks that are evicted before the others, as of now."""
+        return list(self._demoted)
+
     # -- the list
 
     def _unlink(self, block: int) -> None:
@@ -282,6 +295,8 @@ class BlockPool:
 
     def _take(self, count: int, generation: int) -> list[int]:
         """Take `count` blocks off the head of the list, evicting what they hold. The caller sets their states."""
+        if self._demoted:
+            self._put_demoted_first(count - (self._num_free - self.num_withheld))
         follows, states = self._next, self._state
         blocks = []
         before, block = 0, follows[0]
@@ -319,6 +334,13 @@ class BlockPool:
         if self.changes is not None:
             self.changes.used.update(blocks)
         return blocks
+
+    def _put_demoted_first(self, count: int) -> None:
+        """Move that many demoted blocks to the head of the list, because the next grant takes all free blocks and these."""
+        for block in list(islice(self._demoted, max(0, count))):
+            del self._demoted[block]
+            self._unlink(block)
+            self._push_head(block)
 
     def _grow(self) -> None:
         """Make records of some of the blocks that the last known one represents, and put them on the list after it."""
@@ -382,6 +404,7 @@ class BlockPool:
             if count == 0:
                 assert self._state[block] == CACHED
                 self._unlink(block)
+                self._demoted.pop(block, None)
                 self._num_cached -= 1
                 self._state[block] = HELD
             elif count == 1:
@@ -419,6 +442,12 @@ class BlockPool:
             self._num_free += 1
             self._push_head(block)
 
+    def release_demoted(self, block: int) -> None:
+        """`release`, and if the block is cached then, it is evicted before the others: it is not expected to be hit again."""
+        self.release(block)
+        if self._state[block] == CACHED:
+            self._demoted[block] = None
+
     # -- content
 
     def seal(self, block: int, node: Node) -> None:
@@ -444,6 +473,8 @@ class BlockPool:
         else:
             if self._tree.journal is not None:
                 self._tree.journal.removed(node, self.holder, self.slot)
+            if self.holder.window_slots and self.slot in self.holder.full_slots:
+                self._empty_dependents(node)
             node.set_copy(self.holder, self.slot, 0)
             # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
             evicted = self._evicted
@@ -452,6 +483,34 @@ class BlockPool:
             self._tree.prune(node)
         if others is not None and not others:
             del self._duplicates[node]
+
+    def _empty_dependents(self, node: Node) -> None:
+        """A window without the KV before it serves no hit: empty the copies of the node in the groups with windows. No sequence has
+        them, because it would have this group's block too."""
+        blocks = node.blocks_in(self.holder)
+        for slot in self.holder.window_slots:
+            block = block_at(blocks, slot)
+            if block:
+                self.holder.pools[slot].empty(block)
+
+    def empty(self, block: int) -> None:
+        """Drop the content of a cached block, and make it the next to be granted. The caller keeps the node."""
+        assert self._state[block] == CACHED
+        node = self._node[block]
+        assert node is not None
+        assert node not in self._duplicates
+        if self._tree.journal is not None:
+            self._tree.journal.removed(node, self.holder, self.slot)
+        node.set_copy(self.holder, self.slot, 0)
+        self._node[block] = None
+        self._demoted.pop(block, None)
+        self._unlink(block)
+        self._state[block] = FREE
+        self._num_cached -= 1
+        self._num_free += 1
+        self._push_head(block)
+        if self.changes is not None:
+            self.changes.others.add(block)
 
     # -- what a worker reports of an earlier session
 
@@ -497,6 +556,7 @@ class BlockPool:
     def touch(self, block: int) -> None:
         """Make a cached block the most recently used one."""
         assert self._state[block] == CACHED
+        self._demoted.pop(block, None)
         self._unlink(block)
         self._push_tail(block)
 

@@ -158,7 +158,14 @@ class Contents:
             self._add(Cleared(self.last_number + 1, session.number, session.worker_id))
 
     def sealed(
-        self, key: SequenceKey, holder: Holder, slot: int, nodes: list[Node], table: list[int], begin: int, end: int
+        self,
+        key: SequenceKey,
+        holder: Holder,
+        slot: int,
+        nodes: list[Node],
+        table: list[int] | dict[int, int],
+        begin: int,
+        end: int,
     ) -> None:
         """The sequence has computed nodes[begin:end], in the blocks of its table at the same places. Where another block of the
         pool has the content already, nothing has changed."""

@@ -15,15 +15,22 @@ class Pool(Protocol):
     def node(self, block: int) -> object:
         """The node that a sealed block holds."""
 
+    def empty(self, block: int) -> None:
+        """Drop the content of a cached block."""
+
 
 class Holder:
     """What holds copies of nodes: a session's pools. A copy is a block in a *slot*, the index of its pool."""
 
-    __slots__ = ("pools", "retired", "signatures")
+    __slots__ = ("full_slots", "pools", "retired", "signatures", "spans", "window_slots")
 
-    def __init__(self, signatures: tuple[int, ...]) -> None:
+    def __init__(self, signatures: tuple[int, ...], spans: tuple[int, ...] = ()) -> None:
         self.signatures = signatures
         """By slot; see Copies."""
+        self.spans = spans or (0,) * len(signatures)
+        """By slot: how many of the last nodes of a path a hit needs; 0: all of them."""
+        self.full_slots = tuple(slot for slot, span in enumerate(self.spans) if not span)
+        self.window_slots = tuple(slot for slot, span in enumerate(self.spans) if span)
         self.pools: tuple[Pool, ...] = ()
         """By slot. They refer to their holder: to be emptied when the session's last copy is gone."""
         self.retired = False
@@ -36,10 +43,14 @@ class Holder:
         return reduce(xor, (one for slot, one in enumerate(self.signatures) if block_at(blocks, slot)), 0)
 
     def is_complete(self, blocks: int) -> bool:
-        """Whether there is a block in each slot."""
-        if len(self.signatures) == 1:
+        """Whether there is a block in each slot without a window: a look-up can pass the node. Without such slots, in any slot."""
+        if len(self.signatures) == 1 or not self.full_slots:
             return blocks != 0
-        return all(block_at(blocks, slot) for slot in range(len(self.signatures)))
+        return all(block_at(blocks, slot) for slot in self.full_slots)
+
+    def has_windows(self, blocks: int) -> bool:
+        """Whether there is a block in each slot with a window."""
+        return all(block_at(blocks, slot) for slot in self.window_slots)
 
 
 # A holder's blocks with the content of one node are one number: SLOT_BITS for each slot, the first one lowest; 0 where there is

@@ -52,11 +52,11 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
     owners: dict[int, list[SequenceKey]] = {}
     places: dict[int, tuple[int, int]] = {}
     for sequence in session.sequences.values():
-        for index, block in enumerate(sequence.tables[group]):
+        for index, block in _places(sequence, group):
             if begin <= block < end:
                 owners.setdefault(block, []).append(sequence.key)
-                count = sequence.token_count(index)
-                places[block] = index, max(count, places.get(block, (0, 0))[1])
+                count = 0 if index is None else sequence.token_count(index)
+                places[block] = index or 0, max(count, places.get(block, (0, 0))[1])
     positions: dict[int, int] = {}
     for position, block in enumerate(pool.free_list()):
         if position >= MAX_FREE_LIST_POSITION:
@@ -84,6 +84,14 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
             )
         )
     return blocks
+
+
+def _places(sequence: Sequence, group: int) -> Iterable[tuple[int | None, int]]:
+    """Table index and block of all that a sequence has in a group; None: a scratch block."""
+    window = sequence.windows[group] if sequence.windows else None
+    if window is None:
+        return enumerate(sequence.tables[group])
+    return [*window.entries.items(), *((None, block) for block in window.scratch)]
 
 
 class BlockContent(NamedTuple):
@@ -117,16 +125,15 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
             table = sequence.tables[group]
             if block in table[sequence.num_sealed :]:
                 return _filling(sequence, pool, block, table.index(block, sequence.num_sealed))
+            window = sequence.windows[group] if sequence.windows else None
+            if window is not None and block in window.scratch:
+                return _scratch(sequence, pool, block)
     return BlockContent(_one(pool, block, None, 0, 0, ()), None, b"", (), ())
 
 
 def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockContent:
     group, depth = pool.slot, node.depth
-    owners = [
-        sequence
-        for sequence in session.sequences.values()
-        if depth < len(sequence.tables[group]) and sequence.tables[group][depth] == block
-    ]
+    owners = [sequence for sequence in session.sequences.values() if sequence.block_at(group, depth) == block]
     pieces, blocks = [node.tokens], [block]
     root = node.parent
     while root is not None and not isinstance(root, RootNode):
@@ -141,6 +148,13 @@ def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockC
         tuple(reversed(blocks)),
         _others(owners, group, blocks),
     )
+
+
+def _scratch(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
+    """Only its worker knows what is in it at the moment."""
+    assert isinstance(sequence.root, RootNode)
+    others = _others([sequence], pool.slot, [block])
+    return BlockContent(_one(pool, block, None, 0, 0, (sequence.key,)), sequence.root.key[0], b"", (), others)
 
 
 def _filling(sequence: Sequence, pool: BlockPool, block: int, index: int) -> BlockContent:
@@ -160,7 +174,7 @@ def _others(owners: Iterable[Sequence], group: int, blocks: Iterable[int]) -> tu
     """Blocks in the tables of the first owners, without these."""
     found: set[int] = set()
     for owner in islice(owners, MAX_OWNERS_PER_BLOCK):
-        found.update(islice(owner.tables[group], MAX_OWNER_BLOCKS))
+        found.update(islice(owner.blocks(group), MAX_OWNER_BLOCKS))
     return tuple(sorted(found.difference(blocks))[:MAX_OWNER_BLOCKS])
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .messages import DownlinkEntry, Drain, Grant, Stop
+from .messages import DownlinkEntry, Drain, Entry, Grant
 
 _ENTRY_WEIGHT = 16
 """Weight in blocks of an entry that grants none: the id of a sequence is as long."""
 
 
-def _weight(entry: Grant | Stop | Drain) -> int:
+def _weight(entry: Entry) -> int:
     """Size of an entry in a message, in blocks."""
     return max(len(entry.blocks), 1) if isinstance(entry, Grant) else _ENTRY_WEIGHT
 
@@ -31,7 +31,7 @@ class Downlink:
         """Whether the worker must acknowledge entries before more can be pushed."""
         return len(self._entries) >= self._max_entries
 
-    def push(self, entry: Grant | Stop | Drain) -> None:
+    def push(self, entry: Entry) -> None:
         """Append an entry under the next number. The list must not be full, except for the session's one Drain."""
         assert not self.is_full or isinstance(entry, Drain)
         self._last_number += 1

@@ -6,6 +6,7 @@ Of the blocks of a prompt of n tokens, a worker serves the first h. The first li
     h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block
     h = ⌊(n−1)/B⌋, B divides n            last token: it is always computed, and with it its block, cached or not
     a sequence here computes it           being computed: Allocate would let the prompt wait for it
+    its groups without a window have it   window not kept: no window ends after it, or not all of one is left
     its name is remembered                evicted, probably
     another worker has it                 on another worker
     a sequence elsewhere computes it      being computed, there
@@ -25,10 +26,10 @@ from .closest_prompt import Bounds, ClosestPrompt, find_closest
 from .copies import Holder
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
+from .hits import cached_along, reach
 from .messages import TOKEN_BYTES, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
-from .prefix_tree import Leader, PrefixTree
-from .routing import cached_along
+from .prefix_tree import Leader, Node, PrefixTree
 from .session import Session
 
 MAX_WORKERS = 64
@@ -52,6 +53,7 @@ class MissCause(Enum):
     PARTIAL_TAIL = "partial tail"
     LAST_TOKEN = "last token"
     ON_ANOTHER_WORKER = "on another worker"
+    WINDOW_NOT_KEPT = "window not kept"
 
 
 class Miss(NamedTuple):
@@ -67,6 +69,8 @@ class Miss(NamedTuple):
     """For OTHER_ROOT."""
     other_worker: Session | None = None
     """For ON_ANOTHER_WORKER, OTHER_ROOT, EVICTED if another worker has it, BEING_COMPUTED if another worker computes it."""
+    num_passed_tokens: int = 0
+    """For WINDOW_NOT_KEPT: how much of the prompt the groups without a window have."""
 
 
 class WorkerExplanation(NamedTuple):
@@ -117,16 +121,25 @@ class _Prompt:
         node = self.root_node
         self.path = [] if node is None else search.tree.match(node, tokens, block_size, num_tokens // block_size)
         """Nodes of its full blocks, as far as there are any; not all of them are cached."""
-        cached = cached_along(self.path)
+        windowed = [holder for holder in search.holders if holder.window_slots]
+        cached = cached_along(self.path, windowed, self.max_hits)
         self.cached = {holder: count for holder, count in cached.items() if holder in search.holders}
-        """Leading nodes that a holder has, by holder; it may be one more than is served."""
+        """Leading nodes that a holder has, by holder; without windows it may be one more than is served."""
         self.fullest = max(self.cached, key=self.cached.__getitem__, default=None)
+        self._passed = reach(self.path, Node.complete_holders, Node.copies_signature) if windowed else {}
         self._leaders: dict[int, dict[Holder, list[Leader]]] = {}
         self._evictions: dict[int, dict[int, Evicted]] = {}
 
     def num_hits(self, session: Session) -> int:
         """Blocks that Allocate would serve on this worker."""
         return min(self.max_hits, self.cached.get(session.holder, 0))
+
+    def num_passed(self, holder: Holder) -> int:
+        """Leading nodes that a holder's groups without a window have. Without such groups: up to the last node that it has."""
+        if holder.full_slots:
+            return self._passed.get(holder, 0)
+        held = (index for index in range(len(self.path) - 1, -1, -1) if self.path[index].blocks_in(holder))
+        return next(held, -1) + 1
 
     def evictions(self, index: int) -> Mapping[int, Evicted]:
         """The latest evictions of a block after `index` blocks that are cached, by the first signature of the
@@ -151,7 +164,13 @@ class _Prompt:
 
     def in_flight(self, index: int, holder: Holder) -> Wait | None:
         """The holder's sequence for which Allocate would let the prompt wait after `index` hits."""
-        leaders, end = self.leaders(index).get(holder), min(self.max_hits, len(self.path))
+        end = min(self.max_hits, len(self.path))
+        if holder.window_slots:  # as in Allocate, the deepest node that is computed: windows are named there
+            for last in range(end - 1, index - 1, -1):
+                for leader in self.leaders(last).get(holder, ()):
+                    return Wait(leader.key, (last + 1) * self.block_size)
+            return None
+        leaders = self.leaders(index).get(holder)
         return None if leaders is None else longest_run(leaders, self.path, index, end, self.block_size)
 
     def leaders(self, index: int) -> Mapping[Holder, Sequence[Leader]]:
@@ -204,6 +223,9 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     leader = prompt.in_flight(index, session.holder)
     if leader is not None:
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
+    num_passed = prompt.num_passed(session.holder) if session.holder.window_slots else 0
+    if num_passed > index:
+        return Miss(position, MissCause.WINDOW_NOT_KEPT, num_passed_tokens=num_passed * prompt.block_size)
     fullest = prompt.fullest
     other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
     evicted = prompt.evictions(index).get(session.holder.signatures[0])

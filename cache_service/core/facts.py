@@ -80,7 +80,7 @@ def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
             sequence.num_tokens,
             sequence.num_cached_tokens,
             sequence.num_computed_tokens,
-            sum(map(len, sequence.tables)),
+            sequence.num_blocks,
             sequence.fenced,
         )
 

@@ -34,6 +34,7 @@ from .messages import (
     Drain,
     Grant,
     Granted,
+    Group,
     Limits,
     Registered,
     Registration,
@@ -51,6 +52,7 @@ from .routing import RoutedWorker, route
 from .salts import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
+from .windows import span
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
@@ -188,9 +190,13 @@ class CacheManager:
         groups = registration.layout.groups
         account = Account(self.budget, registration.layout.block_size)
         evicted = None if self._evictions is None else self._evictions.names
-        holder = self._tree.new_holder(len(groups))
+        size = registration.layout.block_size
+        holder = self._tree.new_holder(tuple(span(group.window, size) for group in groups))
+        # Look-ups pass a node if the groups without a window have it, so their evictions say what was lost.
+        telling = holder.full_slots or holder.window_slots
         pools = tuple(
-            BlockPool(group.num_blocks, self._tree, holder, slot, account, evicted) for slot, group in enumerate(groups)
+            BlockPool(group.num_blocks, self._tree, holder, slot, account, evicted if slot in telling else None)
+            for slot, group in enumerate(groups)
         )
         holder.pools = pools
         downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
@@ -242,12 +248,27 @@ class CacheManager:
                     f"kv_cache_config.pools[{index}]",
                     f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
                 )
+            self._check_window(f"kv_cache_config.groups[{index}].sliding_window", group, size)
         for name, key in (
             ("process_key", registration.process_key),
             ("predecessor_key", registration.predecessor_key),
         ):
             if len(key) > limits.max_process_key_bytes:
                 raise bad_field(name, f"at most {limits.max_process_key_bytes} bytes, got {len(key)}")
+
+    def _check_window(self, field: str, group: Group, block_size: int) -> None:
+        if not group.window:
+            return
+        most = self.limits.max_tokens_per_sequence
+        if not 2 <= group.window <= most:
+            raise bad_field(f"{field}.window_tokens", f"needed 2 to {most}, got {group.window}")
+        least, most = span(group.window, block_size) + 1, self.limits.max_blocks_per_sequence
+        if not least <= group.ring_blocks <= most:
+            raise bad_field(
+                f"{field}.ring_blocks",
+                f"needed {least} to {most}: a window of {group.window} and the next token are in up to {least} blocks of "
+                f"{block_size}; got {group.ring_blocks}",
+            )
 
     def has_numbered(self, session: int) -> bool:
         """Whether this life of the manager has given a session that number, under its present epoch. Another life with the same
@@ -567,7 +588,7 @@ class CacheManager:
                 outcome = allocation.allocate(self._tree, self._attempts, session, item, generation, self.limits)
                 outcomes.append(outcome)
                 if isinstance(outcome, Granted):
-                    num_blocks += sum(len(table.blocks) for table in outcome.tables)
+                    num_blocks += sum(len(table.blocks) + len(table.scratch) for table in outcome.tables)
             except Refusal as refusal:
                 full = full or refusal.reason in _OUT_OF_BLOCKS
                 # Its traceback refers to this frame, and `outcomes` to it: a cycle that only the collector would free.

@@ -25,6 +25,8 @@ class Limits(NamedTuple):
     max_blocks_per_pool: int = 1 << 24
     max_groups: int = 16
     """Of one worker."""
+    max_boundaries: int = 8
+    """Of one sequence, to come."""
     max_block_size: int = 1 << 16
     max_id_bytes: int = 128
     max_name_bytes: int = 256
@@ -93,13 +95,21 @@ class ReservedBlock(NamedTuple):
     generation: int
 
 
+Blocks = tuple[tuple[ReservedBlock, ...], ...]
+"""Sets of blocks by group; groups at the end may be left out."""
+
+
 class Group(NamedTuple):
-    """The layers whose KV is in the same blocks; all of them see every earlier position."""
+    """The layers whose KV is in the same blocks, because they see as much of a sequence."""
 
     num_blocks: int
     """With the null block 0."""
     bytes_per_block: int = 0
     """Of all its layers; for displays."""
+    window: int = 0
+    """Positions that its layers see, the token's own included; 0: all."""
+    ring_blocks: int = 0
+    """With a window: scratch blocks of one sequence. The worker knows how many tokens it computes in one step."""
 
 
 class Layout(NamedTuple):
@@ -172,6 +182,14 @@ class Stop(NamedTuple):
     key: SequenceKey
 
 
+class Boundary(NamedTuple):
+    """Downlink entry: another prompt parts from this sequence's there; name the windows that end at it, if it is still to come."""
+
+    key: SequenceKey
+    num_tokens: int
+    """Tokens of the sequence before it: a multiple of the block size."""
+
+
 class Drain(NamedTuple):
     """Downlink entry: take no new requests, end the running ones within the grace, and deregister."""
 
@@ -179,11 +197,14 @@ class Drain(NamedTuple):
     """None: as long as the worker's own settings say."""
 
 
+Entry = Grant | Stop | Boundary | Drain
+
+
 class DownlinkEntry(NamedTuple):
     """One numbered entry of the list that every reply carries until the worker acknowledges it."""
 
     number: int
-    entry: Grant | Stop | Drain
+    entry: Entry
 
 
 class ReportedBlocks(NamedTuple):
@@ -217,7 +238,10 @@ class ReportedSequence(NamedTuple):
     num_computed_tokens: int
     num_cached_tokens: int
     tables: Tables
-    """By group, each from index 0 on, without gaps."""
+    """By group, each from index 0 on, without gaps; of a group with a window the named entries."""
+    scratch: Blocks = ()
+    boundaries: tuple[int, ...] = ()
+    """Those to come, in tokens."""
 
 
 class ReportPart(NamedTuple):
@@ -264,13 +288,22 @@ class AllocateItem(NamedTuple):
     max_new_tokens: int = 1
     no_wait: bool = False
     max_cached_tokens: int | None = None
+    boundaries: tuple[int, ...] = ()
+    """Tokens after which windows shall be kept for others, as the end of a system prompt; rounded down to whole blocks."""
+    retention_interval: int = 0
+    """Tokens; windows shall also be kept after every multiple of it. 0: no more."""
 
 
 class GrantedTable(NamedTuple):
-    """The block table of one group from index 0 on."""
+    """The block table of one group; of a group with a window its named part, which holds hits."""
 
     blocks: tuple[int, ...]
+    """0 where there is a hole, which only a table with a window has."""
     generations: tuple[int, ...]
+    start: int = 0
+    """Table index of the first; 0 without a window."""
+    scratch: tuple[ReservedBlock, ...] = ()
+    """With a window: blocks without a place."""
 
 
 class Granted(NamedTuple):
@@ -278,6 +311,8 @@ class Granted(NamedTuple):
 
     tables: tuple[GrantedTable, ...]
     num_cached_tokens: int
+    boundaries: tuple[int, ...] = ()
+    """In tokens, ascending: where the worker is to name its windows, when it has computed so far."""
 
 
 class Wait(NamedTuple):
@@ -298,6 +333,10 @@ class SequenceUpdate(NamedTuple):
     tokens: bytes = b""
     num_computed_tokens: int = 0
     bound: Tables = ()
+    scratch: Blocks = ()
+    """Blocks of the reserve that the sequence uses without a place, in groups with a window."""
+    released: Tables = ()
+    """What the sequence no longer uses in groups with a window: entries, and scratch blocks, whose index means nothing."""
 
 
 class AppendItem(NamedTuple):

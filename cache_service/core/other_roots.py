@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .copies import Holder
+from .hits import reach
 from .messages import TOKEN_BYTES, Root
-from .prefix_tree import PrefixTree, RootNode
-from .routing import cached_along
+from .prefix_tree import Node, PrefixTree, RootNode
 from .session import Session
 
 MAX_ROOTS = 1024
@@ -82,7 +82,7 @@ class OtherRoots:
         self._nodes_left -= len(path) + 1
         if len(path) < num_blocks:
             return None
-        for holder, count in cached_along(path).items():
+        for holder, count in reach(path, Node.complete_holders, Node.copies_signature).items():
             if count == num_blocks and holder in self._holders:
                 return self._holders[holder]
         return None

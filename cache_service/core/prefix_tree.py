@@ -30,7 +30,14 @@ class Journal(Protocol):
     """What is notified of changes in what look-ups find, while somebody follows them."""
 
     def sealed(
-        self, key: SequenceKey, holder: Holder, slot: int, nodes: list[Node], table: list[int], begin: int, end: int
+        self,
+        key: SequenceKey,
+        holder: Holder,
+        slot: int,
+        nodes: list[Node],
+        table: list[int] | dict[int, int],
+        begin: int,
+        end: int,
     ) -> None:
         """A sequence has computed nodes[begin:end], in the blocks of its table at the same places."""
 
@@ -176,6 +183,16 @@ class Node:
         if not self.children:
             self.children = None
 
+    @property
+    def has_children(self) -> bool:
+        """Whether it has any child: the first may have gone, and others be left."""
+        return self.child is not None or self.children is not None
+
+    @property
+    def is_junction(self) -> bool:
+        """Whether it has more than one child."""
+        return self.children is not None and (self.child is not None or len(self.children) > 1)
+
     def iter_children(self) -> Iterator[Node]:
         """All children, in no particular order."""
         if self.child is not None:
@@ -235,7 +252,7 @@ class Node:
             yield from self.copies
 
     def complete_holders(self) -> Iterator[Holder]:
-        """Those that hold a copy in each of their slots: on them, look-ups find the node."""
+        """Those that hold a copy in each slot without a window: on them, look-ups can pass the node."""
         if self.copy_holder is not None and self.copy_holder.is_complete(self.copy_blocks):
             yield self.copy_holder
         if self.copies is not None:
@@ -371,9 +388,9 @@ class PrefixTree:
         """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
         self._num_signatures = 0
 
-    def new_holder(self, num_slots: int) -> Holder:
-        """A holder for a new session. Its signatures are 60 pseudo-random bits each, the same in each run."""
-        return Holder(tuple(self._new_signature() for _ in range(num_slots)))
+    def new_holder(self, spans: tuple[int, ...]) -> Holder:
+        """A holder for a new session, with these slots. Its signatures are 60 pseudo-random bits each, the same in each run."""
+        return Holder(tuple(self._new_signature() for _ in spans), spans)
 
     def _new_signature(self) -> int:
         self._num_signatures += 1

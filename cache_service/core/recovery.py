@@ -16,11 +16,13 @@ from collections import Counter
 from enum import Enum
 from typing import NoReturn
 
+from .copies import Holder
 from .fencing import Fencing
 from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
 from .session import Sequence, Session
+from .windows import WindowTable
 
 
 class Case(Enum):
@@ -32,6 +34,8 @@ class Case(Enum):
     HELD_SEALED = "held_sealed"
     SHARED = "shared"
     HELD_FILLING = "held_filling"
+    SCRATCH = "scratch"
+    DEPENDENT = "dependent"
     RESERVED = "reserved"
     LIVE = "live"
     FENCES = "fences"
@@ -74,21 +78,23 @@ class Recovery:
         highest = max((one.group for run in part.contents for one in run.blocks), default=0)
         highest = max(highest, len(part.reserve) - 1, len(part.idle_blocks) - 1)
         highest = max(highest, max((len(one.tables) for one in part.sequences), default=0) - 1)
+        highest = max(highest, max((len(one.scratch) for one in part.sequences), default=0) - 1)
         if highest >= num_groups:
             _refuse("group", f"the worker is registered with {num_groups} groups, got group {highest}")
         num_contents = sum(run.num_contents for run in part.contents)
         if num_contents > limits.max_contents_per_report_part:
             _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
         num_blocks = sum(map(len, part.reserve)) + sum(map(len, part.idle_blocks))
-        num_blocks += sum(len(table) for sequence in part.sequences for table in sequence.tables)
+        num_blocks += sum(len(table) for sequence in part.sequences for table in (*sequence.tables, *sequence.scratch))
         if num_blocks > limits.max_blocks_per_report_part:
             _refuse("blocks", f"at most {limits.max_blocks_per_report_part} blocks per part, got {num_blocks}")
         self._make_room(part, limits)
         for run in part.contents:
             self._take_contents(tree, run)
         for reported in part.sequences:
-            missing = ((),) * (len(self._session.pools) - len(reported.tables))
-            reported = reported._replace(tables=reported.tables + missing)
+            missing = ((),) * (num_groups - len(reported.tables))
+            no_scratch = ((),) * (num_groups - len(reported.scratch))
+            reported = reported._replace(tables=reported.tables + missing, scratch=reported.scratch + no_scratch)
             self._take_sequence(tree, attempts, reported, limits)
         for group, reserved in enumerate(part.reserve):
             for block, generation in reserved:
@@ -122,12 +128,14 @@ class Recovery:
         for sequence in part.sequences:
             for group, table in enumerate(sequence.tables):
                 highest[group] = max(highest[group], max((entry.block for entry in table), default=0))
+            for group, scratch in enumerate(sequence.scratch):
+                highest[group] = max(highest[group], max((entry.block for entry in scratch), default=0))
         for group, reserved in enumerate(part.reserve):
             highest[group] = max(highest[group], max((entry.block for entry in reserved), default=0))
         if any(block >= pool.num_blocks for pool, block in zip(pools, highest, strict=True)):
             return  # which is refused where it is named
         # A content without a block counts as one, so that all that a report makes the manager keep is counted.
-        num_new = sum(_num_blockless(run) for run in part.contents)
+        num_new = sum(_num_blockless(run, self._session.holder) for run in part.contents)
         num_new += sum(max(0, block - pool.last_granted) for pool, block in zip(pools, highest, strict=True))
         account = self._session.account
         if num_new > account.blocks_left:
@@ -163,7 +171,7 @@ class Recovery:
             _refuse(
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
-        num_blockless = _num_blockless(run)
+        num_blockless = _num_blockless(run, self._session.holder)
         self._session.account.declare(num_blockless)
         self._session.account.add_blocks(num_blockless)
         self._session.num_blockless_contents += num_blockless
@@ -174,14 +182,30 @@ class Recovery:
             parent = _Content(parent, run.root, run.tokens[begin : begin + step])
             self._contents.append(parent)
         chain = self._contents[first:]
-        for group, blocks, generations in run.blocks:
+        is_whole = self._are_whole(run)
+        # Groups without a window first: their copies are what those of the others depend on.
+        for group, blocks, generations in sorted(run.blocks, key=lambda one: self._session.holder.spans[one.group]):
             num_cached = num_blocks = 0
-            for content, block, generation in zip(chain, blocks, generations, strict=True):
-                if block:
+            for index, (content, block, generation) in enumerate(zip(chain, blocks, generations, strict=True)):
+                if block and self._session.holder.spans[group] and not is_whole[index]:
+                    # The worker does not know that it is of no use any more: what was before it is gone.
+                    self._require_free(group, block, generation)
+                    self.cases[Case.DEPENDENT] += 1
+                elif block:
                     num_blocks += 1
                     num_cached += self._take_content(tree, content, group, block, generation)
             self.cases[Case.CACHED] += num_cached
             self.cases[Case.DUPLICATE] += num_blocks - num_cached
+
+    def _are_whole(self, run: ContentRun) -> list[bool]:
+        """For each content, whether every group without a window has a block that holds it."""
+        has_all = [True] * run.num_contents
+        if self._session.window_pools:
+            blocks = {one.group: one.blocks for one in run.blocks}
+            for slot in self._session.holder.full_slots:
+                of_group = blocks.get(slot, (0,) * run.num_contents)
+                has_all = [so_far and block != 0 for so_far, block in zip(has_all, of_group, strict=True)]
+        return has_all
 
     def _take_content(self, tree: PrefixTree, content: _Content, group: int, block: int, generation: int) -> bool:
         """Returns whether the block serves hits; otherwise another one does."""
@@ -226,9 +250,10 @@ class Recovery:
         self._check_sequence(reported, num_tokens, rest, limits)
         root = tree.intern_root(reported.root, size)
         # Each node has a block: of tokens for which the table has none no nodes are made.
-        num_full = min(num_tokens // size, *map(len, reported.tables))
-        path = tree.match(root, reported.tokens, size, num_full)
         num_sealed = reported.num_computed_tokens // size
+        full = [reported.tables[slot] for slot in session.holder.full_slots]
+        num_full = min([num_tokens // size, *map(len, full)]) if full else num_sealed
+        path = tree.match(root, reported.tokens, size, num_full)
         try:
             for group in range(len(session.pools)):
                 self._check_table(reported, group, path, num_sealed)
@@ -241,10 +266,17 @@ class Recovery:
         for node in path[num_sealed:]:
             node.add_leader(sequence)
         sequence.nodes = path
+        for node in path[:num_sealed] if session.window_pools else ():
+            tree.name(node)  # a window of computed blocks that no block of a table holds may still be named
         for group, table in enumerate(reported.tables):
-            for index, (_, block, generation) in enumerate(table):
+            for index, block, generation in table:
                 self._take_entry(tree, group, block, generation, path[index] if index < num_sealed else None)
-        sequence.tables = tuple([entry.block for entry in table] for table in reported.tables)
+        if session.window_pools:
+            self._take_windows(sequence, reported)
+        sequence.tables = tuple(
+            [] if session.holder.spans[group] else [entry.block for entry in table]
+            for group, table in enumerate(reported.tables)
+        )
         sequence.num_sealed = num_sealed
         sequence.num_named = list(map(len, sequence.tables))
         sequence.num_computed_tokens = reported.num_computed_tokens
@@ -252,6 +284,19 @@ class Recovery:
         session.account.add_tokens(num_tokens)
         session.sequences[key.sequence_id, key.attempt] = sequence
         self.cases[self._enter(attempts, sequence)] += 1
+
+    def _take_windows(self, sequence: Sequence, reported: ReportedSequence) -> None:
+        """Its named blocks, which are restored, and its scratch blocks."""
+        windows: list[WindowTable | None] = [None] * len(self._session.pools)
+        for pool in self._session.window_pools:
+            for block, generation in reported.scratch[pool.slot]:
+                pool.restore_held(block, generation)
+                self.cases[Case.SCRATCH] += 1
+            entries = {entry.table_index: entry.block for entry in reported.tables[pool.slot]}
+            scratch = [entry.block for entry in reported.scratch[pool.slot]]
+            windows[pool.slot] = WindowTable(self._session.holder.spans[pool.slot], entries, scratch)
+        sequence.windows = tuple(windows)
+        sequence.boundaries = tuple(sorted(one // self._session.block_size for one in reported.boundaries))
 
     def _check_sequence(self, reported: ReportedSequence, num_tokens: int, rest: int, limits: Limits) -> None:
         session, key = self._session, reported.key
@@ -265,20 +310,31 @@ class Recovery:
             _refuse("sequences", f"at most {limits.max_sequences_per_session} sequences per worker")
         if rest or not 0 < num_tokens <= limits.max_tokens_per_sequence:
             _refuse("sequences", f"{name}: needed 1 to {limits.max_tokens_per_sequence} tokens")
-        lengths = list(map(len, reported.tables))
+        spans = session.holder.spans
+        lengths = [len(reported.tables[slot]) for slot in session.holder.full_slots] or [-(-num_tokens // size)]
         if max(lengths) > limits.max_blocks_per_sequence:
             _refuse("sequences", f"{name}: at most {limits.max_blocks_per_sequence} blocks, got {max(lengths)}")
         session.account.require_tokens(num_tokens)
         if reported.root.model_fingerprint != self._fingerprint:
             _refuse("sequences", f"{name} has another model fingerprint than the worker")
-        if not reported.num_cached_tokens <= reported.num_computed_tokens <= min(num_tokens, min(lengths) * size):
+        num_computed = reported.num_computed_tokens
+        if not reported.num_cached_tokens <= num_computed <= min(num_tokens, min(lengths) * size):
             _refuse(
                 "sequences",
-                f"{name}: {reported.num_computed_tokens} tokens cannot be computed, {reported.num_cached_tokens} of them cached, "
+                f"{name}: {num_computed} tokens cannot be computed, {reported.num_cached_tokens} of them cached, "
                 f"of {num_tokens} in {min(lengths)} blocks",
             )
-        if any([entry.table_index for entry in table] != list(range(len(table))) for table in reported.tables):
-            _refuse("sequences", f"{name}: its tables must come whole, from index 0 on")
+        for group, table in enumerate(reported.tables):
+            indexes = [entry.table_index for entry in table]
+            if not spans[group] and indexes != list(range(len(table))):
+                _refuse("sequences", f"{name}: its tables must come whole, from index 0 on")
+            if spans[group] and (len(set(indexes)) < len(indexes) or max(indexes, default=-1) >= num_computed // size):
+                _refuse("sequences", f"{name}: entries of a window are computed blocks, each of another index")
+            if reported.scratch[group] and not spans[group]:
+                _refuse("sequences", f"{name}: group {group} has no window, so its sequences have no scratch")
+        most = limits.max_boundaries
+        if len(reported.boundaries) > most or any(one <= num_computed for one in reported.boundaries):
+            _refuse("sequences", f"{name}: needed at most {most} boundaries, all of them still to come")
 
     def _check_table(self, reported: ReportedSequence, group: int, path: list[Node], num_sealed: int) -> None:
         """Refuse a table that contradicts what the report states of its blocks. Changes nothing."""
@@ -298,6 +354,11 @@ class Recovery:
                 _refuse(
                     "sequences", f"block {block} of generation {generation:#x} holds something else than a table says"
                 )
+        for block, generation in reported.scratch[group]:
+            if block in seen:
+                _refuse("sequences", f"block {block} is twice in what {reported.key.sequence_id!r} has")
+            seen.add(block)
+            self._require_free(group, block, generation)
 
     def _take_entry(self, tree: PrefixTree, group: int, block: int, generation: int, node: Node | None) -> None:
         """One entry of a checked table; `node`: what it holds if it is complete."""
@@ -337,11 +398,13 @@ class Recovery:
             _refuse("blocks", f"block {block} is reported twice, in different places")
 
 
-def _num_blockless(run: ContentRun) -> int:
-    """Contents of a chain that no block holds."""
-    if len(run.blocks) == 1:
-        return run.blocks[0].blocks.count(0)
-    return run.num_contents - sum(map(any, zip(*(one.blocks for one in run.blocks), strict=False)))
+def _num_blockless(run: ContentRun, holder: Holder) -> int:
+    """Contents of a chain that no block holds which will be kept: one of a group with a window is kept next to others only."""
+    slots = holder.full_slots or holder.window_slots
+    lists = [one.blocks for one in run.blocks if one.group in slots]
+    if len(lists) == 1:
+        return lists[0].count(0)
+    return run.num_contents - sum(map(any, zip(*lists, strict=False)))
 
 
 def _refuse(field: str, message: str) -> NoReturn:

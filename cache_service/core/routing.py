@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from operator import itemgetter
 from typing import NamedTuple
 
 from .copies import Holder
 from .hashing import HashFunction
+from .hits import cached_along, reach
 from .messages import TOKEN_BYTES, Root, WorkerLoad
 from .prefix_tree import Node, PrefixTree
 from .session import Session
@@ -27,43 +28,21 @@ class RoutedWorker(NamedTuple):
     load: WorkerLoad
 
 
-def reach(
-    path: list[Node], holders_of: Callable[[Node], Iterable[Holder]], signature_of: Callable[[Node], object]
-) -> dict[Holder, int]:
-    """How many leading nodes of the path each holder has, for the holders of the first node.
-
-    All workers have a common prefix, node after node. So a node costs one comparison of signatures where it has the same holders as
-    the node before.
-    """
-    reached: dict[Holder, int] = {}
-    if not path:
-        return reached
-    remaining, signature = set(holders_of(path[0])), signature_of(path[0])
-    for index, node in enumerate(path):
-        here = signature_of(node)
-        if here == signature:
-            continue
-        signature = here
-        left = remaining.intersection(holders_of(node))
-        reached.update(dict.fromkeys(remaining - left, index))
-        remaining = left
-        if not remaining:
-            return reached
-    reached.update(dict.fromkeys(remaining, len(path)))
-    return reached
-
-
-def cached_along(path: list[Node]) -> dict[Holder, int]:
-    """How many leading nodes of the path look-ups find, by holder; for those that find any."""
-    return reach(path, Node.complete_holders, Node.copies_signature)
-
-
 def _holders_or_leaders(node: Node) -> set[Holder]:
     return {*node.complete_holders(), *node.leading_holders()}
 
 
 def _signature(node: Node) -> tuple[int, int]:
     return node.copies_signature(), node.leaders_signature()
+
+
+def _deepest_led(path: list[Node]) -> dict[Holder, int]:
+    """Where the last node is that a holder's sequences are computing: windows are named there, not at every node before it."""
+    found: dict[Holder, int] = {}
+    for index in range(len(path) - 1, -1, -1):
+        for holder in path[index].leading_holders():
+            found.setdefault(holder, index + 1)
+    return found
 
 
 _ORDER = itemgetter(0, 1)
@@ -78,18 +57,23 @@ class _Prompt(NamedTuple):
     first_block: bytes
 
 
-def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int) -> _Prompt:
+def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int, sessions: List[Session]) -> _Prompt:
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    cached = cached_along(path)
+    holders = [session.holder for session in sessions if session.holder.window_slots]
+    cached = cached_along(path, holders, max_blocks)
     in_flight = reach(path, _holders_or_leaders, _signature)
+    if holders:
+        led = _deepest_led(path)
+        for holder in holders:
+            in_flight[holder] = max(cached.get(holder, 0), led.get(holder, 0))
     return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
 
 
 def route(
     tree: PrefixTree,
-    sessions: Iterable[Session],
+    sessions: List[Session],
     root: Root,
     tokens: bytes,
     hash_function: HashFunction,
@@ -108,7 +92,7 @@ def route(
         block_size, load = session.block_size, session.load
         prompt = prompts.get(block_size)
         if prompt is None:
-            prompt = prompts[block_size] = _look_up(tree, root, tokens, block_size)
+            prompt = prompts[block_size] = _look_up(tree, root, tokens, block_size, sessions)
         num_computed = prompt.in_flight.get(session.holder, 0) * block_size
         num_running = len(session.sequences)
         if load.num_running > num_running:

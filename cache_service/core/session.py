@@ -13,6 +13,7 @@ from .messages import TOKEN_BYTES, BlockCounts, Drain, Limits, Registration, Roo
 from .prefix_tree import Node, RootNode
 from .refusal import Reason, Refusal, bad_field
 from .session_key import NO_KEY, SessionKey
+from .windows import NONE_KEPT, WindowTable
 
 
 class SessionEnd(Enum):
@@ -60,10 +61,13 @@ class Session:
         """By group."""
         self.account = account
         """Its part of the budget of all workers."""
+        self.full_pools = tuple(pools[slot] for slot in holder.full_slots)
+        """Of the groups without a window."""
+        self.window_pools = tuple(pools[slot] for slot in holder.window_slots)
         self.most_blocks_per_sequence = min(
-            max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in pools)
+            max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in self.full_pools)
         )
-        """Largest table of each group that can ever be granted: the smallest of all limits."""
+        """Largest table of each group without a window that can ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0
@@ -124,11 +128,30 @@ class Session:
                 f"worker {self.worker_id!r} is registered with {len(self.pools)} groups, got group {num_groups - 1}",
             )
 
+    def num_scratch(self, slot: int, num_blocks: int) -> int:
+        """Scratch blocks, in a group with a window, of a sequence that has yet to compute `num_blocks` blocks."""
+        return min(self.registration.layout.groups[slot].ring_blocks, num_blocks)
+
+    def require_window_room(self, num_blocks: int, field: str) -> None:
+        """Raise Refusal (NEVER_FITS) if a sequence of `num_blocks` blocks can never have its scratch blocks while a window that it
+        hits is pinned."""
+        for pool in self.window_pools:
+            span, ring = self.holder.spans[pool.slot], self.registration.layout.groups[pool.slot].ring_blocks
+            needed = min(num_blocks, span + ring)
+            if needed > pool.capacity:
+                raise Refusal(
+                    Reason.NEVER_FITS,
+                    f"a sequence of {num_blocks} blocks needs {needed}{self._of_group(pool.slot)}, {ring} as scratch and {span} in "
+                    f"a window that it hits; the whole pool of worker {self.worker_id!r} has {pool.capacity}: give the group more "
+                    "blocks (--window-blocks)",
+                    field=field,
+                )
+
     def never_fits(self, num_blocks: int, limits: Limits, *, needed: str, cure: str, field: str) -> Refusal:
         """The refusal of tables that can never be granted. It names the first limit that `num_blocks` of each group exceed;
         `needed` and `cure` are what was asked for and what else the worker can do, in words."""
         budget = self.account.budget
-        capacity, group = min((pool.capacity, group) for group, pool in enumerate(self.pools))
+        capacity, group = min(((pool.capacity, pool.slot) for pool in self.full_pools), default=(num_blocks, 0))
         if num_blocks > limits.max_blocks_per_sequence:
             limit = f"a sequence has at most {limits.max_blocks_per_sequence}"
             setting = "give the worker larger blocks (--block-size)"
@@ -187,7 +210,9 @@ class Sequence:
     """One (sequence_id, attempt) on one session, in its current round."""
 
     __slots__ = (
+        "boundaries",
         "fenced",
+        "kept",
         "key",
         "nodes",
         "num_cached_tokens",
@@ -198,6 +223,7 @@ class Sequence:
         "session",
         "tables",
         "tokens",
+        "windows",
     )
 
     def __init__(self, key: SequenceKey, session: Session, root: Node, tokens: bytes) -> None:
@@ -208,7 +234,13 @@ class Sequence:
         self.tokens = bytearray(tokens)
         """All tokens known: the prompt and those that Append has stated since."""
         self.tables: tuple[list[int], ...] = ()
-        """Block ids from position 0, by group. Set by who grants them, like `num_named`."""
+        """Block ids from position 0, by group; empty in groups with a window. Set by who grants them, like `num_named`."""
+        self.windows: tuple[WindowTable | None, ...] = ()
+        """By group, None for those without a window; empty if no group has one."""
+        self.boundaries: tuple[int, ...] = ()
+        """In blocks, ascending: where the worker was asked to name windows, as far as it is not known to have computed so far."""
+        self.kept = NONE_KEPT
+        """Boundaries that somebody has asked for: their windows are kept like hits."""
         self.nodes: list[Node] = []
         """Path of the prompt's full blocks, and of others as they are sealed."""
         self.num_sealed = 0
@@ -226,7 +258,8 @@ class Sequence:
         key = self.key
         return (
             f"<Sequence {key.sequence_id!r} attempt={key.attempt} round={key.round} tokens={self.num_tokens} "
-            f"computed={self.num_computed_tokens} tables={self.tables}{' fenced' if self.fenced else ''}>"
+            f"computed={self.num_computed_tokens} tables={self.tables} windows={self.windows}"
+            f"{' fenced' if self.fenced else ''}>"
         )
 
     @property
@@ -241,8 +274,30 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the shortest of its tables has room for."""
-        return min(map(len, self.tables)) * self.session.block_size
+        """Tokens that the shortest of its tables has room for. Without tables of the whole sequence, its tokens."""
+        if not self.windows:
+            return min(map(len, self.tables)) * self.session.block_size
+        lengths = [len(self.tables[pool.slot]) * self.session.block_size for pool in self.session.full_pools]
+        return min(lengths, default=self.num_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it holds, in all groups."""
+        num_in_windows = sum(len(window) for window in self.windows if window is not None)
+        return sum(map(len, self.tables)) + num_in_windows
+
+    def blocks(self, group: int) -> list[int]:
+        """Those of one group, in no particular order."""
+        window = self.windows[group] if self.windows else None
+        return self.tables[group] if window is None else window.blocks()
+
+    def block_at(self, group: int, index: int) -> int:
+        """The block at a table index; 0 if it has none there."""
+        window = self.windows[group] if self.windows else None
+        if window is not None:
+            return window.entries.get(index, 0)
+        table = self.tables[group]
+        return table[index] if index < len(table) else 0
 
     def block_tokens(self, index: int) -> bytes:
         """The tokens of the full block at a table index."""

@@ -6,23 +6,24 @@ check comes before the first change.
 
 from __future__ import annotations
 
-from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from .block_pool import BlockPool
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, SequenceUpdate, TableEntry, Tables
+from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, ReservedBlock, SequenceUpdate, TableEntry, Tables
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session
+from .windows import WindowTable
 
 
 class _Merge(NamedTuple):
     """An update that was checked and can be applied."""
 
     new_tokens: bytes
-    bound: Tables
+    update: SequenceUpdate
     new_blocks: list[list[int]]
-    """Of these entries by group: the blocks that they add to the tables."""
+    """Of its `bound`, by group: the blocks that are added to the tables; empty for groups with a window."""
     num_computed_tokens: int
 
 
@@ -111,22 +112,70 @@ def _new_blocks(sequence: Sequence, group: int, bound: tuple[TableEntry, ...]) -
     return list(blocks)
 
 
+def _check_window(sequence: Sequence, group: int, update: SequenceUpdate, num_full: int) -> None:
+    """Refuse what an update states of a group with a window, if a block is not where it must be. What the same update releases may
+    be gone already: an earlier call, whose answer was lost, has released it."""
+    window, pool = sequence.windows[group], sequence.session.pools[group]
+    assert window is not None
+    released = {(block, generation) for _, block, generation in _of_group(update.released, group)}
+    named: set[int] = set()
+    for index, block, generation in _of_group(update.bound, group):
+        if index >= num_full:
+            raise bad_field(
+                "bound",
+                f"entry {index} of group {group} is named as part of a window, but only {num_full} blocks are computed",
+            )
+        is_known = pool.generation(block) == generation
+        if is_known and window.entries.get(index) == block:
+            continue
+        is_own = is_known and (block in window.scratch or pool.is_reserved(block, generation))
+        if is_own and block not in named and (index not in window.entries or (block, generation) in released):
+            named.add(block)
+        elif (block, generation) not in released:
+            raise _not_its_own(sequence, group, f"as entry {index}", block, generation)
+    for block, generation in _of_group(update.scratch, group):
+        is_known = pool.generation(block) == generation
+        is_own = is_known and (block in window.scratch or pool.is_reserved(block, generation))
+        if (not is_own or block in named) and (block, generation) not in released:
+            raise _not_its_own(sequence, group, "as a scratch block", block, generation)
+
+
+def _not_its_own(sequence: Sequence, group: int, place: str, block: int, generation: int) -> Refusal:
+    return Refusal(
+        Reason.STALE_GENERATION,
+        f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} {place} of group {group}, but the "
+        "block is not there, and neither its scratch nor reserved with that generation: the worker's state is not the manager's; "
+        "register again",
+    )
+
+
+_Entry = TypeVar("_Entry", TableEntry, ReservedBlock)
+
+
+def _of_group(groups: tuple[tuple[_Entry, ...], ...], group: int) -> tuple[_Entry, ...]:
+    return groups[group] if group < len(groups) else ()
+
+
 def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
     """Refuse a wrong update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
     session, bound, tables = sequence.session, update.bound, sequence.tables
     if len(bound) > len(tables):
         session.require_groups(len(bound), "bound")
+    windows = sequence.windows
     new_blocks: list[list[int]] = []
     for entries in bound:
-        new_blocks.append(_new_blocks(sequence, len(new_blocks), entries))
+        group = len(new_blocks)
+        new_blocks.append([] if windows and windows[group] is not None else _new_blocks(sequence, group, entries))
     num_new_tokens = len(new_tokens) // TOKEN_BYTES
     session.account.require_tokens(num_new_tokens)
-    if len(tables) == 1:
+    if len(tables) == 1 and not windows:
         shortest = longest = len(tables[0]) + (len(new_blocks[0]) if new_blocks else 0)
     else:
-        lengths = [len(table) + len(new) for table, new in zip_longest(tables, new_blocks, fillvalue=())]
-        shortest, longest = min(lengths), max(lengths)
+        lengths = [len(tables[slot]) + len(_at(new_blocks, slot)) for slot in session.holder.full_slots]
+        # Without a table of the whole sequence, only its tokens bound what is computed.
+        shortest = min(lengths, default=limits.max_blocks_per_sequence)
+        longest = max(lengths, default=0)
     if longest > limits.max_blocks_per_sequence:
         raise bad_field(
             "bound",
@@ -141,27 +190,54 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
             "num_computed_tokens",
             f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
-    return _Merge(new_tokens, bound, new_blocks, max(num_computed, sequence.num_computed_tokens))
+    num_computed = max(num_computed, sequence.num_computed_tokens)
+    if windows or update.scratch or update.released:
+        _check_windows(sequence, update, num_computed // session.block_size, limits)
+    return _Merge(new_tokens, update, new_blocks, num_computed)
+
+
+def _check_windows(sequence: Sequence, update: SequenceUpdate, num_full: int, limits: Limits) -> None:
+    """Refuse a wrong statement of what the sequence has in groups with a window."""
+    session = sequence.session
+    session.require_groups(max(len(update.scratch), len(update.released)), "scratch")
+    for name, groups in (("scratch", update.scratch), ("released", update.released)):
+        for group, entries in enumerate(groups):
+            if entries and not session.holder.spans[group]:
+                raise bad_field(name, f"group {group} has no window: its sequences have no scratch and release nothing")
+    for pool in session.window_pools:
+        _check_window(sequence, pool.slot, update, num_full)
+
+
+def _at(blocks: list[list[int]], slot: int) -> list[int]:
+    return blocks[slot] if slot < len(blocks) else []
 
 
 def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
     """Apply a checked update, and seal the blocks that are full and computed now."""
     session = sequence.session
-    new_tokens, bound, new_blocks, sequence.num_computed_tokens = merge
+    new_tokens, update, new_blocks, sequence.num_computed_tokens = merge
     if new_tokens:
         num_new_tokens = len(new_tokens) // TOKEN_BYTES
         sequence.tokens += new_tokens
         session.account.add_tokens(num_new_tokens)
         session.num_generated_tokens += num_new_tokens
-    if bound:
-        _bind(sequence, bound, new_blocks)
+    if update.bound:
+        _bind(sequence, update.bound, new_blocks)
     if sequence.num_computed_tokens // session.block_size > sequence.num_sealed:
         _seal(tree, sequence)
+    if sequence.windows:
+        for pool in session.window_pools:
+            _take_scratch(pool, sequence, _of_group(update.scratch, pool.slot))
+            _name(tree, pool, sequence, _of_group(update.bound, pool.slot))
+            _release(pool, sequence, _of_group(update.released, pool.slot))
+        sequence.boundaries = tuple([one for one in sequence.boundaries if one > sequence.num_sealed])
 
 
 def _bind(sequence: Sequence, bound: Tables, new_blocks: list[list[int]]) -> None:
     """Lengthen the tables by the blocks that checked entries add."""
     for group, blocks in enumerate(new_blocks):
+        if sequence.windows and sequence.windows[group] is not None:
+            continue
         if blocks:
             pool, table = sequence.session.pools[group], sequence.tables[group]
             for block in blocks:
@@ -185,7 +261,7 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
         before.num_sequences -= 1
         nodes[-1].num_sequences += 1
     num_sealed = sequence.num_sealed
-    pools, tables = session.pools, sequence.tables
+    pools, tables = session.full_pools, sequence.tables
     for index in range(num_sealed, num_full):
         node = nodes[index]
         tree.name(node)
@@ -193,9 +269,81 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
             pool.seal(tables[pool.slot][index], node)
         node.drop_leader(sequence)
     if tree.journal is not None:
-        for pool, table in zip(pools, tables, strict=True):
-            tree.journal.sealed(sequence.key, session.holder, pool.slot, nodes, table, num_sealed, num_full)
+        for pool in pools:
+            tree.journal.sealed(sequence.key, session.holder, pool.slot, nodes, tables[pool.slot], num_sealed, num_full)
     sequence.num_sealed = num_full
+
+
+# -- groups with a window
+
+
+def _take_scratch(pool: BlockPool, sequence: Sequence, stated: tuple[ReservedBlock, ...]) -> None:
+    """Blocks of the reserve that the sequence has begun to use."""
+    window = sequence.windows[pool.slot]
+    assert window is not None
+    for block, generation in stated:
+        if pool.is_reserved(block, generation):
+            pool.bind(block)
+            window.scratch[block] = None
+
+
+def _name(tree: PrefixTree, pool: BlockPool, sequence: Sequence, bound: tuple[TableEntry, ...]) -> None:
+    """Give computed blocks their places: from now on they are hits for others, and never change."""
+    window, session = sequence.windows[pool.slot], sequence.session
+    assert window is not None
+    end = -1
+    for index, block, generation in bound:
+        if pool.generation(block) != generation or index in window.entries:
+            continue
+        if pool.is_reserved(block, generation):
+            pool.bind(block)
+        elif block in window.scratch:
+            del window.scratch[block]
+        else:
+            continue
+        window.entries[index] = block
+        if index == end:
+            window.ends.discard(end)  # the window goes on
+        end = index + 1
+        window.ends.add(end)
+        pool.seal(block, sequence.nodes[index])
+        if tree.journal is not None:
+            tree.journal.sealed(
+                sequence.key, session.holder, pool.slot, sequence.nodes, window.entries, index, index + 1
+            )
+
+
+def _release(pool: BlockPool, sequence: Sequence, released: tuple[TableEntry, ...]) -> None:
+    """Take back what the sequence no longer uses. What it does not have is ignored, unless it is still reserved."""
+    window = sequence.windows[pool.slot]
+    assert window is not None
+    for index, block, generation in released:
+        if pool.generation(block) != generation:
+            continue
+        if window.entries.get(index) == block:
+            _release_entry(pool, sequence, window, index)
+            window.ends.discard(index + 1)
+        elif block in window.scratch:
+            del window.scratch[block]
+            pool.release(block)
+        elif pool.is_reserved(block, generation):
+            pool.unreserve(block)
+
+
+def _end_window(pool: BlockPool, sequence: Sequence, window: WindowTable) -> None:
+    """Release all that the sequence has, the window at its end as the last to be evicted."""
+    pool.release(*window.scratch)
+    window.ends.add(max(window.entries, default=-1) + 1)
+    for index in sorted(window.entries, reverse=True):
+        _release_entry(pool, sequence, window, index)
+
+
+def _release_entry(pool: BlockPool, sequence: Sequence, window: WindowTable, index: int) -> None:
+    block = window.entries.pop(index)
+    if window.is_worth_keeping(index, sequence.nodes, sequence.kept):
+        pool.release(block)
+    else:
+        pool.release_demoted(block)
 
 
 def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int, limits: Limits) -> Appended:
@@ -211,7 +359,9 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
         raise session.never_fits(item.want_blocks, limits, needed=needed, cure="end the sequence", field="want_blocks")
     num_missing: list[int] = []
     if item.want_blocks:
-        num_missing = [max(0, item.want_blocks - len(table)) for table in sequence.tables]
+        num_missing = [0] * len(sequence.tables)
+        for slot in session.holder.full_slots:
+            num_missing[slot] = max(0, item.want_blocks - len(sequence.tables[slot]))
         for group, blocks in enumerate(merge.new_blocks):
             num_missing[group] = max(0, num_missing[group] - len(blocks))
         session.require_available(num_missing)
@@ -233,7 +383,7 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
 def free(tree: PrefixTree, attempts: Fencing, session: Session, update: SequenceUpdate, limits: Limits) -> None:
     """Merge the update if it is consistent, then end the sequence unless a newer round of it lives. Idempotent; never refuses.
 
-    Named blocks that are still in the reserve with that generation go back to the free list; other blocks named are ignored.
+    Blocks named, in any field, that are still in the reserve with that generation go back to the free list; others are ignored.
     """
     key = update.key
     sequence = session.sequences.get((key.sequence_id, key.attempt))
@@ -246,16 +396,27 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
             else:
                 _apply(tree, sequence, merge)
         end(tree, attempts, sequence)
-    for pool, entries in zip(session.pools, update.bound, strict=False):
-        for _, block, generation in entries:
-            if pool.is_reserved(block, generation):
-                pool.unreserve(block)
+    for pool in session.pools:
+        _unreserve(pool, _of_group(update.bound, pool.slot))
+        if session.window_pools:
+            _unreserve(pool, _of_group(update.scratch, pool.slot))
+            _unreserve(pool, _of_group(update.released, pool.slot))
+
+
+def _unreserve(pool: BlockPool, entries: tuple[_Entry, ...]) -> None:
+    for entry in entries:
+        if pool.is_reserved(entry.block, entry.generation):
+            pool.unreserve(entry.block)
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Release every table entry, the last block first: a prefix is evicted after its continuations."""
-    for pool in sequence.session.pools:
+    for pool in sequence.session.full_pools:
         pool.release(*reversed(sequence.tables[pool.slot]))
+    for pool in sequence.session.window_pools:
+        window = sequence.windows[pool.slot]
+        assert window is not None
+        _end_window(pool, sequence, window)
     leave(tree, attempts, sequence)
 
 
@@ -269,6 +430,6 @@ def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     tree.prune(deepest)
     sequence.session.account.add_tokens(-sequence.num_tokens)
     sequence.nodes = []
-    sequence.tables = ()
+    sequence.tables = sequence.windows = ()
     del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]
     attempts.drop(sequence)

@@ -71,6 +71,15 @@ class NodeLaws:
             if block and not (0 < block < pool.num_blocks and pool.node(block) is node):
                 message = f"{node!r} names block {block} as its copy, which holds something else"
                 self._findings.add("sealing", message, self._world.session_of(holder), block, group=slot)
+        if (
+            holder.full_slots
+            and not holder.retired  # whose pools are swept one after the other
+            and any(block_at(blocks, slot) for slot in holder.window_slots)
+            and not holder.is_complete(blocks)
+        ):
+            self._add(
+                "dependents", f"{node!r} has a copy in a group with a window, and not in all groups without one", node
+            )
         if holder.retired and self._world.session_of(holder) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
 

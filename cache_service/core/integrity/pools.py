@@ -41,16 +41,15 @@ class PoolLaws:
 
     def _counts_and_references(self) -> Course:
         """On a snapshot of states, ref_counts and tables: a table's list only grows at its end while its sequence lives, and
-        is left as it is when that ends, so the list and its length are all there is to remember. Blocks without a record were
-        never granted: they are free, and in no table."""
+        is left as it is when that ends, so the list and its length are all there is to remember. What a sequence has in a window
+        is copied: it is little. Blocks without a record were never granted: they are free, and in no table."""
         pool, portion = self._pool, self._findings.portion
         counts = pool.counts()
         states, ref_counts = pool.snapshot_states(), pool.snapshot_ref_counts()
         num_known = len(states)
         group = self._group
-        tables = [
-            (sequence.tables[group], len(sequence.tables[group])) for sequence in self._session.sequences.values()
-        ]
+        lists = [sequence.blocks(group) for sequence in self._session.sequences.values()]
+        tables = [(table, len(table)) for table in lists]
         yield 2 * self._snapshot_cost()
 
         found = [0] * len(State)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from ..fencing import Fencing
 from ..prefix_tree import Node
 from ..session import Sequence, Session
+from ..windows import WindowTable
 from .findings import Course, Findings
 
 
@@ -29,6 +30,10 @@ class SequenceLaws:
             self._findings.num_sequences += 1
             self._figures(kept_as, sequence)
             yield 8
+            for group, window in enumerate(sequence.windows):
+                if window is not None:
+                    self._window(sequence, group, window)
+                    yield 3 * len(window)
             begin = 0
             while living.get(kept_as) is sequence and begin < max(
                 len(sequence.nodes), *(len(table) for table in sequence.tables)
@@ -75,6 +80,17 @@ class SequenceLaws:
             if node.is_led_by(sequence) != (index >= num_sealed):
                 self._add("tree", f"node {index} and the sequence disagree who computes it", sequence)
             before = node
+
+    def _window(self, sequence: Sequence, group: int, window: WindowTable) -> None:
+        pool, nodes = self._session.pools[group], sequence.nodes
+        for index, block in window.entries.items():
+            if index >= sequence.num_sealed or pool.node(block) is not nodes[index]:
+                message = f"entry {index} of a window (block {block}) does not hold the sequence's tokens"
+                self._add("window", message, sequence, block, group)
+        for block in window.scratch:
+            if pool.node(block) is not None or pool.ref_count(block) != 1:
+                message = f"scratch block {block} is sealed, or {pool.ref_count(block)} sequences have it"
+                self._add("scratch", message, sequence, block, group)
 
     def _table(self, sequence: Sequence, group: int, begin: int, end: int) -> None:
         pool, nodes, num_sealed = self._session.pools[group], sequence.nodes, sequence.num_sealed
