@@ -229,7 +229,7 @@ class ManagerLink:
         except grpc.aio.AioRpcError as error:
             log.info("left without deregistering", why=error.details())
         else:
-            self.has_left = registration.is_settled
+            self.has_left = registration.is_settled and registration.was_last_accepted
 
     async def _keep_alive(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         session = self._registration.session

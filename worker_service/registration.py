@@ -27,6 +27,9 @@ class Registration:
         """The last Register that was answered or refused."""
         self._is_doubtful = False
         """An earlier Register was not answered: it may have been executed, or be executed later."""
+        self.was_last_accepted = True
+        """Whether the last Register has started a session. A copy of one that was refused could start one later, if the reason
+        passes; the manager remembers only those that it has accepted."""
 
     @property
     def is_settled(self) -> bool:
@@ -36,6 +39,7 @@ class Registration:
     def next_request(self, *, holds_state: bool) -> cache_pb2.RegisterRequest:
         """The next Register. Earlier ones are refused if they arrive after it."""
         self._is_doubtful = not self.is_settled
+        self.was_last_accepted = False
         self._register_no += 1
         request = cache_pb2.RegisterRequest()
         request.CopyFrom(self.introduction)
@@ -49,6 +53,7 @@ class Registration:
         """The last Register has started a session, and fenced those of the Registers before it."""
         self._answered_no = self._register_no
         self._is_doubtful = False
+        self.was_last_accepted = True
         self.highest_epoch = max(self.highest_epoch, response.epoch)
         self.session, self.session_key = response.session, response.session_key
 

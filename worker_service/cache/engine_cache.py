@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import events, next_call, parking, replies
-from .ledger import Content, DisagreementError
+from . import events, naming, next_call, parking, replies
+from .ledger import DisagreementError
 from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
 from .sequence import CacheSequence, SequenceState
-from .state import CacheSettings, CacheState
+from .settings import CacheSettings
+from .state import CacheState
 
 
 class Computed(NamedTuple):
@@ -59,6 +59,16 @@ class EngineCache:
         return max(ledger.num_used / (ledger.num_blocks - 1) for ledger in self._state.ledgers)
 
     @property
+    def num_windows_named(self) -> int:
+        """Windows that were named, and so kept for others."""
+        return self._state.num_windows_named
+
+    @property
+    def num_windows_not_named(self) -> int:
+        """Windows that were not, because the reserve could not replace their blocks."""
+        return self._state.num_windows_not_named
+
+    @property
     def num_spare_blocks(self) -> tuple[int, ...]:
         """By group: blocks of the reserve."""
         return tuple(map(len, self._state.reserves))
@@ -69,9 +79,8 @@ class EngineCache:
         state = self._state
         if state.ending:
             return False
-        return any(
-            is_empty and not reserve for is_empty, reserve in zip(state.pool_is_empty, state.reserves, strict=True)
-        )
+        # Decoding needs no blocks of a group with a window.
+        return any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
 
     @property
     def is_idle(self) -> bool:
@@ -80,21 +89,32 @@ class EngineCache:
         return not (state.sequences or state.ending or any(state.reserves) or any(state.returning()))
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        """Make the tables cover `num_slots` positions with blocks of the reserve. False, without a change, if it has too few."""
-        state = self._state
-        num_missing = -(-num_slots // self.settings.block_size) - sequence.num_entries
-        if num_missing <= 0:
-            return True
-        if num_missing > state.num_spare:
+        """Make the tables cover `num_slots` positions with blocks of the reserve, and turn the rings. False, without a change, if
+        the reserve has too few blocks. No step may use the sequence."""
+        assert not sequence.in_step
+        state, settings = self._state, self.settings
+        full = state.full_groups
+        num_missing = max(0, -(-num_slots // settings.block_size) - sequence.num_entries) if full else 0
+        lacking = [num_missing] * len(state.reserves)
+        for group, ring in enumerate(sequence.rings):
+            if ring is not None:
+                lacking[group] = ring.num_missing(sequence.num_computed_tokens, num_slots)
+        if any(count > len(reserve) for count, reserve in zip(lacking, state.reserves, strict=True)):
             if not any(state.pool_is_empty):
                 self.num_reserve_waits += 1
             return False
-        for group, reserve in enumerate(state.reserves):
+        for group in full if num_missing else ():
             for _ in range(num_missing):
-                block, generation = reserve.take()
+                block, generation = state.reserves[group].take()
                 state.ledgers[group].use(block)
                 sequence.tables[group].append(block)
                 sequence.generations[group].append(generation)
+        sequence.num_entries += num_missing
+        for group, ring in enumerate(sequence.rings):
+            if ring is not None:
+                spare = [state.reserves[group].take() for _ in range(lacking[group])]
+                state.ledgers[group].use(*(reserved.block for reserved in spare))
+                ring.advance(sequence.num_computed_tokens, num_slots, spare)
         return True
 
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
@@ -121,17 +141,11 @@ class EngineCache:
 
     def _advance(self, sequence: CacheSequence, num_computed_tokens: int, now: float) -> None:
         state, size = self._state, self.settings.block_size
-        first, last = sequence.num_computed_tokens // size, num_computed_tokens // size
-        sequence.num_computed_tokens = num_computed_tokens
+        num_before = sequence.num_computed_tokens
         sequence.progress_at = now
-        if first == last:
+        naming.complete(state, sequence, num_computed_tokens)
+        if num_before // size == num_computed_tokens // size:
             return
-        for index in range(first, last):
-            parent = state.ledgers[0].content(sequence.tables[0][index - 1]) if index else None
-            tokens = pack_tokens(sequence.tokens[index * size : (index + 1) * size])
-            content = Content(parent, sequence.root, tokens, len(state.ledgers))
-            for ledger, table in zip(state.ledgers, sequence.tables, strict=True):
-                ledger.complete(table[index], content)
         if state.report_due_at is None:
             state.report_due_at = now + self.settings.report_seconds
         state.is_urgent = state.is_urgent or parking.is_waited_for(state, sequence)
@@ -196,6 +210,8 @@ class EngineCache:
             assert not sequence.in_step
             state.end(sequence)
         self._state = CacheState(self.settings)
+        self._state.num_windows_named = state.num_windows_named
+        self._state.num_windows_not_named = state.num_windows_not_named
 
     def on_registered(self, response: cache_pb2.RegisterResponse) -> None:
         """A session is open; unanswered calls of an earlier one are void."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence as List
 
 from kvpool.v1 import common_pb2
 
+from .entry import Entry
+
 
 class DisagreementError(Exception):
     """The manager and this worker disagree on the state of a block. The session must be given up before a write."""
@@ -65,6 +67,23 @@ def _other_tokens(blocks: List[int], pieces: List[bytes], tokens: bytes) -> Disa
     )
 
 
+def _require_chain(block: int, last: Content, tokens: bytes, root: common_pb2.Root) -> None:
+    """Check that a content and those before it are these tokens. Raises DisagreementError."""
+    end = len(tokens)
+    content: Content | None = last
+    while content is not None:
+        begin = end - len(content.tokens)
+        if begin < 0 or tokens[begin:end] != content.tokens:
+            raise DisagreementError(f"block {block} was returned as cached for a prompt with other tokens")
+        content, end = content.parent, begin
+    if end:
+        raise DisagreementError(
+            f"block {block} was returned as the end of {len(tokens)} bytes of tokens; it is {end} short"
+        )
+    if last.root != root:
+        raise DisagreementError(f"block {block} was returned as cached under a root other than its own")
+
+
 class BlockLedger:
     """Generations, table references and contents of the `num_blocks` blocks of a group; block 0 is the null block."""
 
@@ -97,8 +116,11 @@ class BlockLedger:
             self._contents[block] = None
             del self._idle[block]
 
-    def accept_hits(self, blocks: List[int], generations: List[int], tokens: bytes, root: common_pb2.Root) -> None:
-        """The manager returns these blocks as holding `tokens` from position 0 under `root`. Raises DisagreementError.
+    def accept_hits(
+        self, blocks: List[int], generations: List[int], tokens: bytes, root: common_pb2.Root
+    ) -> Content | None:
+        """The manager returns these blocks as holding `tokens` from position 0 under `root`; returns the content of the last.
+        Raises DisagreementError.
 
         A block's KV depends on its whole prefix, so each content must have been computed after the one before it in the list, or
         after a duplicate of that. Then all tokens are compared at once.
@@ -119,6 +141,31 @@ class BlockLedger:
         # A content has its parent's root, so the last one is compared for all.
         if before is not None and before.root != root:
             raise DisagreementError(f"block {blocks[-1]} was returned as cached under a root other than its own")
+        return before
+
+    def accept_window(
+        self, entries: List[Entry], last: Content | None, tokens: bytes, root: common_pb2.Root
+    ) -> Content | None:
+        """The manager returns these blocks as the end of what holds `tokens`; `last`: what another group has there, or None if no
+        other group was asked. Returns the content at the end. Raises DisagreementError."""
+        if not entries:
+            return last
+        contents = [self._held(entry.block, entry.generation) for entry in entries]
+        if last is None:
+            last = contents[-1]
+            _require_chain(entries[-1].block, last, tokens, root)
+        expected: Content | None = last
+        for entry, content in zip(reversed(entries), reversed(contents), strict=True):
+            if expected is None or (content is not expected and not _is_same_chain(content, expected)):
+                raise DisagreementError(f"block {entry.block} was returned as cached after a prefix other than its own")
+            expected = expected.parent
+        return last
+
+    def _held(self, block: int, generation: int) -> Content:
+        content = self._contents[block] if 0 < block < self.num_blocks else None
+        if content is None or generation != self._generation[block]:
+            raise self._not_held(block, generation)
+        return content
 
     def _not_held(self, block: int, generation: int) -> DisagreementError:
         """Why a block is no hit with that generation."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .reserve import ReservedBlock
+from .ring import Statement
 from .sequence import CacheSequence
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Stated(NamedTuple):
     num_computed_tokens: int
     prompt: bytes = b""
     """Of an Allocate: the tokens, as in the message."""
+    rings: tuple[Statement | None, ...] = ()
+    """By group."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

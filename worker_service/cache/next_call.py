@@ -8,8 +8,10 @@ from collections.abc import Sequence as List
 from kvpool.protocol.tokens import TOKEN_BYTES, pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import parking
-from .link_state import Call, LinkState, Returned, Stated
+from . import naming, parking
+from .entry import add_entries
+from .link_state import Call, LinkState, Stated
+from .ring import Statement
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -21,11 +23,11 @@ def next_call(
     if link.report is not None:
         return report_call(link, link.report.part)
     parking.wake(state, now)
-    target = state.spare_target()
+    targets = state.spare_targets()
     return (
-        _free(state, link, target)
-        or _append(state, link, target, now)
-        or _allocate(state, link, target, candidates(), now)
+        _free(state, link, targets)
+        or _append(state, link, targets, now)
+        or _allocate(state, link, targets, candidates(), now)
     )
 
 
@@ -55,9 +57,10 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     num_bytes = 0
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
-        num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries)
+        num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries) * len(state.ledgers)
+        num_entries += sum(ring.num_entries_of_news for ring in sequence.rings if ring is not None)
         num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens)
-        num_bytes += _ENTRY_BYTES * num_entries * len(state.ledgers)
+        num_bytes += _ENTRY_BYTES * num_entries
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
         if chosen and is_full:
             break
@@ -65,76 +68,85 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     return chosen
 
 
-def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], target: int) -> list[int]:
-    """By group: blocks wanted in the reserve once a call that states all entries of `named` is executed: `target` spare ones, and
+def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], targets: list[int]) -> list[int]:
+    """By group: blocks wanted in the reserve once a call that states all entries of `named` is executed: `targets` spare ones, and
     those bound to other sequences but not stated yet."""
     skip = {id(sequence) for sequence in named}
-    unnamed = sum(
-        sequence.num_entries - sequence.acked_entries
-        for sequence in state.sequences.values()
-        if id(sequence) not in skip
-    )
-    for reserve in state.reserves:
+    others = [sequence for sequence in state.sequences.values() if id(sequence) not in skip]
+    in_tables = sum(sequence.num_entries - sequence.acked_entries for sequence in others)
+    wishes = []
+    for group, (reserve, target) in enumerate(zip(state.reserves, targets, strict=True)):
+        unnamed = in_tables
+        if state.settings.window(group):
+            rings = (sequence.rings[group] for sequence in others if sequence.rings)
+            unnamed = sum(ring.num_unstated for ring in rings if ring is not None)
         surplus = len(reserve) - target
         # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager
         # that answers: while it is away it grants nothing, and decoding may speed up again.
         is_too_much = surplus > 0 and (target == 0 or surplus > target)
         if is_too_much and not link.is_unanswered:
             reserve.give_up(surplus)
-    return [max(target, len(reserve)) + unnamed for reserve in state.reserves]
+        wishes.append(max(target, len(reserve)) + unnamed)
+    return wishes
 
 
-def _free(state: CacheState, link: LinkState, target: int) -> Call | None:
+def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None:
     ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
     if not ready:
         return None
     # From here on this worker does not use their blocks: the manager may grant them again before its answer arrives.
     for sequence in ready:
+        if sequence.uses_blocks:
+            naming.name_end(state, sequence)
         state.let_go(sequence)
-    return free_call(link, ready, _wishes(state, link, ready, target), state.returning())
+    return free_call(state, link, ready, _wishes(state, link, ready, targets))
 
 
-def _append(state: CacheState, link: LinkState, target: int, now: float) -> Call | None:
+def _append(state: CacheState, link: LinkState, targets: list[int], now: float) -> Call | None:
     is_due = state.report_due_at is not None and now >= state.report_due_at
-    if not (is_due or state.is_urgent or _wants_refill(state, target) or _has_idle_surplus(state, target)):
+    if not (is_due or state.is_urgent or _wants_refill(state, targets) or _has_idle_surplus(state, targets)):
         return None
     size = state.settings.block_size
     unreported = [
         sequence
         for sequence in state.sequences.values()
         if sequence.state is SequenceState.LIVE
-        and sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens
+        and (sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens or sequence.has_news)
     ]
     reports = _one_call(state, unreported)
     if not reports:
         state.report_due_at, state.is_urgent = None, False
-        if not (_wants_refill(state, target) or _has_idle_surplus(state, target)):
+        if not (_wants_refill(state, targets) or _has_idle_surplus(state, targets)):
             return None
     if len(reports) == len(unreported):
         # Blocks filled while the call is in flight get a time of their own. If the call fails, the next one is urgent.
         state.report_due_at, state.is_urgent = None, False
-    return append_call(link, reports, size, _wishes(state, link, reports, target), state.returning())
+    return append_call(state, link, reports, _wishes(state, link, reports, targets))
 
 
-def _wants_refill(state: CacheState, target: int) -> bool:
-    """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step."""
-    num_spare = state.num_spare
-    if any(state.pool_is_empty):
+def _wants_refill(state: CacheState, targets: list[int]) -> bool:
+    """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step; or
+    windows that are to be named lack blocks."""
+    for group in state.window_groups:
+        if len(state.reserves[group]) < targets[group] and not state.pool_is_empty[group]:
+            return True
+    if not state.full_groups or any(state.pool_is_empty[group] for group in state.full_groups):
         return False
+    num_spare, target = state.num_spare, targets[state.full_groups[0]]
     # At most one block per sequence is due: cheaper to compare first.
     return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
 
 
-def _has_idle_surplus(state: CacheState, target: int) -> bool:
-    return any(state.returning()) or (target == 0 and any(state.reserves))
+def _has_idle_surplus(state: CacheState, targets: list[int]) -> bool:
+    is_surplus = any(reserve and target == 0 for reserve, target in zip(state.reserves, targets, strict=True))
+    return is_surplus or any(state.returning())
 
 
 def _allocate(
-    state: CacheState, link: LinkState, target: int, candidates: List[CacheSequence], now: float
+    state: CacheState, link: LinkState, targets: list[int], candidates: List[CacheSequence], now: float
 ) -> Call | None:
     is_short = any(
-        is_empty and len(reserve) < target
-        for is_empty, reserve in zip(state.pool_is_empty, state.reserves, strict=True)
+        state.pool_is_empty[group] and len(state.reserves[group]) < targets[group] for group in state.full_groups
     )
     hold_back = is_short or now < state.ask_again_at
     # An unanswered Allocate is repeated even then: blocks that it was granted, if any, are of no use to others.
@@ -154,20 +166,25 @@ def _allocate(
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    wishes = _wishes(state, link, (), _target_with(state, target, wanted))
-    return allocate_call(link, wanted, wishes, state.returning())
+    return allocate_call(state, link, wanted, _wishes(state, link, (), _targets_with(state, targets, wanted)))
 
 
-def _target_with(state: CacheState, target: int, wanted: List[CacheSequence]) -> int:
+def _targets_with(state: CacheState, targets: list[int], wanted: List[CacheSequence]) -> list[int]:
     """The size of the reserve once these sequences have their tables, so that their first decode does not wait for a call. Less if
     that could take blocks that they need or that are hits for them, because the manager fills the reserve first."""
     size = state.settings.block_size
     num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
-    return max(target, min(state.spare_target(wanted), state.num_spare + num_left))
+    most = state.num_spare + num_left
+    joined = state.spare_targets(wanted)
+    full = state.full_groups
+    return [max(target, min(joined[group], most)) if group in full else target for group, target in enumerate(targets)]
 
 
-def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tuple[cache_pb2.SequenceUpdate, Stated]:
-    """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones."""
+def _update(
+    state: CacheState, sequence: CacheSequence, num_tokens: int, num_computed: int
+) -> tuple[cache_pb2.SequenceUpdate, Stated]:
+    """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones. What it has
+    released is from now on not used any more."""
     start, first = sequence.acked_tokens, sequence.acked_entries
     num_tokens = max(num_tokens, start)
     update = cache_pb2.SequenceUpdate(
@@ -177,15 +194,38 @@ def _update(sequence: CacheSequence, num_tokens: int, num_computed: int) -> tupl
         num_computed_tokens=num_computed,
     )
     if first < sequence.num_entries:
-        for group, (table, generations) in enumerate(zip(sequence.tables, sequence.generations, strict=True)):
+        for group in state.full_groups:
             update.bound.add(
                 group=group,
                 tier=common_pb2.TIER_DEVICE,
                 start_index=first,
-                block_ids=table[first:],
-                generations=generations[first:],
+                block_ids=sequence.tables[group][first:],
+                generations=sequence.generations[group][first:],
             )
-    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed)
+    rings = _state_rings(state, sequence, update) if sequence.rings else ()
+    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed, rings=rings)
+
+
+def _state_rings(
+    state: CacheState, sequence: CacheSequence, update: cache_pb2.SequenceUpdate
+) -> tuple[Statement | None, ...]:
+    """State what the sequence has named, taken and released in groups with a window; returns it by group."""
+    statements: list[Statement | None] = []
+    for group, ring in enumerate(sequence.rings):
+        if ring is None:
+            statements.append(None)
+            continue
+        statement, dropped = ring.state()
+        statements.append(statement)
+        if sequence.uses_blocks:
+            for block in dropped:
+                state.ledgers[group].drop(block)
+        add_entries(update.bound, group, statement.bound)
+        add_entries(update.released, group, statement.released)
+        if statement.scratch:
+            blocks, generations = zip(*statement.scratch, strict=True)
+            update.scratch.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)
+    return tuple(statements)
 
 
 def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
@@ -196,33 +236,34 @@ def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
     return Call(request, (), ())
 
 
-def free_call(link: LinkState, sequences: List[CacheSequence], wishes: List[int], returned: Returned) -> Call:
+def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
     """End these sequences. States all computed tokens, so that their blocks are sealed first."""
+    returned = state.returning()
     request = cache_pb2.FreeRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
-        update, what = _update(sequence, len(sequence.tokens), sequence.num_computed_tokens)
+        update, what = _update(state, sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), returned)
 
 
-def append_call(
-    link: LinkState, sequences: List[CacheSequence], block_size: int, wishes: List[int], returned: Returned
-) -> Call:
+def append_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
     """State the full computed blocks of these sequences, and the wish for the reserve."""
+    returned, block_size = state.returning(), state.settings.block_size
     request = cache_pb2.AppendRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
         num_full = sequence.num_computed_tokens // block_size * block_size
-        update, what = _update(sequence, num_full, num_full)
+        update, what = _update(state, sequence, num_full, num_full)
         request.items.add(update=update)
         stated.append(what)
     return Call(request, tuple(stated), returned)
 
 
-def allocate_call(link: LinkState, sequences: List[CacheSequence], wishes: List[int], returned: Returned) -> Call:
+def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
     """Request block tables for these sequences, in this order."""
+    returned, settings = state.returning(), state.settings
     request = cache_pb2.AllocateRequest(uplink=link.uplink(wishes, returned))
     stated = []
     for sequence in sequences:
@@ -234,6 +275,7 @@ def allocate_call(link: LinkState, sequences: List[CacheSequence], wishes: List[
             max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
+            retention_interval_tokens=settings.retention_interval if state.window_groups else 0,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
     return Call(request, tuple(stated), returned)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvpool.protocol.status import reason_of
 from kvpool.protocol.tokens import TOKEN_BYTES
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import events, parking
-from .ledger import DisagreementError
+from . import events, naming, parking
+from .entry import Entry
+from .ledger import Content, DisagreementError
 from .link_state import Call, LinkState, Stated
+from .reserve import ReservedBlock
+from .ring import Ring
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
+
+_TAKING_BOUNDARIES = frozenset({SequenceState.ALLOCATING, SequenceState.LIVE})
+"""The order may come with the answer that grants the sequence, before it."""
 
 _NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})
 
@@ -44,10 +51,11 @@ def take_reply(state: CacheState, link: LinkState, call: Call, response: Respons
         state.ask_again_at = now
     if len(response.downlink.counts) == len(state.ledgers):
         state.num_free = [counts.free for counts in response.downlink.counts]
-        target = state.spare_target()
         state.pool_is_empty = [
             not counts.free + counts.cached and len(reserve) < target
-            for counts, reserve in zip(response.downlink.counts, state.reserves, strict=True)
+            for counts, reserve, target in zip(
+                response.downlink.counts, state.reserves, state.spare_targets(), strict=True
+            )
         ]
 
 
@@ -63,6 +71,11 @@ def take_entries(state: CacheState, link: LinkState, downlink: cache_pb2.Downlin
             sequence = state.sequences.get(SequenceId(entry.stop.sequence_id, entry.stop.attempt))
             if sequence is not None and sequence.state is not SequenceState.ENDING:
                 state.events.append(events.Stopped(sequence))
+        elif entry.HasField("boundary"):
+            key = entry.boundary.key
+            sequence = state.sequences.get(SequenceId(key.sequence_id, key.attempt))
+            if sequence is not None and sequence.round == key.round and sequence.state in _TAKING_BOUNDARIES:
+                naming.add_boundary(state, sequence, entry.boundary.num_tokens)
         elif entry.HasField("drain"):
             grace = entry.drain.grace_ms / 1000 if entry.drain.HasField("grace_ms") else None
             state.events.append(events.DrainAsked(grace))
@@ -124,29 +137,98 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
             "compute, were expected"
         )
     tables = [_pairs(table.block_ids[:], table.generations[:]) for table in granted.tables]
-    if len({len(blocks) for blocks, _ in tables}) > 1:
+    settings = state.settings
+    full = state.full_groups
+    if len({len(tables[group][0]) for group in full}) > 1:
         raise DisagreementError(
-            f"{sequence!r} was granted tables of different length: {[len(one) for one, _ in tables]}"
+            f"{sequence!r} was granted tables of different length: {[len(tables[group][0]) for group in full]}"
         )
-    num_hits = granted.num_cached_tokens // state.settings.block_size
+    num_hits = granted.num_cached_tokens // settings.block_size
     cached = prompt[: granted.num_cached_tokens * TOKEN_BYTES]
-    for ledger, (blocks, generations) in zip(state.ledgers, tables, strict=True):
-        ledger.accept_hits(blocks[:num_hits], generations[:num_hits], cached, sequence.root)
+    last: Content | None = None
+    for group in full:
+        blocks, generations = tables[group]
+        last = state.ledgers[group].accept_hits(blocks[:num_hits], generations[:num_hits], cached, sequence.root)
+    windows = _windows(state, sequence, granted) if state.window_groups else {}
+    for group, window in windows.items():
+        last = state.ledgers[group].accept_window(window.entries, last, cached, sequence.root)
+    sequence.content = last
     sequence.tables = tuple(list(blocks[:num_hits]) for blocks, _ in tables)
     sequence.generations = tuple(list(generations[:num_hits]) for _, generations in tables)
     sequence.uses_blocks = True
-    for ledger, hits in zip(state.ledgers, sequence.tables, strict=True):
-        ledger.use(*hits)
-    for group, (ledger, (blocks, generations)) in enumerate(zip(state.ledgers, tables, strict=True)):
+    for group in full:
+        state.ledgers[group].use(*sequence.tables[group])
+    for group, window in windows.items():
+        state.ledgers[group].use(*(entry.block for entry in window.entries))
+    for group in full:
+        ledger, (blocks, generations) = state.ledgers[group], tables[group]
         for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
             ledger.accept_grant(block, generation)
             ledger.use(block)
             sequence.tables[group].append(block)
             sequence.generations[group].append(generation)
+        sequence.num_entries = len(sequence.tables[group])
+    if windows:
+        _make_rings(state, sequence, windows)
+        sequence.boundaries = tuple(sorted({*sequence.boundaries, *granted.boundaries}))
     sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
     sequence.acked_tokens = len(sequence.tokens)
     sequence.acked_entries = sequence.num_entries
     sequence.acked_computed_tokens = granted.num_cached_tokens
+
+
+class _Window(NamedTuple):
+    """What was granted in a group with a window."""
+
+    entries: list[Entry]
+    """Of the window that is hit, in order."""
+    scratch: list[ReservedBlock]
+
+
+def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> dict[int, _Window]:
+    """By group with a window, after a check that it is the whole window before the tokens that are cached."""
+    settings = state.settings
+    num_hits = granted.num_cached_tokens // settings.block_size
+    scratch = {run.group: _pairs(run.block_ids, run.generations) for run in granted.scratch}
+    windows: dict[int, _Window] = {}
+    for group in state.window_groups:
+        run = granted.tables[group]
+        entries = [
+            Entry(run.start_index + offset, block, generation)
+            for offset, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True))
+        ]
+        expected = list(range(max(0, num_hits - settings.span(group)), num_hits))
+        if [entry.table_index for entry in entries] != expected:
+            raise DisagreementError(
+                f"{sequence!r} was granted {len(entries)} blocks of group {group} from index {run.start_index} on as the window "
+                f"before block {num_hits}, which has the indexes {expected}"
+            )
+        blocks = list(map(ReservedBlock, *scratch.get(group, ((), ()))))
+        num_needed = min(settings.ring_blocks(group), sequence.most_blocks(settings.block_size) - num_hits)
+        if len(blocks) < num_needed:
+            raise DisagreementError(
+                f"{sequence!r} was granted {len(blocks)} scratch blocks of group {group}, {num_needed} are needed"
+            )
+        windows[group] = _Window(entries, blocks)
+    return windows
+
+
+def _make_rings(state: CacheState, sequence: CacheSequence, windows: dict[int, _Window]) -> None:
+    """The sequence's rings, out of what was granted and checked."""
+    rings: list[Ring | None] = [None] * len(state.ledgers)
+    for group, (entries, scratch) in windows.items():
+        ledger = state.ledgers[group]
+        for block, generation in scratch:
+            ledger.accept_grant(block, generation)
+            ledger.use(block)
+        rings[group] = Ring(state.settings.span(group), state.settings.block_size, entries, scratch)
+    sequence.rings = tuple(rings)
+    sequence.tables = tuple(
+        table if ring is None else ring.table for table, ring in zip(sequence.tables, rings, strict=True)
+    )
+    sequence.generations = tuple(
+        table if ring is None else [] for table, ring in zip(sequence.generations, rings, strict=True)
+    )
 
 
 def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
@@ -168,3 +250,6 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
     sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
     sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
     sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)
+    for ring, statement in zip(sequence.rings, stated.rings, strict=False):
+        if ring is not None and statement is not None:
+            ring.acknowledge(statement)

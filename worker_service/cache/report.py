@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
+from .entry import Entry, add_entries
 from .ledger import BlockLedger, Content
 from .reserve import ReservedBlock
 from .sequence import CacheSequence
@@ -31,8 +32,10 @@ class _SequenceSnapshot(NamedTuple):
     tokens: bytes
     num_computed_tokens: int
     num_cached_tokens: int
-    tables: list[list[int]]
-    generations: list[list[int]]
+    tables: list[list[Entry]]
+    """By group."""
+    scratch: list[list[ReservedBlock]]
+    boundaries: tuple[int, ...]
 
 
 class Report:
@@ -53,8 +56,9 @@ class Report:
                 pack_tokens(sequence.tokens),
                 sequence.num_computed_tokens,
                 sequence.num_cached_tokens,
-                list(map(list, sequence.tables)),
-                list(map(list, sequence.generations)),
+                [_entries(sequence, group) for group in range(len(sequence.tables))],
+                [[] if ring is None else ring.scratch() for ring in sequence.rings],
+                sequence.boundaries,
             )
             for sequence in sequences
         ]
@@ -143,13 +147,21 @@ class Report:
     def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = num_bytes = 0
-        for key, root, tokens, num_computed, num_cached, tables, generations in self._sequences:
+        for key, root, tokens, num_computed, num_cached, tables, scratch, boundaries in self._sequences:
             reported = part.sequences.add(
-                key=key, root=root, tokens=tokens, num_computed_tokens=num_computed, num_cached_tokens=num_cached
+                key=key,
+                root=root,
+                tokens=tokens,
+                num_computed_tokens=num_computed,
+                num_cached_tokens=num_cached,
+                boundaries=boundaries,
             )
             for group, table in enumerate(tables):
-                _add_run(reported.tables, group, table, generations[group])
+                add_entries(reported.tables, group, table)
                 count += len(table)
+            for group, blocks in enumerate(scratch):
+                _add_run(reported.scratch, group, [one.block for one in blocks], [one.generation for one in blocks])
+                count += len(blocks)
             num_bytes += len(tokens)
             if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
                 yield part
@@ -157,6 +169,14 @@ class Report:
                 count = num_bytes = 0
         if part.sequences:
             yield part
+
+
+def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
+    """What it has in a group, scratch blocks left out."""
+    ring = sequence.rings[group] if sequence.rings else None
+    if ring is not None:
+        return [Entry(index, *reserved) for index, reserved in sorted(ring.named.items())]
+    return list(map(Entry, range(len(sequence.tables[group])), sequence.tables[group], sequence.generations[group]))
 
 
 def _add_run(runs: object, group: int, blocks: list[int], generations: list[int]) -> None:

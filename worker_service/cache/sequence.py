@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
+
+from .ledger import Content
+from .ring import Ring
 
 
 class SequenceState(Enum):
@@ -62,9 +66,18 @@ class CacheSequence:
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
         self.tables: tuple[list[int], ...] = ()
-        """By group: block ids, from position 0. All have the same length; empty while it holds nothing."""
+        """By group: block ids, from position 0; empty while it holds nothing. Those without a window have the same length. With a
+        window it is the ring's, and 0 where nothing is kept."""
         self.generations: tuple[list[int], ...] = ()
-        """Generation of each entry of the tables."""
+        """Generation of each entry of the tables, in groups without a window."""
+        self.rings: tuple[Ring | None, ...] = ()
+        """By group, None for those without a window; empty if no group has one."""
+        self.num_entries = 0
+        """Length of its tables in groups without a window."""
+        self.boundaries: tuple[int, ...] = ()
+        """In tokens, ascending: where its windows are to be named, and it has not computed so far."""
+        self.content: Content | None = None
+        """What its last complete block holds."""
         self.num_cached_tokens = 0
         """Tokens that the cache served in the current round."""
         self.num_computed_tokens = 0
@@ -89,7 +102,7 @@ class CacheSequence:
     def __repr__(self) -> str:
         return (
             f"<CacheSequence {self.id.sequence_id!r} attempt={self.id.attempt} round={self.round} {self.state.value} "
-            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables}>"
+            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables} rings={self.rings}>"
         )
 
     @property
@@ -98,17 +111,26 @@ class CacheSequence:
         return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
 
     @property
-    def num_entries(self) -> int:
-        """Length of its tables."""
-        return len(self.tables[0]) if self.tables else 0
+    def has_news(self) -> bool:
+        """Whether there is something to state of its windows."""
+        return any(ring is not None and ring.has_news for ring in self.rings)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of each group that its tokens occupy."""
+        """Blocks of each group without a window that its tokens occupy."""
         return -(-len(self.tokens) // block_size)
 
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks of tokens that it can have in the end."""
+        return -(-(self.max_tokens - 1) // block_size)
+
     def num_blocks_to_come(self, block_size: int) -> int:
-        """Blocks of each group that the sequence can still need beyond its tables."""
-        return max(0, -(-(self.max_tokens - 1) // block_size) - self.num_entries)
+        """Blocks of each group without a window that the sequence can still need beyond its tables."""
+        return max(0, self.most_blocks(block_size) - self.num_entries)
+
+    def blocks(self, group: int) -> Iterable[int]:
+        """All blocks of a group that this worker uses for it, in the order in which its pool may evict them."""
+        ring = self.rings[group] if self.rings else None
+        return reversed(self.tables[group]) if ring is None else ring.blocks()
 
     def next_round(self) -> CacheSequence:
         """The same request with its generated tokens, holding nothing."""
@@ -127,7 +149,10 @@ class CacheSequence:
 
     def forget(self) -> None:
         """Reset table, progress and acknowledgements."""
-        self.tables = self.generations = ()
+        self.tables = self.generations = self.rings = ()
+        self.num_entries = 0
+        self.boundaries = ()
+        self.content = None
         self.num_cached_tokens = self.num_computed_tokens = 0
         self.uses_blocks = self.maybe_granted = False
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
-from . import events
+from . import boundaries, events
 from .ledger import BlockLedger
 from .link_state import LinkState
 from .report import Report
 from .reserve import DecodingRate, Reserve, ReservedBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
+from .settings import CacheSettings
 
 
 class CacheState:
@@ -20,6 +20,8 @@ class CacheState:
         self.settings = settings
         self.link: LinkState | None = None
         """None while no session is open."""
+        self.full_groups = settings.full_groups
+        self.window_groups = settings.window_groups
         self.ledgers = tuple(BlockLedger(count, group) for group, count in enumerate(settings.num_blocks))
         """By group, like `reserves`."""
         self.reserves = tuple(Reserve() for _ in settings.num_blocks)
@@ -41,6 +43,9 @@ class CacheState:
         self.num_free: list[int] | None = None
         """By group: blocks that the manager can grant without eviction, as of the last reply; None before the first of a session.
         Fewer than the blank blocks here if the budget of all workers is reached."""
+        self.num_windows_named = 0
+        self.num_windows_not_named = 0
+        """Because the reserve could not replace their blocks."""
         self.is_given_up = False
         """The blocks held here cannot be reported to the manager and must be forgotten."""
         self.events: list[events.Event] = []
@@ -56,8 +61,16 @@ class CacheState:
             self._end_unheard(sequence)
         self.link = link
         if report_wanted:
-            holders = [sequence for sequence in self.sequences.values() if sequence.num_entries]
+            holders = [sequence for sequence in self.sequences.values() if sequence.tables]
+            self._stop_using_released(holders)
             link.report = Report(self.ledgers, holders, [reserve.spare() for reserve in self.reserves])
+
+    def _stop_using_released(self, sequences: List[CacheSequence]) -> None:
+        """A report states the present, so what is not in it is released."""
+        for sequence in sequences:
+            for ledger, ring in zip(self.ledgers, sequence.rings, strict=False):
+                for block in ring.acknowledge_all() if ring is not None else ():
+                    ledger.drop(block)
 
     def lose_session(self, why: str) -> None:
         """The session is over. Blocks stay; unanswered calls count as not executed."""
@@ -99,7 +112,7 @@ class CacheState:
         """The link of the open session, if its report is complete."""
         return None if self.link is None or self.link.report is not None else self.link
 
-    def spare_target(self, joining: List[CacheSequence] = ()) -> int:
+    def spare_targets(self, joining: List[CacheSequence] = ()) -> list[int]:
         """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their
         tokens."""
         live = [sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE]
@@ -107,12 +120,25 @@ class CacheState:
         to_come = sum(sequence.num_blocks_to_come(size) for sequence in live)
         to_come += sum(max(0, sequence.num_blocks_to_come(size) - sequence.num_blocks(size)) for sequence in joining)
         rate = self.rate.tokens_per_second
-        return spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
+        spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
+        return [
+            self._spare_for_windows(group, live) if self.settings.window(group) else spare
+            for group in range(len(self.ledgers))
+        ]
+
+    def _spare_for_windows(self, group: int, live: List[CacheSequence]) -> int:
+        """What the rings of a group lack to name the next window of each sequence; an eighth of the pool at most, or one window:
+        one that is not named is only a lost hit."""
+        lacking = 0
+        for sequence in live:
+            if (boundary := boundaries.next_boundary(sequence, self.settings)) is not None:
+                lacking += boundaries.num_to_replace(sequence, group, boundary, self.settings)
+        return min(lacking, max(self.settings.num_blocks[group] // 8, self.settings.span(group)))
 
     @property
     def num_spare(self) -> int:
-        """Blocks that each sequence of one block more could take: of the smallest reserve."""
-        return min(map(len, self.reserves))
+        """Blocks that each sequence of one block more could take: of the smallest reserve of a group without a window."""
+        return min((len(self.reserves[group]) for group in self.full_groups), default=0)
 
     def returning(self) -> tuple[tuple[ReservedBlock, ...], ...]:
         """Surplus of the reserves, by group."""
@@ -120,8 +146,8 @@ class CacheState:
 
     def num_blank(self) -> int:
         """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager; of the group with
-        the fewest."""
-        return min(self._num_blank(group) for group in range(len(self.ledgers)))
+        the fewest, of those without a window."""
+        return min((self._num_blank(group) for group in self.full_groups), default=0)
 
     def _num_blank(self, group: int) -> int:
         ledger, reserve = self.ledgers[group], self.reserves[group]
@@ -130,7 +156,9 @@ class CacheState:
         return num_blank if self.num_free is None else min(num_blank, self.num_free[group])
 
     def num_blocks_due(self) -> int:
-        """Blocks of each group needed if each live sequence gets one more token."""
+        """Blocks of each group without a window needed if each live sequence gets one more token."""
+        if not self.full_groups:
+            return 0
         size = self.settings.block_size
         return sum(
             len(sequence.tokens) >= sequence.num_entries * size and sequence.num_blocks_to_come(size) > 0
@@ -142,8 +170,8 @@ class CacheState:
         """This worker no longer uses the sequence's blocks. Drops the last one first, as the manager does."""
         if sequence.uses_blocks:
             sequence.uses_blocks = False
-            for ledger, table in zip(self.ledgers, sequence.tables, strict=True):
-                for block in reversed(table):
+            for group, ledger in enumerate(self.ledgers):
+                for block in sequence.blocks(group):
                     ledger.drop(block)
 
     def end(self, sequence: CacheSequence) -> None:
@@ -153,30 +181,3 @@ class CacheState:
         sequence.forget()
         if self.sequences.get(sequence.id) is sequence:
             del self.sequences[sequence.id]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """Sizes of the pools, and timing and size of calls."""
-
-    block_size: int = 16
-    """Token slots of one block."""
-    num_blocks: tuple[int, ...] = (1024,)
-    """Blocks of each group's pool, the null block included."""
-    report_seconds: float = 0.1
-    """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
-    reserve_seconds: float = 2.0
-    """Seconds of decoding that the reserve should last without the manager."""
-    prefix_wait_seconds: float = 10.0
-    """How long a request waits for a prefix in flight that makes no progress, before it computes it itself."""
-    no_blocks_retry_seconds: float = 1.0
-    """Wait after NO_BLOCKS before the next Allocate if nothing is freed; only a safeguard."""
-    max_items_per_call: int = 256
-    """Sequences in one call to the manager."""
-    max_call_bytes: int = 8 << 20
-    """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of each group that one sequence can have at most: those of the smallest pool."""
-        return min(self.num_blocks) - 1

@@ -50,14 +50,17 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_mixed_prefill_tokens: int = 512,
+        max_chunk_tokens: int | None = None,
         policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     ) -> None:
-        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes."""
+        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes. `max_chunk_tokens`: of one sequence; its
+        rings have room for no more."""
         assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
         assert max_mixed_prefill_tokens >= 1, "no prompt would be computed while a sequence decodes"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
+        self.max_chunk_tokens = max_num_batched_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.policy = policy
         self.num_preemptions = 0
         self._cache = cache
@@ -179,8 +182,11 @@ class Scheduler:
         committed = tokens_by_payer((part.request, 1) for part in decodes)
         for request in self._fairness.in_order(prefilling, committed):
             remaining = request.num_uncomputed_tokens
-            count = min(remaining, budget)
-            prefills.append(Scheduled(request, request.sequence, count, count == remaining))
+            sequence = request.sequence
+            count = min(remaining, budget, self.max_chunk_tokens)
+            if sequence.rings and not self._cache.extend(sequence, sequence.num_computed_tokens + count):
+                continue  # rings have what a chunk needs, so this cannot be; but a step without blocks would write into others
+            prefills.append(Scheduled(request, sequence, count, count == remaining))
             budget -= count
             if not budget:
                 break
