@@ -64,10 +64,15 @@ def _memory_table(budget: MemoryBudget) -> Table:
 
 def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
-    table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
-    table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
-    table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
-    table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
+    if len(plan.groups) == 1:
+        table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
+        table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
+        table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
+        table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
+    for group in plan.groups if len(plan.groups) > 1 else ():
+        sight = "full attention" if group.window is None else f"window {group.window:,}"
+        size = f"{plan.block_size * group.bytes_per_token:,} bytes, {plan.block_size} tokens"
+        table.add_row(f"blocks of group {group.index}, {sight}", f"{group.num_blocks:,} of {size}")
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
         table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")
     return table

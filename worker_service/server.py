@@ -25,7 +25,7 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
-from .cache.state import CacheSettings
+from .cache.settings import CacheSettings
 from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
@@ -137,7 +137,14 @@ class Server:
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._link = ManagerLink(
             settings.manager,
-            _introduction(settings, state.identity, loaded, plan, self.worker_id, settings.advertised(port)),
+            _introduction(
+                settings,
+                state.identity,
+                loaded,
+                _kv_cache_config(plan, self.engine.cache.settings),
+                self.worker_id,
+                settings.advertised(port),
+            ),
             self.engine,
             self._set_health,
         )
@@ -305,7 +312,8 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         log.info(str(line))
     plan = budget.kv_cache
     log.info(plan.describe(loaded.facts.max_model_len))
-    blocks_per_sequence = min(plan.capacity, -(-loaded.facts.max_model_len // plan.block_size))
+    capacities = [group.capacity for group in plan.groups if group.window is None]
+    blocks_per_sequence = min([*capacities, -(-loaded.facts.max_model_len // plan.block_size)])
     sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
     return loaded, loaded.runner(plan, backend, sizes)
 
@@ -320,15 +328,7 @@ def log_batch_invariance(facts: ModelFacts) -> None:
 def _build_engine(
     settings: WorkerSettings, facts: ModelFacts, runner: ModelRunner, model_thread: ThreadPoolExecutor
 ) -> Engine:
-    plan = runner.kv_cache.plan
-    cache = EngineCache(
-        CacheSettings(
-            block_size=plan.block_size,
-            num_blocks=(plan.num_blocks,),
-            report_seconds=settings.report_seconds,
-            reserve_seconds=settings.reserve_seconds,
-        )
-    )
+    cache = EngineCache(_cache_settings(settings, runner.kv_cache.plan))
     engine_settings = EngineSettings(
         model_fingerprint=facts.fingerprint,
         vocab_size=facts.vocab_size,
@@ -346,18 +346,40 @@ def _build_engine(
     return Engine(engine_settings, cache, runner, tokenizer, model_thread)
 
 
+def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
+    windows = [group.window or 0 for group in plan.groups]
+    return CacheSettings(
+        block_size=plan.block_size,
+        num_blocks=tuple(group.num_blocks for group in plan.groups),
+        windows=tuple(windows),
+        max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
+        retention_interval=settings.retention_interval,
+        report_seconds=settings.report_seconds,
+        reserve_seconds=settings.reserve_seconds,
+    )
+
+
+def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCacheConfig:
+    config = common_pb2.KVCacheConfig(block_size=plan.block_size)
+    for group in plan.groups:
+        spec = config.groups.add(group=group.index, bytes_per_block=plan.block_size * group.bytes_per_token)
+        if group.window is None:
+            spec.full_attention.SetInParent()
+        else:
+            spec.sliding_window.window_tokens = group.window
+            spec.sliding_window.ring_blocks = cache.ring_blocks(group.index)
+        config.pools.add(group=group.index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
+    return config
+
+
 def _introduction(
     settings: WorkerSettings,
     identity: Identity,
     loaded: LoadedModel,
-    plan: KVCachePlan,
+    config: common_pb2.KVCacheConfig,
     worker_id: str,
     address: str,
 ) -> cache_pb2.RegisterRequest:
-    config = common_pb2.KVCacheConfig(block_size=plan.block_size)
-    group = config.groups.add(group=0, bytes_per_block=plan.bytes_per_block)
-    group.full_attention.SetInParent()
-    config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=plan.num_blocks)
     return cache_pb2.RegisterRequest(
         worker_id=worker_id,
         incarnation=identity.incarnation,

@@ -78,6 +78,12 @@ class WorkerSettings(ServerSettings):
         None,
         description="Size of the KV cache, e.g. 2GiB. Default: a share of the free memory, if --num-blocks is not given.",
     )
+    window_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="For models with sliding windows: blocks of each group of layers with one, the null block 0 included. Default: "
+        "for each of --max-num-seqs sequences a ring and two windows, but at most half of the KV cache.",
+    )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
@@ -133,6 +139,13 @@ class WorkerSettings(ServerSettings):
         1 << 22, ge=1, description="Prompt tokens of all waiting requests; more are refused, but one may always wait."
     )
     prefix_caching: bool = Field(True, description="Whether prompts may be served from the cache.")
+    retention_interval: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="For models with sliding windows: keep the windows after every so many tokens of a text, so that other prompts "
+        "can go on from there. 0: only where prompts end or part.",
+    )
     report_seconds: float = Field(
         0.1, ge=0, le=10, description="Longest time in seconds until a filled block is reported."
     )
@@ -227,6 +240,7 @@ class WorkerSettings(ServerSettings):
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_cache_memory=self.kv_cache_memory,
+            window_blocks=self.window_blocks,
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

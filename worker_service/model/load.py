@@ -79,11 +79,8 @@ class LoadedModel:
         )
         return replace(self, facts=replace(self.facts, batch_invariance=found))
 
-    def plan(
-        self, settings: MemorySettings, backend: AttentionBackend | None = None, *, by_window: bool = False
-    ) -> MemoryBudget:
-        """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. by_window: layers with a window
-        have blocks of their own, see groups_of; the manager knows no windows yet. Raises ModelError."""
+    def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
+        """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
 
         def make_runner(plan: KVCachePlan) -> ModelRunner:
             return self.runner(plan, backend)
@@ -91,7 +88,7 @@ class LoadedModel:
         facts = facts_of_loaded(
             self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
         )
-        return plan_memory(facts, settings, group_needs(self.layers, self.dtype, by_window=by_window))
+        return plan_memory(facts, settings, group_needs(self.layers, self.dtype))
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None

@@ -8,7 +8,7 @@ import torch
 
 from .candidate import Candidate
 from .load import prepare
-from .memory.facts import facts_of_meta_model
+from .memory.facts import facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.comparison import expected_runtime
@@ -40,7 +40,7 @@ class Outline:
     def plan(self, settings: MemorySettings) -> MemoryBudget:
         """As LoadedModel.plan, with estimated activations. Raises ModelError."""
         facts = facts_of_meta_model(self.meta_model, self.dtype, self.device, settings, self.is_quantized)
-        return plan_memory(facts, settings)
+        return plan_memory(facts, settings, group_needs(self.meta_model.layers, self.dtype))
 
 
 def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:

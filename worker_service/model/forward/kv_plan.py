@@ -44,6 +44,8 @@ class KVCachePlan:
     """Tokens per block, in all groups."""
     groups: tuple[GroupPlan, ...]
     """By index."""
+    chunk_tokens: int | None = None
+    """Most tokens of one sequence in one step, if a group has a window: its rings have room for no more."""
 
     def __post_init__(self) -> None:
         assert [group.index for group in self.groups] == list(range(len(self.groups))), self.groups

@@ -13,8 +13,9 @@ from ..forward.kv_groups import groups_of
 from ..forward.layers import AttentionLayer
 from .cpu import read_cpu_memory
 from .meta_model import MetaModel, build_meta_model
-from .plan import GroupNeeds, MemoryFacts, MemorySettings
+from .plan import MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
+from .split import GroupNeeds
 
 _ESTIMATED = "estimated without attention"
 
@@ -25,7 +26,7 @@ def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> 
     return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in storing) * dtype.itemsize
 
 
-def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool) -> list[GroupNeeds]:
+def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool = True) -> list[GroupNeeds]:
     """The groups of these layers; by_window: see groups_of."""
     return [
         GroupNeeds(group.window, kv_bytes_per_token([layers[index] for index in group.layers], dtype))

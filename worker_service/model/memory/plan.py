@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...cache.windows import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import GroupPlan, KVCachePlan, show_bytes, size_setting
+from .split import GroupNeeds, Split
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -31,6 +33,8 @@ class MemorySettings:
     """Bytes of the KV cache. Overrides shares; not together with num_blocks."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for all its processes together, this worker included."""
+    window_blocks: int | None = None
+    """Blocks of each group with a window, the null block included; None: computed."""
     max_num_seqs: int = 64
     """Sequences of a maximum batch."""
     max_num_batched_tokens: int = 2048
@@ -78,15 +82,6 @@ class MemoryFacts:
         return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
 
 
-class GroupNeeds(NamedTuple):
-    """One group of layers, before its size is known."""
-
-    window: int | None
-    """Sliding window in tokens; None: full attention."""
-    bytes_per_token: int
-    """K and V of its layers; those of all groups are the facts' bytes_per_token."""
-
-
 class BudgetLine(NamedTuple):
     """One line of the budget."""
 
@@ -121,14 +116,34 @@ class MemoryBudget:
         batch = f"{settings.max_num_batched_tokens:,} tokens of {settings.max_num_seqs:,} sequences"
         yield BudgetLine("activations of a maximum batch", facts.activation_bytes, f"{batch}, {facts.activations_from}")
         yield BudgetLine("graphs", facts.graph_bytes, "" if facts.graph_bytes else "none are captured")
-        num_blocks = kv_cache.groups[0].num_blocks  # the same in all groups, see plan_memory
-        if workspace := num_blocks * kv_cache.block_size * facts.workspace_bytes_per_token:
+        if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        block_bytes = kv_cache.block_size * kv_cache.bytes_per_token
-        blocks = f"{num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
-        yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
+        if len(kv_cache.groups) == 1:
+            (group,) = kv_cache.groups
+            block_bytes = kv_cache.block_size * group.bytes_per_token
+            blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
+            yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
+        else:
+            yield BudgetLine("KV cache", kv_cache.total_bytes, f"{len(kv_cache.groups)} groups, {self._size_from()}")
+            for group in kv_cache.groups:
+                yield BudgetLine(*self._line_of(group))
         yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
+
+    def _line_of(self, group: GroupPlan) -> tuple[str, int, str]:
+        """What a group is, its bytes, and where its number of blocks comes from."""
+        size = self.kv_cache.block_size
+        num_bytes = group.num_blocks * size * group.bytes_per_token
+        blocks = f"{group.num_blocks:,} blocks of {show_bytes(size * group.bytes_per_token)}"
+        if group.window is None:
+            return f"· group {group.index}, full attention", num_bytes, blocks
+        if self.settings.window_blocks is not None:
+            blocks += ", --window-blocks"
+        else:
+            chunk = self.kv_cache.chunk_tokens or 0
+            each = ring_blocks(group.window, chunk, size), span(group.window, size)
+            blocks += f": {each[0]} for a sequence, {each[1]} for a window that is kept"
+        return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
 
     def _size_from(self) -> str:
         if self.settings.num_blocks is not None:
@@ -145,29 +160,41 @@ def plan_memory(
 ) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    groups: of layers, each of which gets as many blocks as the others; None: one that keeps everything.
-    Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
+    groups: of layers, see Split; None: one that keeps everything. Raises ModelError for contradictory settings, and
+    KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
         raise ModelError(f"The block size must be a power of two, not {block_size}.")
     if settings.num_blocks is not None and settings.kv_cache_memory is not None:
         raise ModelError("Give the size of the KV cache as a number of blocks or in bytes, not both.")
-    bytes_per_block = block_size * facts.bytes_per_token
-    if settings.num_blocks is not None:
-        num_blocks = settings.num_blocks
-    elif settings.kv_cache_memory is not None:
-        num_blocks = settings.kv_cache_memory // bytes_per_block
-    else:
-        num_blocks = _budget_bytes(facts, settings) // _block_cost(facts, block_size)
-    if num_blocks < _MIN_BLOCKS:
-        raise _too_small(facts, settings, num_blocks)
-    fitting = facts.room_bytes // _block_cost(facts, block_size)
-    if num_blocks > fitting:
-        raise _too_large(facts, settings, num_blocks, fitting)
     groups = groups or [GroupNeeds(None, facts.bytes_per_token)]
-    each = (GroupPlan(index, window, num_blocks, num_bytes) for index, (window, num_bytes) in enumerate(groups))
-    return MemoryBudget(facts, settings, KVCachePlan(block_size, tuple(each)))
+    if settings.window_blocks is not None and all(group.window is None for group in groups):
+        raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
+    split = Split(
+        groups,
+        block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        window_blocks=settings.window_blocks,
+    )
+    if settings.num_blocks is not None:
+        plan = split.of_blocks(settings.num_blocks)
+    elif settings.kv_cache_memory is not None:
+        plan = split.of_bytes(settings.kv_cache_memory)
+    else:
+        plan = split.of_bytes(_budget_bytes(facts, settings), facts.workspace_bytes_per_token)
+    smallest = min(group.num_blocks for group in plan.groups)
+    if smallest < _MIN_BLOCKS:
+        raise _too_small(facts, settings, smallest)
+    if plan.total_bytes + _workspace_bytes(facts, plan) > facts.room_bytes:
+        raise _too_large(facts, plan, split.of_bytes(facts.room_bytes, facts.workspace_bytes_per_token))
+    return MemoryBudget(facts, settings, plan)
+
+
+def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
+    """Of attention, if a step reads all that the cache holds."""
+    return plan.block_size * facts.workspace_bytes_per_token * max(group.num_blocks for group in plan.groups)
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:
@@ -228,20 +255,24 @@ def _least_utilization(facts: MemoryFacts, settings: MemorySettings) -> float | 
     return None
 
 
-def _too_large(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, fitting: int) -> KVCacheTooLarge:
-    bytes_per_block = settings.block_size * facts.bytes_per_token
-    asked = f"A KV cache of {num_blocks} blocks needs {show_bytes(num_blocks * bytes_per_block)}"
-    if workspace := num_blocks * settings.block_size * facts.workspace_bytes_per_token:
+def _too_large(facts: MemoryFacts, plan: KVCachePlan, fitting: KVCachePlan) -> KVCacheTooLarge:
+    asked = f"A KV cache of {_blocks_of(plan)} blocks needs {show_bytes(plan.total_bytes)}"
+    if workspace := _workspace_bytes(facts, plan):
         asked += f" and {show_bytes(workspace)} for attention over it"
-    if fitting < _MIN_BLOCKS:
+    if min(group.num_blocks for group in fitting.groups) < _MIN_BLOCKS:
         return KVCacheTooLarge(
             f"{asked}, but none fits on {facts.device}: {_what_there_is(facts)}. Give a smaller --max-num-batched-tokens or "
             "--max-num-seqs, end other processes, or take a smaller model or a device with more memory."
         )
     return KVCacheTooLarge(
-        f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most {fitting} "
-        f"blocks fit (--num-blocks {fitting}, or --kv-cache-memory {size_setting(fitting * bytes_per_block)})."
+        f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most "
+        f"{_blocks_of(fitting)} blocks fit (--num-blocks {fitting.groups[0].num_blocks}, or --kv-cache-memory "
+        f"{size_setting(fitting.total_bytes)})."
     )
+
+
+def _blocks_of(plan: KVCachePlan) -> str:
+    return " + ".join(str(group.num_blocks) for group in plan.groups)
 
 
 def _what_there_is(facts: MemoryFacts) -> str:

@@ -1,0 +1,120 @@
+"""How the memory of a KV cache is split between the pools of its groups.
+
+A group with a window needs the same few blocks for each sequence, however long its text is: a ring, and room for two windows that
+are kept for others. So it gets what --max-num-seqs sequences need, and the groups without a window get the rest, because their
+blocks bound the text that can be held. Where that would leave them less than half, windows are made for fewer sequences. A group
+with a window never has more blocks than one without: they would be of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...cache.windows import largest_chunk, ring_blocks, span
+from ..forward.kv_plan import GroupPlan, KVCachePlan
+
+_KEPT_WINDOWS = 2
+"""Kept for others, for each sequence: the one at the end of its prompt, and the one at the end of its text."""
+
+
+class GroupNeeds(NamedTuple):
+    """One group of layers, before its size is known."""
+
+    window: int | None
+    """Sliding window in tokens; None: full attention."""
+    bytes_per_token: int
+    """K and V of its layers; those of all groups are the facts' bytes_per_token."""
+
+
+class Split:
+    """Splits blocks or bytes between groups. window_blocks: of each group with a window, the null block included; None: by need."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupNeeds],
+        block_size: int,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        window_blocks: int | None,
+    ) -> None:
+        self._groups = groups
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._window_blocks = window_blocks
+        windows = [group.window for group in groups if group.window is not None]
+        self._chunk = largest_chunk(windows, max_num_batched_tokens) if windows else None
+        self._each = [self._blocks_per_sequence(group) for group in groups]
+        """Blocks of one sequence, in groups with a window."""
+        self._full_cost = block_size * sum(group.bytes_per_token for group in groups if group.window is None)
+        """Of a block in each group without a window, in bytes."""
+
+    def of_blocks(self, num_blocks: int) -> KVCachePlan:
+        """Groups without a window get so many blocks, the null block included; without such groups all of them."""
+        if not self._full_cost:
+            return self._plan([self._window_blocks or num_blocks for _ in self._groups])
+        return self._plan(
+            [
+                num_blocks if group.window is None else self._of_window(each, self._max_num_seqs, num_blocks)
+                for group, each in zip(self._groups, self._each, strict=True)
+            ]
+        )
+
+    def of_bytes(self, num_bytes: int, workspace_per_token: int = 0) -> KVCachePlan:
+        """The largest cache of at most so many bytes, with attention's workspace for each token that it holds; its groups may have
+        too few blocks to be of use."""
+        workspace = self._block_size * workspace_per_token
+        if not self._full_cost:
+            return self._of_windows_only(num_bytes, workspace)
+        wanted = self._max_num_seqs
+        while wanted > 1 and self._window_bytes(wanted) > num_bytes // 2:
+            wanted -= 1
+        num_full = (num_bytes - self._window_bytes(wanted)) // (self._full_cost + workspace)
+        if self._window_blocks is None:
+            # With little memory as many in each group: more of a group with a window would never be used.
+            num_full = max(num_full, num_bytes // (self._full_cost + workspace + self._window_cost()))
+        return self._plan(
+            [
+                num_full if group.window is None else self._of_window(each, wanted, num_full)
+                for group, each in zip(self._groups, self._each, strict=True)
+            ]
+        )
+
+    def _of_windows_only(self, num_bytes: int, workspace: int) -> KVCachePlan:
+        if self._window_blocks is not None:
+            return self.of_blocks(self._window_blocks)
+        groups = zip(self._groups, self._each, strict=True)
+        each = sum((self._block_size * group.bytes_per_token + workspace) * blocks for group, blocks in groups)
+        return self._plan([num_bytes * blocks // each for blocks in self._each])
+
+    def _of_window(self, each: int, num_sequences: int, most: int | None = None) -> int:
+        """Blocks of a group with a window, of which a sequence has `each`."""
+        if self._window_blocks is not None:
+            return self._window_blocks
+        wanted = num_sequences * each + 1
+        return wanted if most is None else min(wanted, most)
+
+    def _window_bytes(self, num_sequences: int) -> int:
+        return self._block_size * sum(
+            group.bytes_per_token * self._of_window(each, num_sequences)
+            for group, each in zip(self._groups, self._each, strict=True)
+            if group.window is not None
+        )
+
+    def _window_cost(self) -> int:
+        """Of a block in each group with a window, in bytes."""
+        return self._block_size * sum(group.bytes_per_token for group in self._groups if group.window is not None)
+
+    def _blocks_per_sequence(self, group: GroupNeeds) -> int:
+        if group.window is None or self._chunk is None:
+            return 0
+        ring = ring_blocks(group.window, self._chunk, self._block_size)
+        return ring + _KEPT_WINDOWS * span(group.window, self._block_size)
+
+    def _plan(self, num_blocks: Sequence[int]) -> KVCachePlan:
+        groups = (
+            GroupPlan(index, group.window, count, group.bytes_per_token)
+            for index, (group, count) in enumerate(zip(self._groups, num_blocks, strict=True))
+        )
+        return KVCachePlan(self._block_size, tuple(groups), self._chunk)
