@@ -28,6 +28,8 @@ class BlockMap:
     group: int = 0
     num_groups: int = 1
     """Of the worker."""
+    window_tokens: int = 0
+    """Tokens that the group's layers see; 0: all."""
 
 
 async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
@@ -64,6 +66,7 @@ async def fetch_block_map(
                 blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
                 group=group,
                 num_groups=len(pools),
+                window_tokens=worker.kv_cache_config.groups[group].sliding_window.window_tokens,
             )
 
 
@@ -73,6 +76,9 @@ def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
 
 
 def sequence_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of each group that sequences can have: those of the smallest pool, without its null block."""
-    pools = [pool for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE]
-    return min((pool.num_blocks for pool in pools), default=1) - 1
+    """Blocks of each group that sequences can have: those of the smallest pool, without its null block. Of groups with a window a
+    sequence needs a few only, however long it is."""
+    config = worker.kv_cache_config
+    pools = [pool for pool in config.pools if pool.tier == common_pb2.TIER_DEVICE]
+    full = [pool for pool in pools if not config.groups[pool.group].HasField("sliding_window")]
+    return min((pool.num_blocks for pool in full or pools), default=1) - 1

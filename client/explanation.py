@@ -32,6 +32,8 @@ class MissCause(StrEnum):
     """It is always computed, and its block with it."""
     ON_ANOTHER_WORKER = "on_another_worker"
     """Another worker has them, this one does not."""
+    WINDOW_NOT_KEPT = "window_not_kept"
+    """The layers that see everything have them; of those with a sliding window no window is kept that ends there."""
 
 
 _CAUSES: Final = {
@@ -42,6 +44,7 @@ _CAUSES: Final = {
     cache_pb2.MISS_CAUSE_PARTIAL_TAIL: MissCause.PARTIAL_TAIL,
     cache_pb2.MISS_CAUSE_LAST_TOKEN: MissCause.LAST_TOKEN,
     cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ON_ANOTHER_WORKER,
+    cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT: MissCause.WINDOW_NOT_KEPT,
 }
 
 
@@ -71,6 +74,8 @@ class Miss:
     """OTHER_ROOT: tokens per block."""
     other_salt: bool = False
     """OTHER_ROOT: the salts differ; only where the manager may say so (--explain-across-salts)."""
+    num_passed_tokens: int | None = None
+    """WINDOW_NOT_KEPT: tokens of the prompt that the layers without a window have."""
 
     @classmethod
     def from_proto(cls, miss: cache_pb2.Miss) -> Self:
@@ -89,6 +94,7 @@ class Miss:
             other_adapter=miss.other_root.adapter if is_other else None,
             other_block_size=miss.other_block_size if is_other else None,
             other_salt=miss.other_salt,
+            num_passed_tokens=miss.num_passed_tokens if cause is MissCause.WINDOW_NOT_KEPT else None,
         )
 
 
@@ -217,6 +223,9 @@ class Explanation:
                 return "the last token is always computed, and its block with it"
             case MissCause.ON_ANOTHER_WORKER:
                 return f"{block} is cached on {elsewhere}, not here"
+            case MissCause.WINDOW_NOT_KEPT:
+                held = f"layers that see everything have {miss.num_passed_tokens:,} tokens"
+                return f"{held}, but no sliding window that ends after token {miss.position:,} is kept whole"
             case MissCause.UNKNOWN:
                 return f"{block} is not served, for a reason that this client does not know: update it"
 

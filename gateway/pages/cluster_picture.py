@@ -178,6 +178,7 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
     groups = [
         {
             "num_blocks": pool.num_blocks,
+            "window_tokens": worker.kv_cache_config.groups[pool.group].sliding_window.window_tokens,
             "counts": {name: getattr(counts.get(pool.group, _NO_COUNTS), name) for name in _COUNTS},
         }
         for pool in worker.kv_cache_config.pools

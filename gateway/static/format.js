@@ -23,3 +23,9 @@ export function duration(ms) {
 export function rate(value) {
   return value >= 10 ? whole.format(Math.round(value)) : tenths.format(value);
 }
+
+/** A group of layers of a worker, as in "1 (window 512)". */
+export function groupName(group, info) {
+  const window = info.groups[group]?.window_tokens ?? 0;
+  return window ? `${group} (window ${count(window)})` : String(group);
+}

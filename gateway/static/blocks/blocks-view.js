@@ -1,7 +1,7 @@
 // The view Blocks: the pool of one worker, a cell for each block.
 
 import { make, setText } from "../elements.js";
-import { count } from "../format.js";
+import { count, groupName } from "../format.js";
 import { store } from "../store.js";
 import { useStyles } from "../styles.js";
 import { currentRoute, keepParameters, registerView } from "../views.js";
@@ -134,8 +134,9 @@ class BlocksView extends HTMLElement {
   #showGroups(worker) {
     const pools = worker?.pools ?? [];
     this.#groupRow.hidden = pools.length < 2;
-    if (this.#groups.options.length !== pools.length)
-      this.#groups.replaceChildren(...pools.map(({ group }) => make("option", { value: group }, String(group))));
+    const names = pools.map(({ group }) => groupName(group, worker.info));
+    if (this.#groups.textContent !== names.join(""))
+      this.#groups.replaceChildren(...names.map((name, group) => make("option", { value: group }, name)));
     const pool = pools[this.#group] ?? pools[0] ?? null;
     if (pool !== null) this.#groups.value = String(pool.group);
     return pool;

@@ -2,7 +2,7 @@
 
 import { Chart } from "../chart.js";
 import { make, setText } from "../elements.js";
-import { count, rate, share } from "../format.js";
+import { count, groupName, rate, share } from "../format.js";
 import { viewAddress } from "../views.js";
 import { BlockBar } from "./block-bar.js";
 import { askToDrain } from "./drain-dialog.js";
@@ -63,6 +63,7 @@ export class WorkerCard {
       this.#bars.push(new BlockBar());
       this.#barsElement.append(this.#bars.at(-1).element);
     }
-    this.#bars.forEach((bar, group) => bar.show(info.groups[group].counts, info.groups.length > 1 ? `Group ${group}: ` : ""));
+    const isOne = info.groups.length === 1;
+    this.#bars.forEach((bar, group) => bar.show(info.groups[group].counts, isOne ? "" : `Group ${groupName(group, info)}: `));
   }
 }
