@@ -24,7 +24,7 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.events import Granted as GrantedEvent
 from kvpool.worker_service.cache.link_state import Call
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
 from kvpool.worker_service.engine.step import SampledToken

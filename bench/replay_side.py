@@ -18,7 +18,7 @@ from bench.replay import OurReplay
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 
 BLOCK_SIZE: Final = 16
 NUM_CACHED: Final = 512
