@@ -66,8 +66,7 @@ class InProcessCluster:
         """Until nothing is held or reserved."""
 
         async def idle() -> bool:
-            (counts,) = (await self.describe()).counts
-            return counts.held == counts.reserved == 0
+            return all(counts.held == counts.reserved == 0 for counts in (await self.describe()).counts)
 
         await eventually(idle, "all blocks come back")
 

@@ -14,6 +14,8 @@ from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 
 CAPACITY = 20
+ALL_WINDOWS = ("phi3", "mixtral", "mistral")
+"""All layers have a sliding window."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,8 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
             num_preemptions += sum(completion.num_preemptions for completion in cold)
             if num_preemptions:  # nearly always at once; who arrives when is not ours to say
                 break
-        assert num_preemptions > 0
+        # Decoding never waits for blocks of layers with a window.
+        assert bool(num_preemptions) == (architecture not in ALL_WINDOWS)
         check_all(truths, await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
         for truth in truths:
             # The second time all full blocks of the prompt are there.

@@ -13,7 +13,7 @@ from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 
 FINGERPRINT = "tiny"
 MAX_RUNNING = 2
@@ -99,11 +99,11 @@ class TinyEngine:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue
-            start, end = sequence.num_computed_tokens, len(sequence.tokens)
+            start, last = sequence.num_computed_tokens, len(sequence.tokens)
+            end = min(last, start + self.cache.settings.max_chunk_tokens) if sequence.rings else last
             if self.cache.extend(sequence, end):
-                self.step.append(
-                    Part(sequence, start, end, tuple(map(tuple, sequence.tables)), tuple(sequence.tokens), True)
-                )
+                tables, tokens = tuple(map(tuple, sequence.tables)), tuple(sequence.tokens)
+                self.step.append(Part(sequence, start, end, tables, tokens, end == last))
             elif self.cache.is_exhausted and len(self.running) > 1:
                 youngest = self.running.pop()
                 self.step = [part for part in self.step if part.sequence is not youngest]
@@ -145,7 +145,8 @@ class TinyEngine:
 
     def _require_kv(self, sequence: CacheSequence, tables: Tables, count: int, who: str) -> None:
         for group, table in enumerate(tables):
-            for position in range(count):
+            window = self.cache.settings.window(group)
+            for position in range(max(0, count - window + 1) if window else 0, count):
                 slot = self._slot(table, position)
                 if self.slots[group][slot] != content(sequence, position + 1):
                     raise BrokenLaw(
@@ -198,7 +199,7 @@ class TinyEngine:
         for part in self.step:
             for ledger, table in zip(ledgers, part.tables, strict=True):
                 for block in table:
-                    if not ledger._num_users[block]:
+                    if block and not ledger._num_users[block]:
                         raise BrokenLaw(
                             f"use after free: a running step names block {block}, which no table here names"
                         )
@@ -209,7 +210,7 @@ class TinyEngine:
             for ledger, blocks in zip(ledgers, sequence.tables, strict=False):
                 for block in blocks:
                     place = ledger.group, block
-                    if ledger.content(block) is None and filling.setdefault(place, sequence) is not sequence:
+                    if block and ledger.content(block) is None and filling.setdefault(place, sequence) is not sequence:
                         raise BrokenLaw(
                             f"one writer: block {block} is being filled by {sequence!r} and {filling[place]!r}"
                         )

@@ -17,12 +17,13 @@ import xxhash
 
 from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import Grant, Stop
+from kvpool.cache_service.core.messages import Boundary, Grant, Stop
 from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.recovery import Recovery
-from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.worker_service.cache.events import Granted, Refused, Stopped
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
+from kvpool.worker_service.cache.ring import Ring
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.engine import TinyEngine
 from tests.exhaustive.parts import Form
@@ -211,6 +212,9 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.no_wait,
         sequence.state.value,
         tuple(map(tuple, sequence.tables)),
+        [None if ring is None else _ring(ring, numbers) for ring in sequence.rings],
+        sequence.boundaries,
+        _blocks_of(sequence.content) if sequence.rings else None,
         sequence.num_cached_tokens,
         sequence.num_computed_tokens,
         sequence.uses_blocks,
@@ -222,6 +226,32 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.parked_on and tuple(sequence.parked_on),
         sequence.parked_position,
     )
+
+
+def _ring(ring: Ring, numbers: _Numbers) -> Hashable:
+    reserved = [*ring.named.values(), *ring.placed.values(), *ring.free, *ring._scratch, *ring._from_reserve]
+    numbers.stamps += [one.generation for one in reserved]
+    numbers.stamps += [entry.generation for entry in (*ring._bound, *ring._released)]
+    return (
+        [(index, one.block) for index, one in ring.named.items()],
+        [(index, one.block) for index, one in ring.placed.items()],
+        [one.block for one in ring.free],
+        [one.block for one in ring._scratch],
+        [one.block for one in ring._from_reserve],
+        [(entry.table_index, entry.block) for entry in ring._bound],
+        [(entry.table_index, entry.block) for entry in ring._released],
+        list(ring._to_drop),
+        ring._first,
+    )
+
+
+def _blocks_of(content: Content | None) -> Hashable:
+    """In which blocks a content and those before it are."""
+    found: list[tuple[int, ...]] = []
+    while content is not None:
+        found.append(tuple(content.blocks))
+        content = content.parent
+    return tuple(found)
 
 
 def _ledger(ledger: BlockLedger, numbers: _Numbers) -> Hashable:
@@ -271,6 +301,8 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
         if isinstance(entry, Grant):
             numbers.stamps.append(entry.generation)
             pending.append(("grant", entry.group, entry.blocks))
+        elif isinstance(entry, Boundary):
+            pending.append(("boundary", tuple(entry.key), entry.num_tokens))
         else:
             assert isinstance(entry, Stop)
             pending.append(("stop", tuple(entry.key)))
@@ -296,6 +328,7 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
                 tuple(sequence.key),
                 bytes(sequence.tokens),
                 tuple(map(tuple, sequence.tables)),
+                _windows(sequence),
                 _path(sequence.root),
                 len(sequence.nodes),
                 sequence.num_sealed,
@@ -309,6 +342,16 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
     )
 
 
+def _windows(sequence: Sequence) -> Hashable:
+    return (
+        [
+            None if window is None else (list(window.entries.items()), list(window.scratch), sorted(window.ends))
+            for window in sequence.windows
+        ],
+        sequence.boundaries,
+    )
+
+
 def _number(contents: list[Any], content: Any) -> int:
     return next((number for number, one in enumerate(contents) if one is content), -1)
 
@@ -317,6 +360,7 @@ def _pool(pool: BlockPool) -> Hashable:
     blocks = range(1, pool.num_blocks)
     return (
         tuple(pool.free_list()),
+        len(pool.demoted()),
         tuple(int(pool.state(block)) for block in blocks),
         tuple(_sealed(pool, block) for block in blocks),
     )

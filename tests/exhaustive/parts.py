@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpool.cache_service.core.messages import Limits
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 
 
 class Form(NamedTuple):
@@ -105,7 +105,7 @@ _NAMES = {
     "kvpool.cache_service.core.block_pool": "BlockPool",
     "kvpool.cache_service.core.hashing": "xxh64",
     "kvpool.cache_service.core.manager": "CacheManager",
-    "kvpool.cache_service.core.messages": "DownlinkEntry Grant Limits PoolConfig Registration Root SequenceKey Stop WorkerLoad",
+    "kvpool.cache_service.core.messages": "Boundary DownlinkEntry Grant Limits Registration Root SequenceKey Stop WorkerLoad",
     "kvpool.cache_service.core.prefix_tree": "Node PrefixTree RootNode",
     "kvpool.cache_service.core.recovery": "Recovery",
     "kvpool.cache_service.core.downlink": "Downlink",
@@ -121,7 +121,10 @@ _NAMES = {
     "kvpool.worker_service.cache.report": "Report",
     "kvpool.worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
     "kvpool.worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
-    "kvpool.worker_service.cache.state": "CacheSettings CacheState",
+    "kvpool.worker_service.cache.ring": "Ring Statement",
+    "kvpool.worker_service.cache.entry": "Entry",
+    "kvpool.worker_service.cache.settings": "CacheSettings",
+    "kvpool.worker_service.cache.state": "CacheState",
 }
 """What copies are made of most. Pickle looks it up by number instead of by module and name: that takes a third off every copy."""
 

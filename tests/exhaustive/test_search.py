@@ -6,22 +6,28 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
+from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.fencing import Fencing
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Uplink
 from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.v1 import cache_pb2
-from kvpool.worker_service.cache import parking
+from kvpool.worker_service.cache import naming, parking
 from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
+from kvpool.worker_service.cache.ring import Ring
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
 from tests.exhaustive.share import Reached, Share, pack
+from tests.exhaustive.starts import STARTS
 from tests.exhaustive.world import MISHAPS, Budget, Event, Wanted, World, begin
 
 SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
@@ -40,6 +46,34 @@ def test_every_state_of_a_small_world_is_right() -> None:
     assert found.kinds["lose Allocate answer"]
     assert found.kinds["double Allocate"]
     assert found.kinds["give up Free"]
+
+
+def test_every_state_of_a_world_with_a_window_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt parts from another one that is being computed, at every possible moment; a long one turns its ring."""
+    reached: Counter[str] = Counter()
+
+    def counted(kind: Any, name: str) -> None:
+        original = getattr(kind, name)
+
+        def method(*arguments: Any) -> Any:
+            reached[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(kind, name, method)
+
+    for kind, name in (
+        (Ring, "name"),
+        (Ring, "_release"),
+        (naming, "add_boundary"),
+        (BlockLedger, "accept_window"),
+        (BlockPool, "release_demoted"),
+    ):
+        counted(kind, name)
+    found = Search(STARTS["parting, fault, window"].begin(), num_processes=1).run()
+    assert not found.broken, found.broken
+    assert found.is_complete
+    assert found.num_states > 2000
+    assert set(reached) == {"name", "_release", "add_boundary", "accept_window", "release_demoted"}
 
 
 def test_every_state_around_a_restart_is_right() -> None:

@@ -16,7 +16,7 @@ from kvpool.cache_service.core.session import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, Call
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
@@ -137,6 +137,7 @@ class World:
         budget: Budget,
         block_size: int,
         num_blocks: tuple[int, ...],
+        windows: tuple[int, ...] = (),
         *,
         at_once: bool = False,
     ) -> None:
@@ -145,7 +146,12 @@ class World:
         )
         self.at_once = at_once
         settings = CacheSettings(
-            block_size=block_size, num_blocks=num_blocks, report_seconds=0.0, no_blocks_retry_seconds=0.0
+            block_size=block_size,
+            num_blocks=num_blocks,
+            windows=windows,
+            max_chunk_tokens=block_size,
+            report_seconds=0.0,
+            no_blocks_retry_seconds=0.0,
         )
         self.wanted = wanted
         self.left = budget
@@ -341,7 +347,12 @@ class World:
         peer = self.peers[index]
         config = common_pb2.KVCacheConfig(block_size=peer.settings.block_size)
         for group, num_blocks in enumerate(peer.settings.num_blocks):
-            config.groups.add(group=group).full_attention.SetInParent()
+            spec = config.groups.add(group=group)
+            if peer.settings.window(group):
+                spec.sliding_window.window_tokens = peer.settings.window(group)
+                spec.sliding_window.ring_blocks = peer.settings.ring_blocks(group)
+            else:
+                spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=f"w{index}",
@@ -617,11 +628,12 @@ def begin(
     budget: Budget,
     block_size: int = 2,
     num_blocks: tuple[int, ...] = (3,),
+    windows: tuple[int, ...] = (),
     *,
     at_once: bool = False,
 ) -> World:
     """The world in which both workers have just registered."""
-    world = World(wanted, budget, block_size, num_blocks, at_once=at_once)
+    world = World(wanted, budget, block_size, num_blocks, windows, at_once=at_once)
     for index in range(2):
         world.apply(Event("register", index))
         while world.wire:

@@ -10,6 +10,7 @@ from google.rpc import status_pb2
 from kvpool.cache_service.core.messages import (
     Appended,
     BlockCounts,
+    Boundary,
     Grant,
     Granted,
     GrantedTable,
@@ -33,7 +34,7 @@ class Told(NamedTuple):
     """The answer to a call on the link: what became of each item, the downlink, and the pool as it is."""
 
     outcomes: tuple[Granted | Wait | Appended | Refused, ...]
-    entries: tuple[tuple[int, Grant | Stop], ...]
+    entries: tuple[tuple[int, Grant | Stop | Boundary], ...]
     counts: tuple[BlockCounts, ...]
 
 

@@ -46,6 +46,7 @@ class Specification:
                     [
                         (
                             pool.free_list,
+                            pool.demoted,
                             sorted(pool.generation.items()),
                             pool.sealed,
                             sorted(pool.reserved),

@@ -243,12 +243,11 @@ def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
 def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
     loaded = load(make_gemma3(tmp_path, WINDOW))
     settings = MemorySettings(block_size=16, num_blocks=50)
-    one, several = (loaded.plan(settings, by_window=by_window).kv_cache for by_window in (False, True))
-    assert [(group.window, group.num_blocks) for group in one.groups] == [(None, 50)]
-    assert [(group.window, group.num_blocks) for group in several.groups] == [(None, 50), (WINDOW, 50)]
+    plan = loaded.plan(settings).kv_cache
+    assert [(group.window, group.num_blocks) for group in plan.groups] == [(None, 50), (WINDOW, 50)]
     # Two layers of five have full attention.
-    assert [group.bytes_per_token * 5 for group in several.groups] == [one.bytes_per_token * count for count in (2, 3)]
-    assert several.total_bytes == one.total_bytes
+    each = kv_bytes_per_token(loaded.layers, loaded.dtype) // 5
+    assert [group.bytes_per_token for group in plan.groups] == [2 * each, 3 * each]
 
 
 def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_with(tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ def free_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
 
     original = next_call._free
 
-    def _free(state: Any, link: Any, target: int) -> Any:
+    def _free(state: Any, link: Any, targets: list[int]) -> Any:
         running = [sequence for sequence in state.ending if sequence.in_step]
         for sequence in running:
             sequence.in_step = False
-        call = original(state, link, target)
+        call = original(state, link, targets)
         for sequence in running:
             sequence.in_step = True
         return call
@@ -47,8 +47,8 @@ def sealed_before_computed(patch: pytest.MonkeyPatch) -> None:
     """A worker reports the whole prompt as computed when its first chunk is."""
     original = next_call.append_call
 
-    def append_call(link: Any, sequences: Any, block_size: int, wishes: Any, returned: Any) -> Any:
-        call = original(link, sequences, block_size, wishes, returned)
+    def append_call(state: Any, link: Any, sequences: Any, wishes: Any) -> Any:
+        call, block_size = original(state, link, sequences, wishes), state.settings.block_size
         request: Any = call.request
         for item, sequence in zip(request.items, sequences, strict=True):
             known = item.update.start + len(item.update.tokens) // 4
@@ -144,7 +144,12 @@ def stale_content_kept(patch: pytest.MonkeyPatch) -> None:
 def hits_without_the_guard(patch: pytest.MonkeyPatch) -> None:
     """As `sealed_before_computed`, and the worker believes whatever it is told."""
     sealed_before_computed(patch)
-    patch.setattr(BlockLedger, "accept_hits", lambda ledger, *hits: None)
+
+    def accept_hits(ledger: BlockLedger, blocks: list[int], *about: Any) -> Any:
+        return ledger.content(blocks[-1]) if blocks else None
+
+    patch.setattr(BlockLedger, "accept_hits", accept_hits)
+    patch.setattr(BlockLedger, "accept_window", lambda ledger, entries, last, *about: last)
 
 
 def nobody_wakes_the_engine(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +199,7 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (epoch_not_raised, {"generations grow", "one writer", "no errors"}),
         (newer_process_fences, {"the first stays"}),
         (messages_raise_the_epoch, {"epochs are not spent"}),
-        (stale_content_kept, {"state", "sealing", "one writer", "manager and worker agree"}),
+        (stale_content_kept, {"state", "sealing", "scratch", "one writer", "manager and worker agree"}),
         (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
         (answers_crossed, {"one right text", "explained errors"}),
         (gate_forgets_its_base, {"one right text", "explained errors"}),

@@ -335,7 +335,7 @@ _PAUSE_SECONDS = 3.0
 
 def _sequences(worker: WorkerProcess) -> dict[str, int]:
     """The attempts that run or wait here, by sequence_id."""
-    sequences = [sequence for sequence, _, _ in worker.live_tables()]
+    sequences = [sequence for sequence, _ in worker.live_blocks()]
     return {
         sequence.id.sequence_id: sequence.id.attempt for sequence in (*sequences, *worker.engine.scheduler.candidates())
     }
@@ -345,7 +345,7 @@ def _newer_attempt(world: World, worker: WorkerProcess) -> WorkerProcess | None:
     """Who holds blocks for a larger attempt of one of this worker's sequences."""
     here = _sequences(worker)
     for other in world.live_workers():
-        for sequence, _, _ in other.live_tables():
+        for sequence, _ in other.live_blocks():
             if other is not worker and sequence.id.attempt > here.get(sequence.id.sequence_id, 1 << 30):
                 return other
     return None

@@ -68,6 +68,7 @@ class Gpu:
                 for ledger, table in zip(state.ledgers, (part.block_table, *part.further_tables), strict=True)
             ]
             parts.append(_Part(part, sequence, generations))
+            worker.world.counts["rings turned"] += any(0 in table for table in part.block_tables)
         future = worker.loop.create_future()
         kernel, draw = worker.kernel, self._random
         seconds = self.step_seconds * (0.3 + draw.expovariate(1.2))
@@ -110,9 +111,10 @@ class Gpu:
         laws = self.worker.world.laws
         laws.count("exact hits")
         for group, (slots, table) in enumerate(zip(self.slots, part.tables, strict=True)):
+            begin = self._begin(group, first)
             read = slots.read(table, first)
-            if read != right[:first]:
-                position = next(i for i in range(first) if read[i] != right[i])
+            if read[begin:] != right[begin:first]:
+                position = next(i for i in range(begin, first) if read[i] != right[i])
                 block = table[position // self.block_size]
                 found = "nothing" if read[position] is None else "something else"
                 where = f"at position {position}, in block {block} of group {group}"
@@ -131,9 +133,21 @@ class Gpu:
             for ledger in self.worker.cache._state.ledgers
         )
 
+    def _begin(self, group: int, position: int) -> int:
+        """The first position that the token at a position sees."""
+        window = self.worker.plan.windows[group]
+        return max(0, position - window + 1) if window else 0
+
     def _may_touch_group(self, part: _Part, end: int, ledger: BlockLedger, generations: list[int]) -> bool:
         size, table = self.block_size, part.tables[ledger.group]
-        for index in range(-(-end // size)):
+        begin = self._begin(ledger.group, part.start + part.num_done) // size
+        self.worker.world.laws.count("no step reads a hole")
+        if 0 in table[begin : -(-end // size)]:
+            self._fail(
+                "no step reads a hole", f"a running step of {part.sequence!r} needs all from index {begin} on: {table}"
+            )
+            return False
+        for index in range(begin, -(-end // size)):
             block = table[index]
             if ledger._generation[block] != generations[index] or not ledger._num_users[block]:
                 self._fail(
@@ -152,8 +166,11 @@ class Gpu:
         return True
 
     def _sample(self, part: _Part) -> SampledToken:
-        read = self.slots[-1].read(part.tables[-1], part.start + len(part.tokens))
-        return SampledToken(tracer.next_token(read))
+        """The token after all that the last group reads; of what left its window, what was right there."""
+        end = part.start + len(part.tokens)
+        begin = self._begin(len(self.slots) - 1, end - 1)
+        read = self.slots[-1].read(part.tables[-1], end)
+        return SampledToken(tracer.next_token([*self._right[part.sequence][:begin], *read[begin:]]))
 
     def _fail(self, law: str, message: str) -> None:
         self.worker.world.fail(law, f"{self.worker.name}: {message}")

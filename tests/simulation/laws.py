@@ -36,8 +36,10 @@ _OF_A_SESSION = (
     "generation",
     "sealing",
     "chain",
+    "scratch",
+    "window",
 )
-OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts")
+OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts", "dependents")
 """The laws of cache_service/core/integrity."""
 OF_THE_WHOLE = (
     "one writer",
@@ -45,6 +47,7 @@ OF_THE_WHOLE = (
     "the first stays",
     "epochs are not spent",
     "exact hits",
+    "no step reads a hole",
     "sealed-only sharing",
     "sealed blocks never change",
     "no use after free",
@@ -153,6 +156,8 @@ class Laws:
         if method in _MUTATING:
             if method == "Allocate":
                 world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
+                granted = [result.granted for result in response.results if result.HasField("granted")]
+                world.counts["windows hit"] += sum(bool(one.scratch and one.num_cached_tokens) for one in granted)
             session = manager.core._sessions.get(request.uplink.session)
             if session is not None:
                 self.of_session(manager, session)
@@ -192,6 +197,9 @@ class Laws:
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
         self.world.counts["sessions of several groups"] += len(session.pools) > 1
+        self.world.counts["sessions of windows only"] += not session.full_pools
+        self.world.counts["sessions of windows and full attention"] += bool(session.full_pools and session.window_pools)
+        self.world.counts["windows released to be evicted first"] += sum(len(pool.demoted()) for pool in session.pools)
         for pool in session.pools:
             self.world.counts["blocks shared"] += pool.counts().shared
             if pool.num_evicted:
@@ -207,9 +215,9 @@ class Laws:
         if session.worker_id != worker.plan.worker_id or session.registration.incarnation != worker.incarnation:
             self.world.fail("one writer", f"{worker.name} speaks in a session of {session.registration!r}")
             return
-        for sequence, tables, all_generations in worker.live_tables():
-            for pool, table, generations in zip(session.pools, tables, all_generations, strict=True):
-                for block, generation in zip(table, generations, strict=True):
+        for sequence, by_group in worker.live_blocks():
+            for pool, blocks in zip(session.pools, by_group, strict=True):
+                for block, generation in blocks:
                     if pool.generation(block) != generation or pool.state(block) not in (HELD, RESERVED):
                         self.world.fail(
                             "one writer",
@@ -227,11 +235,13 @@ class Laws:
         if worker.is_dead or worker.is_leaving or worker.gpu.is_busy or engine._wake.is_set():
             return
         self.count("no waiting beside a full reserve")
-        num_spare = min(worker.cache.num_spare_blocks)
+        num_spare = worker.cache._state.num_spare
         size = worker.cache.settings.block_size
         for request in engine.scheduler._running:
             sequence = request.sequence
-            num_missing = -(-len(sequence.tokens) // size) - sequence.num_entries
+            num_missing = (
+                -(-len(sequence.tokens) // size) - sequence.num_entries if worker.cache._state.full_groups else 0
+            )
             is_prefill = len(sequence.tokens) - sequence.num_computed_tokens > 1
             if is_prefill or num_missing <= num_spare:
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
@@ -263,6 +273,10 @@ class Laws:
                         "generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}"
                     )
                 worker.granted[ledger.group, block] = generation
+
+    def on_disagreement(self, why: str) -> None:
+        """A worker gives its session up because of what the manager says of its blocks."""
+        self.world.fail("manager and worker agree", why)
 
     def on_hit(self, ledger: BlockLedger, block: int) -> None:
         """A worker has accepted a hit: its KV must be there by now."""

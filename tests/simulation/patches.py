@@ -30,6 +30,8 @@ from kvpool.cache_service.core.session import SessionEnd
 from kvpool.client import answer_streams
 from kvpool.process import durable_file
 from kvpool.worker_service import generate_many
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.entry import Entry
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 
@@ -91,12 +93,26 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
+    def lose(cache: EngineCache, why: str, original: Any = EngineCache.lose) -> None:
+        if "disagree" in why:
+            world.laws.on_disagreement(why)
+        original(cache, why)
+
     def accept_hits(
         ledger: BlockLedger, blocks: list[int], *about: Any, original: Any = BlockLedger.accept_hits
-    ) -> None:
-        original(ledger, blocks, *about)
+    ) -> Any:
+        last = original(ledger, blocks, *about)
         for block in blocks:
             world.laws.on_hit(ledger, block)
+        return last
+
+    def accept_window(
+        ledger: BlockLedger, entries: list[Entry], *about: Any, original: Any = BlockLedger.accept_window
+    ) -> Any:
+        last = original(ledger, entries, *about)
+        for entry in entries:
+            world.laws.on_hit(ledger, entry.block)
+        return last
 
     def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
@@ -139,6 +155,8 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
+        stack.enter_context(mock.patch.object(EngineCache, "lose", lose))
+        stack.enter_context(mock.patch.object(BlockLedger, "accept_window", accept_window))
         stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))
         stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
         before = deadline_init.__defaults__

@@ -29,7 +29,7 @@ REASONS = (
 )
 """Why the manager may refuse what workers and clients of ours say. The other reasons are for peers that are wrong;
 tests/cache_service has them."""
-DOWNLINK = ("grant", "stop", "drain")
+DOWNLINK = ("grant", "stop", "drain", "boundary")
 NETWORK = (
     "dropped",
     "duplicated",
@@ -57,6 +57,13 @@ EVENTS = (
     "evictions",
     "blocks shared",
     "sessions of several groups",
+    "sessions of windows only",
+    "sessions of windows and full attention",
+    "rings turned",
+    "windows named",
+    "windows not named for lack of blocks",
+    "windows hit",
+    "windows released to be evicted first",
 )
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 

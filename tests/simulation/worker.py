@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger
-from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FINGERPRINT = "tracer"
 BLOCK_SIZE = 4
+CHUNK_TOKENS = 8
+"""Of one sequence in one step, with windows."""
 GRACE_SECONDS = 2.0
 
 
@@ -39,6 +41,9 @@ class WorkerPlan:
     worker_id: str
     num_blocks: tuple[int, ...]
     """By group."""
+    windows: tuple[int, ...]
+    """By group; 0: none."""
+    retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -49,6 +54,20 @@ class WorkerPlan:
     max_mixed_prefill_tokens: int
     max_num_waiting: int
     max_requests_of_stream: int
+
+    def cache_settings(self) -> CacheSettings:
+        """Of its cache side."""
+        return CacheSettings(
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            windows=self.windows,
+            max_chunk_tokens=min(self.max_num_batched_tokens, CHUNK_TOKENS),
+            retention_interval=self.retention_interval,
+            report_seconds=self.report_seconds,
+            reserve_seconds=self.reserve_seconds,
+            prefix_wait_seconds=self.prefix_wait_seconds,
+            no_blocks_retry_seconds=0.5,
+        )
 
 
 class WorkerProcess(Process):
@@ -68,15 +87,7 @@ class WorkerProcess(Process):
         """The largest generation that this process has accepted of each group's blocks since its books were last empty."""
         self.granted_in: tuple[BlockLedger, ...] | None = None
         """Those books."""
-        settings = CacheSettings(
-            block_size=BLOCK_SIZE,
-            num_blocks=plan.num_blocks,
-            report_seconds=plan.report_seconds,
-            reserve_seconds=plan.reserve_seconds,
-            prefix_wait_seconds=plan.prefix_wait_seconds,
-            no_blocks_retry_seconds=0.5,
-        )
-        self.cache = EngineCache(settings)
+        self.cache = EngineCache(plan.cache_settings())
         self.gpu = Gpu(self, plan.num_blocks, BLOCK_SIZE)
         self.gpu.step_seconds = world.step_seconds
         self.engine = Engine(
@@ -117,8 +128,14 @@ class WorkerProcess(Process):
     def introduction(self) -> cache_pb2.RegisterRequest:
         """What it says of itself in each Register."""
         config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
+        settings = self.cache.settings
         for group, num_blocks in enumerate(self.plan.num_blocks):
-            config.groups.add(group=group).full_attention.SetInParent()
+            spec = config.groups.add(group=group)
+            if settings.window(group):
+                spec.sliding_window.window_tokens = settings.window(group)
+                spec.sliding_window.ring_blocks = settings.ring_blocks(group)
+            else:
+                spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
@@ -196,6 +213,10 @@ class WorkerProcess(Process):
         """Into the world's counts."""
         self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.scheduler.num_preemptions = 0
+        state = self.cache._state
+        self.world.counts["windows named"] += state.num_windows_named
+        self.world.counts["windows not named for lack of blocks"] += state.num_windows_not_named
+        state.num_windows_named = state.num_windows_not_named = 0
 
     def after_turn(self) -> None:
         self.world.laws.after_worker_turn(self)
@@ -214,10 +235,17 @@ class WorkerProcess(Process):
     def _num_sequences(self) -> int:
         return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
 
-    def live_tables(self) -> list[tuple[Any, tuple[list[int], ...], tuple[list[int], ...]]]:
-        """Sequences whose blocks are used here, with tables and generations by group."""
+    def live_blocks(self) -> list[tuple[CacheSequence, list[list[tuple[int, int]]]]]:
+        """Sequences whose blocks are used here, with these and their generations, by group."""
         return [
-            (sequence, sequence.tables, sequence.generations)
+            (sequence, [_blocks(sequence, group) for group in range(len(sequence.tables))])
             for sequence in self.cache._state.sequences.values()
             if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
         ]
+
+
+def _blocks(sequence: CacheSequence, group: int) -> list[tuple[int, int]]:
+    ring = sequence.rings[group] if sequence.rings else None
+    if ring is None:
+        return list(zip(sequence.tables[group], sequence.generations[group], strict=True))
+    return [(block, generation) for block, generation in (*ring.named.values(), *ring.scratch())]

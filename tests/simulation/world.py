@@ -107,6 +107,7 @@ class World:
             max_sequences_per_session=draw.choice([3, 4096, 4096]),
             max_downlink_entries=draw.choice([2, 8192, 8192]),
             max_reports_at_once=draw.choice([1, 4]),
+            max_boundaries=self.kernel.random("boundaries").choice([1, 2, 8]),
         )
         streams = self.kernel.random("streams")
         self.stream_requests = streams.choice([1, 3, 256])
@@ -125,12 +126,23 @@ class World:
             if has_small and number == 1:
                 num_blocks = 8
             pools: tuple[int, ...] = (num_blocks,)
-            if groups.random() < 0.4:
+            windows: tuple[int, ...] = (0,)
+            kind = groups.choice(
+                ["full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"]
+            )
+            if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
+                windows = (0, 0)
+            elif kind != "full":
+                windows = tuple(groups.choice([2, 5, 8, 9, 13]) if part == "sliding" else 0 for part in kind.split("+"))
+                # From just enough for one sequence to more than enough for all.
+                pools = tuple(groups.choice([8, 10, 14, 40]) if window else num_blocks for window in windows)
             self.plans.append(
                 WorkerPlan(
                     worker_id=f"w{number}",
                     num_blocks=pools,
+                    windows=windows,
+                    retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
                     max_model_len=self.max_model_len,
@@ -143,6 +155,9 @@ class World:
                     max_requests_of_stream=streams.choice([1, 2, 4096]),
                 )
             )
+        has_small = has_small or any(
+            plan.cache_settings().capacity * BLOCK_SIZE < self.max_model_len for plan in self.plans
+        )
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
@@ -204,7 +219,7 @@ class World:
         """Whether a worker may refuse it for ever."""
         room = self.max_model_len - len(plan.prompt)
         slots = len(plan.prompt) + min(plan.max_tokens or room, room) - 1
-        return any(-(-slots // BLOCK_SIZE) > min(worker.num_blocks) - 1 for worker in self.plans)
+        return any(-(-slots // BLOCK_SIZE) > worker.cache_settings().capacity for worker in self.plans)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         """A request has come to its end."""

@@ -52,6 +52,7 @@ class FakeCache:
         if not sequence.tables:
             sequence.tables = ([],)
         sequence.tables[0].extend(self.blocks.pop() for _ in range(count))
+        sequence.num_entries += count
 
     def free(self, sequence: CacheSequence) -> None:
         self.num_freed[sequence.id.sequence_id] += 1
@@ -72,6 +73,7 @@ class FakeCache:
             for table in sequence.tables:
                 self.blocks += table
             sequence.tables = ()
+            sequence.num_entries = 0
             sequence.state = SequenceState.ENDED
 
 

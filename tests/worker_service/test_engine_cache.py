@@ -13,7 +13,7 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.link_state import Call
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 
 _STEP_SECONDS = 0.001
 _ROOT = common_pb2.Root(model_fingerprint="m")

@@ -8,7 +8,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import parking
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.state import CacheSettings, CacheState
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.state import CacheState
 
 _PATIENCE = 5.0
 

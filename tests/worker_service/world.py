@@ -19,7 +19,7 @@ from kvpool.cache_service.core.session_key import NO_KEY
 from kvpool.cache_service.keys import make_session_key
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
-from kvpool.worker_service.cache.state import CacheSettings
+from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.block_pool import BlockPool
@@ -25,10 +25,12 @@ from kvpool.cache_service.core.messages import (
     Wait,
 )
 from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.core.windows import WindowTable
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
-from tests.cache_service.core.model import Refused
+from tests.cache_service.core.model import Refused, token_ids
 
 ROOT = Root(FINGERPRINT)
+EMPTY: Mapping[int, int] = {}
 
 
 class Table(NamedTuple):
@@ -41,7 +43,8 @@ class Table(NamedTuple):
 
 def first_table(granted: Granted) -> Table:
     """Of the first group."""
-    return Table(*granted.tables[0], granted.num_cached_tokens)
+    table = granted.tables[0]
+    return Table(table.blocks, table.generations, granted.num_cached_tokens)
 
 
 class Desk:
@@ -56,10 +59,12 @@ class Desk:
         lockstep: Lockstep | None = None,
         hash_function: HashFunction | None = None,
         limits: Limits | None = None,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.lockstep = lockstep or Lockstep(hash_function, limits)
         self.manager = self.lockstep.manager
-        number = self.lockstep.register(registration(worker_id, num_blocks=num_blocks, block_size=block_size))
+        introduction = registration(worker_id, num_blocks=num_blocks, block_size=block_size, windows=windows)
+        number = self.lockstep.register(introduction)
         assert isinstance(number, int)
         self.number = number
         self.worker_id = worker_id
@@ -92,6 +97,20 @@ class Desk:
         named = _key(name)
         return list(self.session.sequences[named.sequence_id, named.attempt].tables[0])
 
+    def window(self, name: str | SequenceKey, group: int | None = None) -> WindowTable:
+        """What a live sequence has in a group with a window, by default the first."""
+        named = _key(name)
+        window = self.session.sequences[named.sequence_id, named.attempt].windows[self._window_group(group)]
+        assert window is not None
+        return window
+
+    def scratch(self, name: str | SequenceKey, group: int | None = None) -> list[int]:
+        """The scratch blocks of a live sequence."""
+        return list(self.window(name, group).scratch)
+
+    def _window_group(self, group: int | None) -> int:
+        return self.session.window_pools[0].slot if group is None else group
+
     def uplink(
         self,
         *,
@@ -113,10 +132,21 @@ class Desk:
         no_wait: bool = False,
         max_new_tokens: int = 1,
         max_cached_tokens: int | None = None,
+        boundaries: tuple[int, ...] = (),
+        retention_interval: int = 0,
     ) -> AllocateItem:
         """One sequence of an Allocate."""
         self.tokens[_key(name)] = list(tokens)
-        return AllocateItem(_key(name), root, token_bytes(tokens), max_new_tokens, no_wait, max_cached_tokens)
+        return AllocateItem(
+            _key(name),
+            root,
+            token_bytes(tokens),
+            max_new_tokens,
+            no_wait,
+            max_cached_tokens,
+            boundaries,
+            retention_interval,
+        )
 
     def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refused]:
         """One Allocate of several sequences."""
@@ -154,16 +184,71 @@ class Desk:
             known += new_tokens
         return result[0][0]
 
-    def refill(self, reserve_wish: int) -> list[ReservedBlock]:
+    def statement(
+        self,
+        name: str | SequenceKey,
+        num_computed_tokens: int,
+        *,
+        new_tokens: Sequence[int] = (),
+        bound: Mapping[int, int] = EMPTY,
+        scratch: Sequence[int] = (),
+        released: Sequence[tuple[int, int]] = (),
+        group: int | None = None,
+    ) -> SequenceUpdate:
+        """What is stated of a sequence in one group with a window, by default the first, as blocks and places; the generations are
+        the present ones."""
+        group = self._window_group(group)
+        before, pool = ((),) * group, self.session.pools[group]
+        return SequenceUpdate(
+            _key(name),
+            len(self.tokens[_key(name)]),
+            token_bytes(new_tokens),
+            num_computed_tokens,
+            (*before, tuple(TableEntry(i, block, pool.generation(block)) for i, block in bound.items())),
+            (*before, tuple(ReservedBlock(block, pool.generation(block)) for block in scratch)),
+            (*before, tuple(TableEntry(i, block, pool.generation(block)) for i, block in released)),
+        )
+
+    def tell(self, update: SequenceUpdate) -> Appended | Refused:
+        """One Append of a statement."""
+        result = self.lockstep.append(self.uplink(), AppendItem(update))
+        assert not isinstance(result, Refused), result
+        if isinstance(result[0][0], Appended):
+            self.tokens[update.key] += token_ids(update.tokens)
+        return result[0][0]
+
+    def name(self, name: str | SequenceKey, boundary: int, **more: Any) -> dict[int, int]:
+        """Compute up to a boundary, in blocks, and name the window there out of scratch, in each group with a window. `more`: as in
+        `statement`, of the first. Returns what was named in the first, by table index."""
+        named: list[dict[int, int]] = []
+        for pool in self.session.window_pools:
+            window = self.window(name, pool.slot)
+            missing = [i for i in range(max(0, boundary - window.span), boundary) if i not in window.entries]
+            bound = dict(zip(missing, self.scratch(name, pool.slot), strict=False))
+            extra = {} if named else more
+            update = self.statement(name, boundary * self.block_size, bound=bound, group=pool.slot, **extra)
+            assert isinstance(self.tell(update), Appended)
+            named.append(bound)
+        return named[0]
+
+    def refill(self, reserve_wish: int, group: int = 0) -> list[ReservedBlock]:
         """Ask for a reserve; returns the blocks of all grants not acknowledged."""
-        result = self.lockstep.free(self.uplink(reserve_wish=reserve_wish))
+        uplink = self.uplink()._replace(reserve_wishes=(*(None,) * group, reserve_wish))
+        result = self.lockstep.free(uplink)
         assert isinstance(result, Reply), result
         grants = [entry.entry for entry in result.entries if isinstance(entry.entry, Grant)]
+        grants = [grant for grant in grants if grant.group == group]
         return [ReservedBlock(block, grant.generation) for grant in grants for block in grant.blocks]
 
     def free(self, name: str | SequenceKey, num_computed_tokens: int = 0) -> Reply:
         """One Free."""
         result = self.lockstep.free(self.uplink(), SequenceUpdate(_key(name), 0, b"", num_computed_tokens, ()))
+        assert isinstance(result, Reply), result
+        return result
+
+    def leave(self, update: SequenceUpdate) -> Reply:
+        """One Free with a statement."""
+        result = self.lockstep.free(self.uplink(), update)
         assert isinstance(result, Reply), result
         return result
 

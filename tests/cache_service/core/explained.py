@@ -19,6 +19,8 @@ class Prediction(NamedTuple):
     explained: WorkerExplanation
     waits_for_itself: bool
     """The prompt would wait for another attempt of its own sequence, which Allocate never lets it do."""
+    may_wait_elsewhere: bool
+    """A sequence to wait for may have too many boundaries to be told of another one, where the prompt would go on."""
 
     @classmethod
     def of(cls, manager: CacheManager, uplink: Uplink, items: Sequence[AllocateItem]) -> Prediction | None:
@@ -43,7 +45,10 @@ class Prediction(NamedTuple):
             return None
         leader = explained.miss.leader
         own = [key for key in session.sequences if key[0] == item.key.sequence_id]
-        return cls(item, explained, bool(own) and leader is not None)
+        is_full = session.downlink.is_full or any(
+            len(sequence.boundaries) >= manager.limits.max_boundaries for sequence in session.sequences.values()
+        )
+        return cls(item, explained, bool(own) and leader is not None, bool(session.window_pools) and is_full)
 
     def require(self, outcome: Granted | Wait | Refused) -> None:
         """Compare with what Allocate has answered."""
@@ -52,9 +57,10 @@ class Prediction(NamedTuple):
         if isinstance(outcome, Wait) and not self.waits_for_itself:
             assert is_here, f"Allocate waits for {outcome}, Explain says {miss.cause}"
             limit = item.max_cached_tokens
-            assert limit is not None or outcome == miss.leader
+            assert limit is not None or self.may_wait_elsewhere or outcome == miss.leader
         elif isinstance(outcome, Granted):
-            assert item.no_wait or self.waits_for_itself or not is_here or item.max_cached_tokens is not None
+            may_not_wait = self.waits_for_itself or self.may_wait_elsewhere
+            assert item.no_wait or may_not_wait or not is_here or item.max_cached_tokens is not None
             most = self.explained.num_cached_tokens
             if item.max_cached_tokens is None:
                 assert outcome.num_cached_tokens == most, "Explain promises other tokens than Allocate serves"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -64,10 +64,12 @@ def registration(
     block_size: int = 4,
     incarnation: int = 1,
     register_no: int = 1,
+    windows: Sequence[tuple[int, int]] = (),
 ) -> Registration:
     """A well-formed introduction, of a process that has no proof that an earlier one has ended. `num_blocks`: of one group, or of
-    several."""
+    several. `windows`: by group, tokens of the window, 0 for none, and blocks of the ring; groups at the end may be left out."""
     counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
+    groups = zip(counts, [*windows, *[(0, 0)] * (len(counts) - len(windows))], strict=True)
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -75,7 +77,9 @@ def registration(
         address=f"{worker_id}:1",
         model_name="a model",
         model_fingerprint=FINGERPRINT,
-        layout=Layout(block_size, tuple(map(Group, counts))),
+        layout=Layout(
+            block_size, tuple(Group(count, window=window, ring_blocks=ring) for count, (window, ring) in groups)
+        ),
         process_key=b"process %d" % incarnation,
     )
 
@@ -113,6 +117,7 @@ class PoolSnapshot(NamedTuple):
     """All that can be seen of a pool."""
 
     free_list: tuple[int, ...]
+    demoted: tuple[int, ...]
     states: tuple[int, ...]
     ref_counts: tuple[int, ...]
     generations: tuple[int, ...]
@@ -146,6 +151,7 @@ def pool_snapshot(pool: BlockPool) -> PoolSnapshot:
     blocks = range(1, pool.num_blocks)
     return PoolSnapshot(
         tuple(pool.free_list()),
+        tuple(pool.demoted()),
         tuple(pool.state(block) for block in blocks),
         tuple(pool.ref_count(block) for block in blocks),
         tuple(pool.generation(block) for block in blocks),
@@ -170,6 +176,12 @@ def session_snapshot(session: Session) -> SessionSnapshot:
                 sequence.key,
                 bytes(sequence.tokens),
                 tuple(map(tuple, sequence.tables)),
+                tuple(
+                    None if window is None else (tuple(window.entries.items()), tuple(window.scratch))
+                    for window in sequence.windows
+                ),
+                sequence.boundaries,
+                sequence.kept,
                 tuple(sequence.nodes),
                 sequence.num_sealed,
                 sequence.num_cached_tokens,
@@ -266,6 +278,7 @@ class Lockstep:
 
         A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone. None: it may.
         """
+        self.settle()
         before = snapshot(self.manager)
         result: T | Refused
         try:
@@ -291,6 +304,13 @@ class Lockstep:
         assert refused_here == expected, f"the core says {result!r}, the model {expected!r}"
         self.compare()
         return result
+
+    def settle(self) -> None:
+        """What is left of sessions that have ended parts prompts too, until it is swept: which windows are kept would depend on it,
+        and the model forgets at once."""
+        if any(session.window_pools for session in self.manager.sessions):
+            while self.manager.sweep():
+                pass
 
     def register(self, registration: Registration) -> int | Refused:
         """Register on both; answers with the session's number."""
@@ -412,7 +432,7 @@ class Lockstep:
         assert budget.num_slots == sum(session.last_granted * session.block_size for session in self.model.sessions)
         assert budget.max_tokens - budget.num_sequence_tokens == self.model.tokens_left()
         if not self.manager._retired:
-            assert self.manager.num_prefix_nodes == self._num_nodes_expected()
+            assert self.manager.num_prefix_nodes == len(self.model.nodes())
         for view in self.viewers:
             view(self.manager)
 
@@ -427,6 +447,12 @@ class Lockstep:
         for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
             assert token_ids(bytes(sequence.tokens)) == other.tokens
             assert list(sequence.tables) == other.tables
+            windows = sequence.windows or (None,) * len(sequence.tables)
+            for window, expected in zip(windows, other.windows, strict=True):
+                assert (window is None) == (expected is None)
+                if window is not None and expected is not None:
+                    assert (window.entries, list(window.scratch)) == (expected.entries, expected.scratch)
+            assert list(sequence.boundaries) == other.boundaries
             for name in ("key", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
                 assert getattr(sequence, name) == getattr(other, name), name
 
@@ -435,6 +461,7 @@ class Lockstep:
         left = self.model.left(of_session)
         assert (pool.counts(), pool.num_evicted) == (modelled.counts(left), modelled.num_evicted)
         assert list(pool.free_list()) == modelled.free_list, "the order of eviction differs"
+        assert pool.demoted() == modelled.demoted
         for block in range(1, pool.num_blocks):
             assert pool.ref_count(block) == modelled.ref_count(block)
             assert (pool.state(block).name == "RESERVED") == (block in modelled.reserved)
@@ -451,21 +478,6 @@ class Lockstep:
                 assert (pool.copy_of(node) == block) == (modelled.hit(content) == block)
                 if self.memory is not None:
                     self.memory.check_block(worker_id, group, block, size, content)
-
-    def _num_nodes_expected(self) -> int:
-        """Every prefix of something sealed, or of the full blocks of a live prompt or a live sealed continuation."""
-        nodes: set[tuple[Prefix, int]] = set()
-        for session in self.model.sessions:
-            size = session.block_size
-            deepest = [prefix for pool in session.pools for _, prefix in pool.sealed]
-            for sequence in session.sequences:
-                num_full = max(sequence.num_prompt_tokens, sequence.num_computed_tokens) // size
-                if num_full:
-                    deepest.append(sequence.prefix(num_full - 1, size))
-            for root, tokens in deepest:
-                for end in range(size, len(tokens) + 1, size):
-                    nodes.add(((root, tokens[:end]), size))
-        return len(nodes)
 
 
 def key(sequence_id: str, attempt: int = 1, round: int = 0) -> SequenceKey:

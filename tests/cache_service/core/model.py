@@ -7,17 +7,20 @@ nothing is hashed, linked or counted: whatever can be derived is derived anew ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
     BlockCounts,
+    Boundary,
     Grant,
     Granted,
     GrantedTable,
     Limits,
     Registration,
+    ReservedBlock,
     Root,
     SequenceKey,
     SequenceUpdate,
@@ -58,6 +61,17 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
+class ModelWindow:
+    """What a sequence has in a group with a window."""
+
+    entries: dict[int, int]
+    """Named blocks by table index."""
+    scratch: list[int]
+    ends: list[int] = field(default_factory=list)
+    """Where windows end that the sequence has named itself."""
+
+
+@dataclass(eq=False)
 class ModelSequence:
     """A live sequence."""
 
@@ -66,15 +80,36 @@ class ModelSequence:
     tokens: list[int]
     num_prompt_tokens: int
     tables: list[list[int]]
-    """By group."""
+    """By group; empty in groups with a window."""
+    windows: list[ModelWindow | None]
+    """By group; None in groups without a window."""
     num_cached_tokens: int
     num_computed_tokens: int
     num_named: list[int]
+    boundaries: list[int]
+    """In blocks: where it is to name windows, as far as it has not computed so far."""
+    kept: list[int]
+    """In blocks: boundaries that were asked for."""
+    kept_interval: int
+    """In blocks: its multiples were asked for too; 0: none."""
     fenced: bool = False
 
     def prefix(self, index: int, block_size: int) -> Prefix:
         """What the full block at a table index holds."""
         return self.root, tuple(self.tokens[: (index + 1) * block_size])
+
+    def num_nodes(self, block_size: int) -> int:
+        """Full blocks of its prompt, or of all that it has computed, if that is more."""
+        return max(self.num_prompt_tokens, self.num_computed_tokens) // block_size
+
+    def was_asked_to_keep(self, boundary: int) -> bool:
+        """Whether the item that it came with names this boundary, in blocks."""
+        return boundary in self.kept or (self.kept_interval > 0 and boundary % self.kept_interval == 0)
+
+    def has(self, group: int) -> list[int]:
+        """All its blocks in a group."""
+        window = self.windows[group]
+        return self.tables[group] + ([] if window is None else [*window.entries.values(), *window.scratch])
 
     def leads(self, index: int, prefix: Prefix, block_size: int) -> bool:
         """Whether it is going to compute the block that holds `prefix`, as part of its prompt."""
@@ -90,9 +125,18 @@ class ModelPool:
     group: int
     sequences: list[ModelSequence]
     """Those of the session."""
-    free_list: list[int]
-    """Next to be granted first; sealed ones among them are cached."""
+    siblings: list[ModelPool]
+    """All pools of the session."""
+    span: int
+    """Blocks before a boundary that its layers see: all that a hit needs. 0: all of them, it has no window."""
+    ring: int
+    """With a window: scratch blocks of one sequence."""
+    idle: list[int]
+    """Blocks that nobody has: those that hold nothing, the next to be granted first, and then the sealed ones, which are still
+    hits, in the order in which they were let go."""
     generation: dict[int, int]
+    demoted: list[int] = field(default_factory=list)
+    """Those of the idle and sealed ones that go before the others, in the order in which they were let go."""
     sealed: list[tuple[int, Prefix]] = field(default_factory=list)
     """In the order of sealing: the first block with a prefix is the one that serves its hits."""
     reserved: set[int] = field(default_factory=set)
@@ -103,6 +147,13 @@ class ModelPool:
     def capacity(self) -> int:
         """Blocks without the null block."""
         return len(self.generation)
+
+    @property
+    def free_list(self) -> list[int]:
+        """Next to be granted first; sealed ones among them are cached."""
+        empty = [block for block in self.idle if self.content(block) is None]
+        rest = [block for block in self.idle if block not in empty and block not in self.demoted]
+        return empty + self.demoted + rest
 
     def content(self, block: int) -> Prefix | None:
         """What a sealed block holds."""
@@ -122,16 +173,16 @@ class ModelPool:
         return max(0, self.capacity - self.last_granted - left)
 
     def ref_count(self, block: int) -> int:
-        """Table entries that name the block."""
-        return sum(sequence.tables[self.group].count(block) for sequence in self.sequences)
+        """How often live sequences have the block."""
+        return sum(sequence.has(self.group).count(block) for sequence in self.sequences)
 
     def counts(self, left: int) -> BlockCounts:
         """Blocks by state, counted one by one; `left` as for `num_withheld`."""
         blocks = range(1, self.capacity + 1)
-        cached = sum(1 for block in self.free_list if self.content(block) is not None)
+        cached = sum(1 for block in self.idle if self.content(block) is not None)
         return BlockCounts(
             capacity=self.capacity,
-            free=len(self.free_list) - cached - self.num_withheld(left),
+            free=len(self.idle) - cached - self.num_withheld(left),
             cached=cached,
             held=sum(1 for block in blocks if self.ref_count(block)),
             reserved=len(self.reserved),
@@ -143,38 +194,62 @@ class ModelPool:
     def _forget(self, block: int) -> None:
         self.sealed = [(other, prefix) for other, prefix in self.sealed if other != block]
 
+    def use(self, blocks: list[int]) -> None:
+        """They are idle no more, if they were."""
+        self.idle = [block for block in self.idle if block not in blocks]
+        self.demoted = [block for block in self.demoted if block not in blocks]
+
     def take(self, count: int, generation: int, left: int) -> list[int]:
-        """Grant the first blocks of the free list, stepping over those that are withheld."""
+        """Grant the first blocks of the free list, stepping over those that are withheld. Inside a grant the demoted ones come
+        first, the last of them before the others, which means nothing."""
         last = self.last_granted + left
         blocks = [block for block in self.free_list if block <= last][:count]
         assert len(blocks) == count
-        self.free_list = [block for block in self.free_list if block not in blocks]
+        blocks.sort(key=lambda block: -self.demoted.index(block) if block in self.demoted else 1)
+        self.use(blocks)
         for block in blocks:
-            if self.content(block) is not None:
+            prefix = self.content(block)
+            if prefix is not None:
                 self.num_evicted += 1
                 self._forget(block)
+                if not self.span and not self.hit(prefix):
+                    self._empty_windows(prefix)
             assert generation > self.generation[block]
             self.generation[block] = generation
         return blocks
 
+    def _empty_windows(self, prefix: Prefix) -> None:
+        """A block of a window serves nothing where a group without a window has lost the prefix."""
+        for pool in self.siblings:
+            block = pool.hit(prefix)
+            if pool.span and block:
+                assert block in pool.idle
+                pool.use([block])
+                pool._forget(block)
+                pool.idle.insert(0, block)
+
+    def is_reserved(self, block: int, generation: int) -> bool:
+        """Whether the block is in the reserve by that grant."""
+        return block in self.reserved and self.generation[block] == generation
+
     def unreserve(self, block: int, generation: int) -> None:
         """A named block comes back, if it is in the reserve by that grant."""
-        if block in self.reserved and self.generation[block] == generation:
+        if self.is_reserved(block, generation):
             self.reserved.remove(block)
-            self.free_list.insert(0, block)
+            self.idle.insert(0, block)
 
-    def let_go(self, table: list[int]) -> None:
-        """Of an ended sequence, the last block first."""
-        while table:
-            block = table.pop()
-            if self.ref_count(block) or block in table:
-                continue
-            prefix = self.content(block)
-            if prefix is not None and self.hit(prefix) == block:
-                self.free_list.append(block)
-            else:
-                self._forget(block)
-                self.free_list.insert(0, block)
+    def let_go(self, block: int, *, demoted: bool = False) -> None:
+        """A sequence has given up a block, which was taken from its tables. If it is a hit then, it is kept."""
+        if self.ref_count(block):
+            return
+        prefix = self.content(block)
+        if prefix is not None and self.hit(prefix) == block:
+            self.idle.append(block)
+            if demoted:
+                self.demoted.append(block)
+        else:
+            self._forget(block)
+            self.idle.insert(0, block)
 
 
 @dataclass(eq=False)
@@ -186,7 +261,7 @@ class ModelSession:
     lease_end: float
     sequences: list[ModelSequence] = field(default_factory=list)
     """In the order of granting."""
-    pending: list[tuple[int, Grant | Stop]] = field(default_factory=list)
+    pending: list[tuple[int, Grant | Stop | Boundary]] = field(default_factory=list)
     last_number: int = 0
     last_call_no: int = 0
 
@@ -194,7 +269,12 @@ class ModelSession:
         self.pools: list[ModelPool] = []
         for index, group in enumerate(self.registration.layout.groups):
             blocks = range(1, group.num_blocks)
-            self.pools.append(ModelPool(index, self.sequences, list(blocks), dict.fromkeys(blocks, 0)))
+            span = 0
+            while group.window and span * self.block_size < group.window - 1:
+                span += 1
+            generation = dict.fromkeys(blocks, 0)
+            pool = ModelPool(index, self.sequences, self.pools, span, group.ring_blocks, list(blocks), generation)
+            self.pools.append(pool)
 
     @property
     def block_size(self) -> int:
@@ -202,9 +282,20 @@ class ModelSession:
         return self.registration.layout.block_size
 
     @property
-    def capacity(self) -> int:
-        """Of the smallest pool."""
-        return min(pool.capacity for pool in self.pools)
+    def full_pools(self) -> list[ModelPool]:
+        """Of groups without a window."""
+        return [pool for pool in self.pools if not pool.span]
+
+    @property
+    def window_pools(self) -> list[ModelPool]:
+        """Of groups with a window."""
+        return [pool for pool in self.pools if pool.span]
+
+    def longest_table(self, limits: Limits) -> int:
+        """Blocks of one group that a sequence can have: as many as the smallest pool, if they fit into what all may have."""
+        most_of_all = min(limits.max_total_blocks, limits.max_total_tokens // self.block_size)
+        capacities = [pool.capacity for pool in self.full_pools]
+        return min([limits.max_blocks_per_sequence, most_of_all // len(self.pools), *capacities])
 
     @property
     def last_granted(self) -> int:
@@ -218,11 +309,18 @@ class ModelSession:
                 return sequence
         return None
 
-    def has(self, prefix: Prefix) -> bool:
-        """Whether every group has the prefix."""
-        return all(pool.hit(prefix) for pool in self.pools)
+    def num_hits(self, prefixes: list[Prefix]) -> int:
+        """How many of the first of these need not be computed: tried from all of them down to none."""
+        for count in range(len(prefixes), 0, -1):
+            if all(
+                pool.hit(prefix)
+                for pool in self.pools
+                for prefix in prefixes[max(0, count - pool.span) if pool.span else 0 : count]
+            ):
+                return count
+        return 0
 
-    def push(self, entry: Grant | Stop) -> None:
+    def push(self, entry: Grant | Stop | Boundary) -> None:
         """The next entry of the downlink."""
         self.last_number += 1
         self.pending.append((self.last_number, entry))
@@ -232,18 +330,12 @@ class ModelSession:
         self.pending = [(other, entry) for other, entry in self.pending if other > number]
 
     def seal(self, sequence: ModelSequence, num_computed_tokens: int) -> None:
-        """More tokens are computed: the blocks that are full now become hits for all."""
+        """More tokens are computed: the blocks of tables that are full now become hits for all."""
         before = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_computed_tokens)
         for index in range(before, sequence.num_computed_tokens // self.block_size):
-            for pool in self.pools:
+            for pool in self.full_pools:
                 pool.sealed.append((sequence.tables[pool.group][index], sequence.prefix(index, self.block_size)))
-
-    def end(self, sequence: ModelSequence) -> None:
-        """Let go of the tables."""
-        self.sequences.remove(sequence)
-        for pool in self.pools:
-            pool.let_go(sequence.tables[pool.group])
 
 
 class Model:
@@ -344,7 +436,7 @@ class Model:
                 raise Refused(Reason.NO_BLOCKS)
             if num_needed[pool.group] > num_there - num_withheld:
                 self._refuse_new(num_needed[pool.group] - (num_there - num_withheld) + left)
-        # All together: each takes its blocks in turn, and leaves the next one less.
+        # All together: each takes its blocks in turn, in the order of the groups, and leaves the next one less.
         for pool in session.pools:
             last = pool.last_granted
             there = [block for block in pool.free_list if block not in hits[pool.group] and block <= last + left]
@@ -411,14 +503,14 @@ class Model:
         key, size = item.key, session.block_size
         tokens = token_ids(item.tokens)
         most_blocks = -(-(len(tokens) + max(item.max_new_tokens, 1) - 1) // size)
-        of_all = most_blocks * len(session.pools)
-        if (
-            most_blocks > min(session.capacity, self.limits.max_blocks_per_sequence)
-            or of_all > self.limits.max_total_blocks
-        ):
+        if most_blocks > session.longest_table(self.limits):
             raise Refused(Reason.NEVER_FITS)
-        if max(of_all * size, len(tokens) + item.max_new_tokens) > self.limits.max_total_tokens:
+        if len(tokens) + item.max_new_tokens > self.limits.max_total_tokens:
             raise Refused(Reason.NEVER_FITS)
+        if any(min(most_blocks, pool.span + pool.ring) > pool.capacity for pool in session.window_pools):
+            raise Refused(Reason.NEVER_FITS)
+        if len(item.boundaries) > self.limits.max_boundaries:
+            raise Refused(Reason.BAD_FIELD)
         attempts = {
             (other.key.attempt, other_session)
             for other_session in self.sessions
@@ -448,33 +540,50 @@ class Model:
         if item.max_cached_tokens is not None:
             most_hits = min(most_hits, item.max_cached_tokens // size)
         prefixes: list[Prefix] = [(item.root, tuple(tokens[: (i + 1) * size])) for i in range(len(tokens) // size)]
-        num_hits = 0
-        while num_hits < most_hits and session.has(prefixes[num_hits]):
-            num_hits += 1
+        num_hits = session.num_hits(prefixes[:most_hits])
         if not item.no_wait:
-            wait = self._wait(session, key, prefixes, num_hits, most_hits)
+            find_wait = self._wait_for_window if session.window_pools else self._wait
+            wait = find_wait(session, key, prefixes, num_hits, most_hits)
             if wait is not None:
                 return wait
 
         num_fresh = -(-len(tokens) // size) - num_hits
-        hits = [[pool.hit(prefix) for prefix in prefixes[:num_hits]] for pool in session.pools]
-        self._require_blocks(session, [num_fresh] * len(hits), hits)
+        hits = [
+            {
+                index: pool.hit(prefixes[index])
+                for index in range(num_hits)
+                if not pool.span or index >= num_hits - pool.span
+            }
+            for pool in session.pools
+        ]
+        num_needed = [min(pool.ring, most_blocks - num_hits) if pool.span else num_fresh for pool in session.pools]
+        self._require_blocks(session, num_needed, [list(found.values()) for found in hits])
         if len(tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
-        tables = []
+        kept = [boundary // size for boundary in item.boundaries]
+        kept_interval = -(-item.retention_interval // size)
+        boundaries = self._boundaries(session, prefixes, num_hits, (len(tokens) - 1) // size, kept, kept_interval)
+        tables: list[list[int]] = []
+        windows: list[ModelWindow | None] = []
         for pool, found in zip(session.pools, hits, strict=True):
-            pool.free_list = [block for block in pool.free_list if block not in found]
+            pool.use(list(found.values()))
         for pool, found in zip(session.pools, hits, strict=True):
-            tables.append(found + pool.take(num_fresh, generation, self.left(session)))
+            fresh = pool.take(num_needed[pool.group], generation, self.left(session))
+            tables.append([] if pool.span else [*found.values(), *fresh])
+            windows.append(ModelWindow(found, fresh) if pool.span else None)
         sequence = ModelSequence(
             key=key,
             root=item.root,
             tokens=tokens,
             num_prompt_tokens=len(tokens),
             tables=tables,
+            windows=windows,
             num_cached_tokens=num_hits * size,
             num_computed_tokens=num_hits * size,
             num_named=[num_hits + num_fresh] * len(hits),
+            boundaries=boundaries if session.window_pools else [],
+            kept=kept,
+            kept_interval=kept_interval,
         )
         for other_session in self.sessions:
             for other in other_session.sequences:
@@ -486,11 +595,63 @@ class Model:
         return self._granted(session, sequence)
 
     def _granted(self, session: ModelSession, sequence: ModelSequence) -> Granted:
-        tables = [
-            GrantedTable(tuple(table), tuple(pool.generation[block] for block in table))
-            for pool, table in zip(session.pools, sequence.tables, strict=True)
-        ]
-        return Granted(tuple(tables), sequence.num_cached_tokens)
+        tables = []
+        for pool, table, window in zip(session.pools, sequence.tables, sequence.windows, strict=True):
+            if window is None:
+                tables.append(GrantedTable(tuple(table), tuple(pool.generation[block] for block in table)))
+                continue
+            places = range(min(window.entries), max(window.entries) + 1) if window.entries else range(0)
+            blocks = [window.entries.get(index, 0) for index in places]
+            generations = [pool.generation[block] if block else 0 for block in blocks]
+            scratch = tuple(ReservedBlock(block, pool.generation[block]) for block in window.scratch)
+            tables.append(GrantedTable(tuple(blocks), tuple(generations), places.start, scratch))
+        boundaries = tuple(boundary * session.block_size for boundary in sequence.boundaries)
+        return Granted(tuple(tables), sequence.num_cached_tokens, boundaries)
+
+    def _boundaries(
+        self,
+        session: ModelSession,
+        prefixes: list[Prefix],
+        num_hits: int,
+        last: int,
+        kept: list[int],
+        kept_interval: int,
+    ) -> list[int]:
+        """Where windows are to be named: at the end of the prompt, where it leaves what is known, and where it was asked for."""
+        size = session.block_size
+        nodes = self.nodes()
+        num_known = 0
+        while num_known < len(prefixes) and (prefixes[num_known], size) in nodes:
+            num_known += 1
+        wanted = [last]
+        if num_known:
+            parting = prefixes[num_known - 1]
+            others = [s for other in self.sessions if other.block_size == size for s in other.sequences]
+            if self.children(parting, size) or any(s.leads(num_known - 1, parting, size) for s in others):
+                wanted.append(num_known)
+        wanted += sorted(set(kept))
+        wanted += [boundary for boundary in range(1, last + 1) if kept_interval and boundary % kept_interval == 0]
+        new = [boundary for boundary in dict.fromkeys(wanted) if num_hits < boundary <= last]
+        return sorted(new[: self.limits.max_boundaries])
+
+    def _wait_for_window(
+        self, session: ModelSession, key: SequenceKey, prefixes: list[Prefix], num_hits: int, most_hits: int
+    ) -> Wait | None:
+        """The oldest of the sequences that are computing the deepest of the missing blocks that anybody is computing. It is to name
+        its window there; if it cannot be told any more, the last window before that has to do."""
+        for end in range(min(most_hits, len(prefixes)), num_hits, -1):
+            for leader in session.sequences:
+                if leader.fenced or leader.key.sequence_id == key.sequence_id:
+                    continue
+                if not leader.leads(end - 1, prefixes[end - 1], session.block_size):
+                    continue
+                is_told = len(session.pending) < self.limits.max_downlink_entries
+                if end not in leader.boundaries and is_told and len(leader.boundaries) < self.limits.max_boundaries:
+                    leader.boundaries = sorted([*leader.boundaries, end])
+                    session.push(Boundary(leader.key, end * session.block_size))
+                named = [boundary for boundary in leader.boundaries if num_hits < boundary <= end]
+                return Wait(leader.key, max(named) * session.block_size) if named else None
+        return None
 
     def _wait(
         self, session: ModelSession, key: SequenceKey, prefixes: list[Prefix], num_hits: int, most_hits: int
@@ -529,19 +690,18 @@ class Model:
         if sequence.fenced:
             raise Refused(Reason.STALE_ATTEMPT)
         tokens, tables = self._merged(session, sequence, item.update)
-        of_all = item.want_blocks * len(session.pools)
-        is_too_much = (
-            of_all > self.limits.max_total_blocks or of_all * session.block_size > self.limits.max_total_tokens
-        )
-        if item.want_blocks > min(session.capacity, self.limits.max_blocks_per_sequence) or is_too_much:
+        if item.want_blocks > session.longest_table(self.limits):
             raise Refused(Reason.NEVER_FITS)
-        num_missing = [max(0, item.want_blocks - len(table)) for table in tables]
+        num_missing = [
+            0 if pool.span else max(0, item.want_blocks - len(table))
+            for pool, table in zip(session.pools, tables, strict=True)
+        ]
         self._require_blocks(session, num_missing, [[] for _ in tables])
         self._apply(session, sequence, item.update, tokens, tables)
         entries = []
         for pool, table in zip(session.pools, sequence.tables, strict=True):
             table += pool.take(num_missing[pool.group], generation, self.left(session))
-            unnamed = range(sequence.num_named[pool.group], len(table)) if item.want_blocks else ()
+            unnamed = range(sequence.num_named[pool.group], len(table)) if item.want_blocks and not pool.span else ()
             entries.append(tuple(TableEntry(index, table[index], pool.generation[table[index]]) for index in unnamed))
         num_sealed_tokens = sequence.num_computed_tokens // session.block_size * session.block_size
         return Appended(num_sealed_tokens, tuple(entries) if any(entries) else ())
@@ -560,8 +720,10 @@ class Model:
             elif tokens[position] != token:
                 raise Refused(Reason.TOKENS_DIFFER, position)
         tables = [list(table) for table in sequence.tables]
+        if len(update.bound) > len(session.pools):
+            raise Refused(Reason.BAD_FIELD)
         for pool, table, bound in zip(session.pools, tables, update.bound, strict=False):
-            for index, block, generation in bound:
+            for index, block, generation in () if pool.span else bound:
                 right_stamp = pool.generation.get(block) == generation
                 if index < len(table):
                     if table[index] != block or not right_stamp:
@@ -572,9 +734,42 @@ class Model:
                     raise Refused(Reason.STALE_GENERATION)
         if len(tokens) - len(sequence.tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
-        if update.num_computed_tokens > min(len(tokens), min(map(len, tables)) * session.block_size):
+        num_slots = [len(tables[pool.group]) * session.block_size for pool in session.full_pools]
+        if update.num_computed_tokens > min([len(tokens), *num_slots]):
             raise Refused(Reason.BAD_FIELD)
+        if max(len(update.scratch), len(update.released)) > len(session.pools):
+            raise Refused(Reason.BAD_FIELD)
+        for pool in session.full_pools:
+            if any(_of(update.scratch, pool)) or any(_of(update.released, pool)):
+                raise Refused(Reason.BAD_FIELD)
+        num_full = max(update.num_computed_tokens, sequence.num_computed_tokens) // session.block_size
+        for pool in session.window_pools:
+            self._check_window(pool, sequence, update, num_full)
         return tokens, tables
+
+    def _check_window(self, pool: ModelPool, sequence: ModelSequence, update: SequenceUpdate, num_full: int) -> None:
+        """Each block that is stated must be where it is stated to be, or the sequence's to put there, once. What the update
+        releases anyway need not be anywhere."""
+        window = sequence.windows[pool.group]
+        assert window is not None
+        released = [(block, generation) for _, block, generation in _of(update.released, pool)]
+        newly_named: list[int] = []
+        for index, block, generation in _of(update.bound, pool):
+            if index >= num_full:
+                raise Refused(Reason.BAD_FIELD)
+            if window.entries.get(index) == block and pool.generation[block] == generation:
+                continue
+            is_own = _is_own(pool, window, block, generation)
+            is_refused = not is_own or block in newly_named or index in window.entries
+            if is_refused and (block, generation) not in released:
+                raise Refused(Reason.STALE_GENERATION)
+            if is_own:
+                newly_named.append(block)
+        for block, generation in _of(update.scratch, pool):
+            if (block, generation) in released:
+                continue
+            if not _is_own(pool, window, block, generation) or block in newly_named:
+                raise Refused(Reason.STALE_GENERATION)
 
     def _apply(
         self,
@@ -587,10 +782,78 @@ class Model:
         sequence.tokens, sequence.tables = tokens, tables
         for pool, table in zip(session.pools, tables, strict=True):
             pool.reserved -= set(table)
-        for group, bound in enumerate(update.bound):
-            for entry in bound:
-                sequence.num_named[group] = max(sequence.num_named[group], entry.table_index + 1)
+        for pool in session.full_pools:
+            named = [entry.table_index + 1 for entry in _of(update.bound, pool)]
+            sequence.num_named[pool.group] = max([sequence.num_named[pool.group], *named])
         session.seal(sequence, update.num_computed_tokens)
+        for pool in session.window_pools:
+            self._apply_window(session, pool, sequence, update)
+        num_full = sequence.num_computed_tokens // session.block_size
+        sequence.boundaries = [boundary for boundary in sequence.boundaries if boundary > num_full]
+
+    def _apply_window(
+        self, session: ModelSession, pool: ModelPool, sequence: ModelSequence, update: SequenceUpdate
+    ) -> None:
+        """First what it has begun to use, then what has got a place, then what it uses no more."""
+        window = sequence.windows[pool.group]
+        assert window is not None
+        for block, generation in _of(update.scratch, pool):
+            if pool.is_reserved(block, generation):
+                pool.reserved.remove(block)
+                window.scratch.append(block)
+        end = -1
+        for index, block, generation in _of(update.bound, pool):
+            if index not in window.entries and _is_own(pool, window, block, generation):
+                # A window is named from its first block to its last: where one ends is known at the last.
+                window.ends = [other for other in window.ends if other != end or index != end]
+                end = index + 1
+                if end not in window.ends:
+                    window.ends.append(end)
+                pool.reserved.discard(block)
+                window.scratch = [other for other in window.scratch if other != block]
+                window.entries[index] = block
+                pool.sealed.append((block, sequence.prefix(index, session.block_size)))
+        for index, block, generation in _of(update.released, pool):
+            if pool.generation.get(block) != generation:
+                continue
+            if window.entries.get(index) == block:
+                del window.entries[index]
+                pool.let_go(block, demoted=not self._is_worth_keeping(session, pool, sequence, index))
+                window.ends = [end for end in window.ends if end != index + 1]
+            elif block in window.scratch:
+                window.scratch.remove(block)
+                pool.let_go(block)
+            else:
+                pool.unreserve(block, generation)
+
+    def _is_worth_keeping(self, session: ModelSession, pool: ModelPool, sequence: ModelSequence, index: int) -> bool:
+        """Whether one of the windows that the block is part of ends where prompts part, where it was asked for, or where the
+        sequence has named one."""
+        size = session.block_size
+        window = sequence.windows[pool.group]
+        assert window is not None
+        for boundary in range(index + 1, min(index + pool.span, sequence.num_nodes(size)) + 1):
+            prefix = sequence.prefix(boundary - 1, size)
+            if boundary in window.ends or sequence.was_asked_to_keep(boundary) or len(self.children(prefix, size)) > 1:
+                return True
+        return False
+
+    def _end_sequence(self, session: ModelSession, sequence: ModelSequence) -> None:
+        """It lets go of all that it has: of tables the last block first, of windows the one that others may go on from last."""
+        for pool in session.full_pools:
+            table = sequence.tables[pool.group]
+            while table:
+                pool.let_go(table.pop())
+        for pool in session.window_pools:
+            window = sequence.windows[pool.group]
+            assert window is not None
+            while window.scratch:
+                pool.let_go(window.scratch.pop(0))
+            window.ends.append(max(window.entries, default=-1) + 1)
+            for index in sorted(window.entries, reverse=True):
+                block = window.entries.pop(index)
+                pool.let_go(block, demoted=not self._is_worth_keeping(session, pool, sequence, index))
+        session.sequences.remove(sequence)
 
     def free(self, uplink: Uplink, items: tuple[SequenceUpdate, ...], generation: int) -> None:
         """End sequences."""
@@ -605,25 +868,65 @@ class Model:
                         pass
                     else:
                         self._apply(session, sequence, update, tokens, tables)
-                session.end(sequence)
-            for pool, bound in zip(session.pools, update.bound, strict=False):
-                for _, block, stamp in bound:
+                self._end_sequence(session, sequence)
+            for pool in session.pools:
+                stated = [(block, stamp) for _, block, stamp in _of(update.bound, pool)]
+                if session.window_pools:
+                    stated += _of(update.scratch, pool)
+                    stated += [(block, stamp) for _, block, stamp in _of(update.released, pool)]
+                for block, stamp in stated:
                     pool.unreserve(block, stamp)
         self.top_up(session, generation)
 
     # -- looking
 
+    def nodes(self) -> set[tuple[Prefix, int]]:
+        """With the block size: every prefix of something sealed, or of the full blocks of a live prompt or a live sealed
+        continuation."""
+        nodes: set[tuple[Prefix, int]] = set()
+        for session in self.sessions:
+            size = session.block_size
+            deepest = [prefix for pool in session.pools for _, prefix in pool.sealed]
+            whole = [sequence for sequence in session.sequences if sequence.num_nodes(size)]
+            deepest += [sequence.prefix(sequence.num_nodes(size) - 1, size) for sequence in whole]
+            for root, tokens in deepest:
+                for end in range(size, len(tokens) + 1, size):
+                    nodes.add(((root, tokens[:end]), size))
+        return nodes
+
+    def children(self, prefix: Prefix, block_size: int) -> list[Prefix]:
+        """What goes on from a prefix by one block, on any worker."""
+        root, tokens = prefix
+        return [
+            (other_root, others)
+            for (other_root, others), size in self.nodes()
+            if (other_root, size, len(others)) == (root, block_size, len(tokens) + block_size)
+            and others[: len(tokens)] == tokens
+        ]
+
     def reach(self, session: ModelSession, root: Root, tokens: list[int]) -> tuple[int, int]:
         """Tokens of a prompt that a worker holds, and that it holds or is computing, short of the last token."""
         size = session.block_size
         prefixes: list[Prefix] = [(root, tuple(tokens[: (i + 1) * size])) for i in range((len(tokens) - 1) // size)]
-        cached = 0
-        while cached < len(prefixes) and session.has(prefixes[cached]):
-            cached += 1
+        cached = session.num_hits(prefixes)
+        led = [any(s.leads(index, prefix, size) for s in session.sequences) for index, prefix in enumerate(prefixes)]
+        if session.window_pools:
+            # What it computes last is where it names its windows.
+            return cached * size, max([cached, *(index + 1 for index, is_led in enumerate(led) if is_led)]) * size
         reached = 0
-        while reached < len(prefixes) and (
-            session.has(prefixes[reached])
-            or any(sequence.leads(reached, prefixes[reached], size) for sequence in session.sequences)
-        ):
+        while reached < len(prefixes) and (led[reached] or session.num_hits(prefixes[: reached + 1]) == reached + 1):
             reached += 1
         return cached * size, reached * size
+
+
+_T = TypeVar("_T")
+
+
+def _of(groups: tuple[tuple[_T, ...], ...], pool: ModelPool) -> tuple[_T, ...]:
+    """What is stated of a pool's group."""
+    return groups[pool.group] if pool.group < len(groups) else ()
+
+
+def _is_own(pool: ModelPool, window: ModelWindow, block: int, generation: int) -> bool:
+    """Whether the block is the sequence's to give a place to."""
+    return pool.generation.get(block) == generation and (block in window.scratch or block in pool.reserved)

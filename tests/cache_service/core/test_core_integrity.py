@@ -13,6 +13,7 @@ from kvpool.cache_service.core.integrity import Violation
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
 from kvpool.cache_service.core.prefix_tree import Leaders
 from kvpool.cache_service.core.session import Sequence
+from kvpool.cache_service.core.windows import WindowTable
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
 
@@ -21,13 +22,15 @@ A, B, C = key("a"), key("b"), key("c")
 
 class Scene:
     """A worker with every kind of block: a and b share two sealed blocks and own a sealed third and an unsealed tail; c holds a
-    duplicate of the first; one block is in the reserve, one is cached behind nothing, some are free."""
+    duplicate of the first; one block is in the reserve, one is cached behind nothing, some are free. In a second group, with a
+    window of one block, a and b share the named second block, and all three have scratch."""
 
     def __init__(self) -> None:
-        self.desk = Desk(num_blocks=17, block_size=2)
+        self.desk = Desk(num_blocks=(17, 17), block_size=2, windows=[(0, 0), (3, 2)])
         desk = self.desk
         desk.serve("gone", [9, 9, 9])
         desk.grant("a", [1, 2, 3, 4, 5, 6, 7])
+        desk.name("a", 2)
         desk.report("a")
         desk.grant("b", [1, 2, 3, 4, 8, 8, 8])
         desk.report("b")
@@ -48,6 +51,10 @@ class Scene:
     def table(self, wanted: SequenceKey) -> list[int]:
         """Its block table."""
         return self.sequence(wanted).tables[0]
+
+    def window(self, wanted: SequenceKey) -> WindowTable:
+        """What it has in the group with a window."""
+        return self.desk.window(wanted)
 
     @property
     def cached(self) -> int:
@@ -260,6 +267,36 @@ def _keep_the_tokens_of_a_sequence_that_ended(scene: Scene) -> None:
     scene.session.account.add_tokens(4)
 
 
+def _seal_a_scratch_block(scene: Scene) -> int:
+    (block,) = scene.window(A).scratch
+    scene.session.pools[1].seal(block, scene.sequence(A).nodes[2])
+    return block
+
+
+def _give_a_scratch_block_to_a_second_sequence(scene: Scene) -> int:
+    (block,) = scene.window(A).scratch
+    scene.window(C).scratch[block] = None
+    scene.session.pools[1]._ref_count[block] = 2
+    return block
+
+
+def _move_a_window(scene: Scene) -> int:
+    entries = scene.window(A).entries
+    entries[0] = entries.pop(1)
+    return entries[0]
+
+
+def _name_what_is_not_computed(scene: Scene) -> int:
+    window = scene.window(C)
+    window.entries[1], _ = window.scratch.popitem()
+    return window.entries[1]
+
+
+def _keep_a_window_whose_prefix_has_gone(scene: Scene) -> int:
+    scene.sequence(A).nodes[1].set_copy(scene.session.holder, 0, 0)
+    return scene.window(A).entries[1]
+
+
 CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("conservation", _count_one_free_block_more, None),
     ("conservation", _count_one_shared_block_more, None),
@@ -284,6 +321,11 @@ CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("sealing", _compute_more_than_is_known, C),
     ("sealing", _share_an_unsealed_block, A),
     ("sealing", _list_a_duplicate_that_is_none, B),
+    ("scratch", _seal_a_scratch_block, A),
+    ("scratch", _give_a_scratch_block_to_a_second_sequence, A),
+    ("window", _move_a_window, A),
+    ("window", _name_what_is_not_computed, C),
+    ("dependents", _keep_a_window_whose_prefix_has_gone, A),
     ("chain", _change_a_token, A),
     ("chain", _stand_on_another_prefix, A),
     ("tree", _count_a_sequence_more, A),
@@ -405,6 +447,6 @@ def test_check_changes_nothing_and_counts_what_it_saw() -> None:
     """An audit is a look; and its figures are those of the worker."""
     scene = Scene()
     audit = scene.manager.check()
-    assert (audit.num_blocks, audit.num_sequences, audit.num_sessions) == (16, 3, 1)
+    assert (audit.num_blocks, audit.num_sequences, audit.num_sessions) == (32, 3, 1)
     assert audit.num_nodes == scene.manager.num_prefix_nodes
     scene.desk.lockstep.compare()

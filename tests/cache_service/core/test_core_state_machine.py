@@ -19,6 +19,7 @@ from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
+    Boundary,
     Grant,
     Granted,
     Limits,
@@ -54,12 +55,91 @@ LIMITS = Limits(
     max_total_tokens=45,
     max_reserve_blocks=4,
     max_blocks_per_grant=2,
+    max_boundaries=2,
 )
 OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS)
 ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
 
 Outcome = Granted | Wait | Appended | Refused
 Answer = tuple[Sequence[Outcome], Reply]
+
+
+@dataclass(eq=False)
+class SimWindow:
+    """What a sequence has in a group with a window, as its worker knows it."""
+
+    window: int
+    span: int
+    block_size: int
+    entries: dict[int, ReservedBlock] = field(default_factory=dict)
+    """Named blocks by table index."""
+    scratch: list[ReservedBlock] = field(default_factory=list)
+    placed: dict[int, ReservedBlock] = field(default_factory=dict)
+    """By table index: scratch blocks whose KV the sequence may still see."""
+    bound: list[TableEntry] = field(default_factory=list)
+    """What follows is not acknowledged yet. This: what was named."""
+    taken: list[ReservedBlock] = field(default_factory=list)
+    """Scratch out of the reserve."""
+    released: list[TableEntry] = field(default_factory=list)
+    forgotten: list[TableEntry] = field(default_factory=list)
+    """Releases that are acknowledged."""
+
+    def used(self) -> list[ReservedBlock]:
+        """All its blocks."""
+        return [*self.entries.values(), *self.scratch]
+
+    def take(self, reserve: list[ReservedBlock]) -> ReservedBlock:
+        """One more scratch block, out of the reserve."""
+        block = reserve.pop(0)
+        self.scratch.append(block)
+        self.taken.append(block)
+        return block
+
+    def place_for(self, position: int) -> ReservedBlock | None:
+        """A block of the ring that the token at a position can be written to, and no token from there on reads."""
+        unplaced = [block for block in self.scratch if block not in self.placed.values()]
+        if unplaced:
+            return unplaced[0]
+        oldest = min(self.placed, default=position)
+        is_over = oldest < max(0, position - self.window + 1) // self.block_size
+        return self.placed.pop(oldest) if is_over else None
+
+    def can_name(self, boundary: int) -> bool:
+        """Whether the window before a boundary, in blocks, is all there."""
+        return all(
+            index in self.placed or index in self.entries for index in range(max(0, boundary - self.span), boundary)
+        )
+
+    def name(self, boundary: int) -> None:
+        """The window before a boundary, in blocks, is kept for others."""
+        for index in range(max(0, boundary - self.span), boundary):
+            if index not in self.entries:
+                block = self.entries[index] = self.placed.pop(index)
+                self.scratch.remove(block)
+                if block in self.taken:
+                    self.taken.remove(block)
+                self.bound.append(TableEntry(index, *block))
+
+    def release(self, index: int) -> None:
+        """It needs an entry no more."""
+        self.released.append(TableEntry(index, *self.entries.pop(index)))
+
+    def release_scratch(self) -> None:
+        """It needs one block less, other than the one that it is writing."""
+        unwritten = [block for block in self.scratch if not self.placed or block != self.placed[max(self.placed)]]
+        if unwritten:
+            block = unwritten[-1]
+            self.scratch.remove(block)
+            self.placed = {index: other for index, other in self.placed.items() if other != block}
+            self.released.append(TableEntry(0, *block))
+
+    def acknowledge(self, update: SequenceUpdate, group: int) -> None:
+        """The manager has taken in what an update states."""
+        bound, taken, released = update.bound[group], update.scratch[group], update.released[group]
+        self.bound = [entry for entry in self.bound if entry not in bound]
+        self.taken = [block for block in self.taken if block not in taken]
+        self.forgotten += [entry for entry in self.released if entry in released]
+        self.released = [entry for entry in self.released if entry not in released]
 
 
 @dataclass(eq=False)
@@ -73,7 +153,15 @@ class SimSequence:
     uses_reserve: bool
     """Decodes out of the reserve; otherwise it asks for blocks with want_blocks."""
     tables: list[list[ReservedBlock]] = field(default_factory=list)
-    """The block tables from index 0, by group."""
+    """The block tables from index 0, by group; empty in groups with a window."""
+    windows: list[SimWindow | None] = field(default_factory=list)
+    """By group; None in groups without a window."""
+    habit: int = 0
+    """Of using windows: bits, as in `_name_windows`."""
+    extras: tuple[tuple[int, ...], int] = ((), 0)
+    """Boundaries and retention interval, in tokens, that it asks for."""
+    asked: set[int] = field(default_factory=set)
+    """In tokens: where windows are to be named."""
     granted: bool = False
     num_computed: int = 0
     num_reported: int = 0
@@ -84,6 +172,15 @@ class SimSequence:
     """No step touches it any more; Free is sent until one is answered."""
     comes_back: bool = False
     """Preempted: returns with the next round after the Free."""
+
+    def used(self, group: int) -> list[ReservedBlock]:
+        """All its blocks in a group."""
+        window = self.windows[group]
+        return self.tables[group] if window is None else window.used()
+
+    def in_windows(self) -> list[tuple[int, SimWindow]]:
+        """By group, those there are."""
+        return [(group, window) for group, window in enumerate(self.windows) if window is not None]
 
 
 @dataclass(eq=False)
@@ -124,6 +221,11 @@ class SimWorker:
         """Their numbers."""
         return range(len(self.registration.layout.groups))
 
+    @property
+    def full_groups(self) -> list[int]:
+        """Those without a window."""
+        return [group for group in self.groups if not self.registration.layout.groups[group].window]
+
     def __post_init__(self) -> None:
         self.forget()
 
@@ -150,6 +252,11 @@ class SimWorker:
                 self._take_grant(entry)
             elif isinstance(entry, Stop):
                 self._stop(entry)
+            elif isinstance(entry, Boundary):
+                assert entry.num_tokens % self.block_size == 0
+                for sequence in self.sequences:
+                    if sequence.key == entry.key:
+                        sequence.asked.add(entry.num_tokens)
 
     def _take_grant(self, grant: Grant) -> None:
         reserve = self.reserves[grant.group]
@@ -164,7 +271,7 @@ class SimWorker:
             entry.block
             for sequence in self.sequences
             if sequence.granted and not sequence.ending
-            for entry in sequence.tables[group]
+            for entry in sequence.used(group)
         ]
 
     def _stop(self, stop: Stop) -> None:
@@ -190,9 +297,39 @@ steps = st.lists(
 names = st.sampled_from("abcdef")
 attempts = st.sampled_from([1, 1, 1, 2, 3])
 fates = st.sampled_from(["answered"] * 6 + ["request lost", "reply lost"])
+habits = st.integers(0, 15)
+EXTRAS: list[tuple[tuple[int, ...], int]] = [((), 0), ((), 0), ((3,), 0), ((4, 8), 0), ((), 2), ((), 4), ((6,), 3)]
+extras = st.sampled_from(EXTRAS)
+
+GroupConfig = tuple[int, int, int]
+"""Blocks, tokens of the window (0: none), and blocks of the ring."""
+LAYOUTS = ("f", "ff", "fw", "fw", "wf", "w", "ww", "fww")
+"""A letter for each group: without a window, or with one."""
 
 
-NONSENSE = ("gap", "token", "block", "generation", "computed", "round", "name", "table")
+def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]) -> tuple[list[GroupConfig], int]:
+    """A worker's groups and block size. `groups`: blocks, tokens of the window, and blocks of the ring beyond the least."""
+    config: list[GroupConfig] = []
+    for letter, (num_blocks, window, more) in zip(layout, groups, strict=False):
+        window = min(window, 3 * block_size + 1)
+        ring = -(-(window - 1) // block_size) + 1 + more
+        config.append((num_blocks, window, ring) if letter == "w" else (num_blocks, 0, 0))
+    return config, block_size
+
+
+configs_of_workers = st.lists(
+    st.builds(
+        _config,
+        st.sampled_from(LAYOUTS),
+        st.sampled_from([1, 2, 2, 4]),
+        st.tuples(*[st.tuples(st.integers(4, 13), st.integers(2, 13), st.sampled_from([0, 0, 1, 2]))] * 3),
+    ),
+    min_size=2,
+    max_size=3,
+)
+
+
+NONSENSE = ("gap", "token", "block", "generation", "computed", "round", "name", "table", "scratch", "groups")
 DISTURBANCES = (
     *["old message"] * 4,
     *(f"tick {seconds}" for seconds in (0.2, 0.5, 0.9, 0.9, 3.0, 30.0)),
@@ -200,6 +337,7 @@ DISTURBANCES = (
     *(f"append {kind}" for kind in NONSENSE),
     *(f"allocate {kind}" for kind in ("later", "earlier", "tenant")),
     *(f"fail {kind}" for kind in ("process", "link", "deregister", "manager", "epoch")),
+    *["wild"] * 2,
     *["register late", "route", "route", "sweep", "sweep"],
 )
 
@@ -216,19 +354,15 @@ class ManagerMachine(RuleBasedStateMachine):
         self.old_messages: list[Message] = []
         self.num_served = 0
 
-    @initialize(
-        configs=st.lists(
-            st.tuples(st.lists(st.integers(4, 13), min_size=1, max_size=2), st.sampled_from([1, 2, 2, 4])),
-            min_size=2,
-            max_size=3,
-        ),
-        seed=st.integers(0, 2**32),
-    )
-    def start_workers(self, configs: list[tuple[list[int], int]], seed: int) -> None:
+    @initialize(configs=configs_of_workers, seed=st.integers(0, 2**32))
+    def start_workers(self, configs: list[tuple[list[GroupConfig], int]], seed: int) -> None:
         self.contents = ContentsFollower(seed)
         self.lockstep.viewers.append(self.contents.follow)
-        for index, (num_blocks, block_size) in enumerate(configs):
-            worker = SimWorker(registration(f"w{index}", num_blocks=tuple(num_blocks), block_size=block_size))
+        for index, (groups, block_size) in enumerate(configs):
+            num_blocks = tuple(count for count, _, _ in groups)
+            windows = [(window, ring) for _, window, ring in groups]
+            introduction = registration(f"w{index}", num_blocks=num_blocks, block_size=block_size, windows=windows)
+            worker = SimWorker(introduction)
             self.workers.append(worker)
             self._register(worker, worker.registration)
 
@@ -274,28 +408,61 @@ class ManagerMachine(RuleBasedStateMachine):
     def _live(self, worker: SimWorker) -> list[SimSequence]:
         return [sequence for sequence in worker.sequences if sequence.granted and not sequence.ending]
 
-    def _update(self, sequence: SimSequence, back: int, hold_back: int) -> SequenceUpdate:
-        """The worker's state of a sequence, told from `back` tokens before what is known, short of the last `hold_back`."""
+    def _update(
+        self, worker: SimWorker, sequence: SimSequence, back: int, hold_back: int, fewer: int = 0, again: bool = False
+    ) -> SequenceUpdate:
+        """The worker's state of a sequence, told from `back` tokens before what is known, short of the last `hold_back`. Telling
+        less than is true is allowed: `fewer` entries and as many fewer computed tokens. `again`: all that windows have, and all
+        that they have ever released."""
         start = max(0, sequence.num_reported - back)
         end = max(start, len(sequence.tokens) - hold_back)
+        first = max(0, sequence.num_named - back)
+        last = max([len(sequence.tables[group]) for group in worker.full_groups if sequence.granted], default=0)
+        if sequence.uses_reserve:
+            last = max(first, last - fewer)
+        computed = min(sequence.num_computed, max(end, sequence.num_reported)) - fewer
+        if worker.full_groups:
+            computed = min(computed, max(sequence.num_named, last) * worker.block_size)
+        computed = max(0, computed)
+        bound: list[tuple[TableEntry, ...]] = []
+        scratch: list[tuple[ReservedBlock, ...]] = []
+        released: list[tuple[TableEntry, ...]] = []
+        for group in worker.groups if sequence.granted else ():
+            table, window = sequence.tables[group], sequence.windows[group]
+            entries = [TableEntry(index, *table[index]) for index in range(first, min(last, len(table)))]
+            scratch_blocks: list[ReservedBlock] = []
+            gone: list[TableEntry] = []
+            if window is not None:
+                entries, scratch_blocks = list(window.bound), list(window.taken)
+                if again:
+                    pending = {entry.block for entry in entries}
+                    entries += [TableEntry(i, *one) for i, one in window.entries.items() if one.block not in pending]
+                    scratch_blocks += [one for one in window.scratch if one not in scratch_blocks]
+                num_full = computed // worker.block_size
+                held_back = [entry[1:] for entry in entries if entry.table_index >= num_full]
+                entries = [entry for entry in entries if entry.table_index < num_full]
+                gone = [entry for entry in window.released if entry[1:] not in held_back]
+                if again:
+                    gone = window.forgotten + gone
+            bound.append(tuple(entries))
+            scratch.append(tuple(scratch_blocks))
+            released.append(tuple(gone))
+        has_windows = sequence.granted and bool(sequence.in_windows())
         return SequenceUpdate(
             sequence.key,
             start,
             token_bytes(sequence.tokens[start:end]),
-            min(sequence.num_computed, max(end, sequence.num_reported)),
-            tuple(
-                tuple(
-                    TableEntry(index, *entry) for index, entry in enumerate(table) if index >= sequence.num_named - back
-                )
-                for table in sequence.tables
-            ),
+            computed,
+            tuple(bound),
+            tuple(scratch) if has_windows else (),
+            tuple(released) if has_windows else (),
         )
 
     # -- a sequence's life
 
     @rule(
         who=small,
-        wanted=st.lists(st.tuples(names, attempts, prompts, small, st.booleans()), max_size=3),
+        wanted=st.lists(st.tuples(names, attempts, prompts, small, st.booleans(), habits, extras), max_size=3),
         no_wait=st.integers(0, 15),
         max_new=st.integers(0, 4),
         max_cached=st.sampled_from([None, None, None, 0, 2, 5]),
@@ -304,7 +471,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate(
         self,
         who: int,
-        wanted: list[tuple[str, int, list[int], int, bool]],
+        wanted: list[tuple[str, int, list[int], int, bool, int, tuple[tuple[int, ...], int]]],
         no_wait: int,
         max_new: int,
         max_cached: int | None,
@@ -312,11 +479,12 @@ class ManagerMachine(RuleBasedStateMachine):
     ) -> None:
         """New requests, those that were turned away or left unanswered, and now and then one that is granted already."""
         worker = self._worker(who)
-        for name, attempt, prompt, root, uses_reserve in wanted:
+        for name, attempt, prompt, root, uses_reserve, habit, extra in wanted:
             if not any((s.key.sequence_id, s.key.attempt) == (name, attempt) for s in worker.sequences):
                 key = SequenceKey(name, attempt, 0)
                 tenant = ROOTS[max(0, root - 5)]
-                worker.sequences.append(SimSequence(key, tenant, list(prompt), len(prompt), uses_reserve))
+                sequence = SimSequence(key, tenant, list(prompt), len(prompt), uses_reserve, habit=habit, extras=extra)
+                worker.sequences.append(sequence)
         asking = [s for s in worker.sequences if not s.granted and not s.ending]
         if no_wait in (1, 2) or not asking:
             asking += self._live(worker)[:1]
@@ -330,6 +498,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 max_new,
                 bool(no_wait >> index & 1),
                 max_cached,
+                *sequence.extras,
             )
             for index, sequence in enumerate(asking)
         )
@@ -360,30 +529,56 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.ending = True
         else:
             assert isinstance(outcome, Granted)
-            tables = [list(map(ReservedBlock, *table)) for table in outcome.tables]
+            tables = [list(map(ReservedBlock, table.blocks, table.generations)) for table in outcome.tables]
             if sequence.granted:
-                for table, before in zip(tables, sequence.tables, strict=True):
+                for group in worker.full_groups:
+                    table, before = tables[group], sequence.tables[group]
                     shorter = min(len(table), len(before))
                     assert table[:shorter] == before[:shorter], "a live table was changed"
+                for group, window in sequence.in_windows():
+                    known = [*window.used(), *(ReservedBlock(*entry[1:]) for entry in window.released)]
+                    known += [ReservedBlock(*entry[1:]) for entry in window.bound]
+                    said = [*(one for one in tables[group] if one.block), *outcome.tables[group].scratch]
+                    assert set(said) <= set(known), "a repeated Allocate has handed something out"
                 return
             self._check_hits(worker, sequence, outcome)
             sequence.granted = True
-            sequence.tables = tables
+            sequence.tables = [table if group in worker.full_groups else [] for group, table in enumerate(tables)]
+            sequence.windows = self._windows(worker, outcome)
             sequence.num_computed = outcome.num_cached_tokens
             sequence.num_reported = sequence.num_prompt_tokens
-            sequence.num_named = len(tables[0])
+            sequence.num_named = max(map(len, sequence.tables))
+            sequence.asked = set(outcome.boundaries)
+            assert all(outcome.num_cached_tokens < one <= sequence.num_prompt_tokens for one in outcome.boundaries)
+
+    def _windows(self, worker: SimWorker, granted: Granted) -> list[SimWindow | None]:
+        windows: list[SimWindow | None] = []
+        for group, table in zip(worker.registration.layout.groups, granted.tables, strict=True):
+            if not group.window:
+                windows.append(None)
+                continue
+            span = -(-(group.window - 1) // worker.block_size)
+            named = enumerate(map(ReservedBlock, table.blocks, table.generations), table.start)
+            entries = {index: one for index, one in named if one.block}
+            windows.append(SimWindow(group.window, span, worker.block_size, entries, list(table.scratch)))
+        return windows
 
     def _check_hits(self, worker: SimWorker, sequence: SimSequence, granted: Granted) -> None:
         """Exact hits, and at least one token left to compute; a fresh grant names nothing that the worker uses."""
         num_cached, size = granted.num_cached_tokens, worker.block_size
         assert num_cached % size == 0
         assert num_cached < sequence.num_prompt_tokens
+        num_hits = num_cached // size
         for group, table in enumerate(granted.tables):
-            for index in range(num_cached // size):
+            window = worker.registration.layout.groups[group].window
+            first_seen = max(0, num_hits - -(-(window - 1) // size)) if window else 0
+            assert table.start == (first_seen if table.blocks else 0)
+            for index in range(first_seen, num_hits):
                 content = sequence.root, tuple(sequence.tokens[: (index + 1) * size])
-                self.memory.check_block(worker.worker_id, group, table.blocks[index], size, content)
+                self.memory.check_block(worker.worker_id, group, table.blocks[index - first_seen], size, content)
+            fresh = {*table.blocks[num_hits - first_seen :], *(one.block for one in table.scratch)}
             used = worker.used(group) + [entry.block for entry in worker.reserves[group]]
-            assert not set(table.blocks[num_cached // size :]) & set(used)
+            assert not fresh & set(used)
 
     @rule(who=small, work=steps)
     def compute(self, who: int, work: list[list[int]]) -> None:
@@ -396,19 +591,60 @@ class ManagerMachine(RuleBasedStateMachine):
         for token in generated:
             position = sequence.num_computed
             index, slot = divmod(position, worker.block_size)
-            if index == len(sequence.tables[0]):
-                if not (sequence.uses_reserve and all(worker.reserves)):
-                    return
-                for table, reserve in zip(sequence.tables, worker.reserves, strict=True):
-                    table.append(reserve.pop(0))
+            if not self._make_room(worker, sequence, position):
+                return
             if position == len(sequence.tokens):
                 sequence.tokens.append(token)
             self._write(worker, sequence, index, slot, tuple(sequence.tokens[: position + 1]))
             sequence.num_computed += 1
+            if sequence.num_computed % worker.block_size == 0 and sequence.in_windows():
+                self._name_windows(worker, sequence, ending=False)
+
+    def _make_room(self, worker: SimWorker, sequence: SimSequence, position: int) -> bool:
+        """Whether each group has a place for the token at a position, if need be out of the reserve."""
+        index = position // worker.block_size
+        lacking = [group for group in worker.full_groups if index == len(sequence.tables[group])]
+        for group, window in sequence.in_windows():
+            block = window.placed.get(index) or window.place_for(position)
+            if block is None:
+                lacking.append(group)
+            else:
+                window.placed[index] = block
+        if not (sequence.uses_reserve or not lacking) or not all(worker.reserves[group] for group in lacking):
+            return False
+        for group in lacking:
+            growing = sequence.windows[group]
+            if growing is None:
+                sequence.tables[group].append(worker.reserves[group].pop(0))
+            else:
+                growing.placed[index] = growing.take(worker.reserves[group])
+        return True
+
+    def _name_windows(self, worker: SimWorker, sequence: SimSequence, *, ending: bool) -> None:
+        """Name the windows at the end of what is computed, if that was asked for and the reserve replaces their blocks. Habits: 1:
+        at every block; 2: at no block; 4: also without replacement; 8: to release at once what has left the window."""
+        boundary = sequence.num_computed // worker.block_size
+        windows = sequence.in_windows()
+        wanted = ending or (sequence.num_computed in sequence.asked and not sequence.habit & 2) or sequence.habit & 1
+        can = all(window.can_name(boundary) for _, window in windows)
+        missing = {group: min(window.span, boundary) for group, window in windows}
+        replaced = all(len(worker.reserves[group]) >= count for group, count in missing.items())
+        if wanted and can and (ending or replaced or sequence.habit & 4):
+            for group, window in windows:
+                num_before = len(window.scratch)
+                window.name(boundary)
+                while replaced and not ending and len(window.scratch) < num_before:
+                    window.take(worker.reserves[group])
+        if sequence.habit & 8 and not ending:
+            for _, window in windows:
+                seen = max(0, sequence.num_computed - window.window + 1) // worker.block_size
+                for index in [index for index in window.entries if index < seen]:
+                    window.release(index)
 
     def _write(self, worker: SimWorker, sequence: SimSequence, index: int, slot: int, tokens: tuple[int, ...]) -> None:
         for group in worker.groups:
-            block, generation = sequence.tables[group][index]
+            window = sequence.windows[group]
+            block, generation = sequence.tables[group][index] if window is None else window.placed[index]
             for session in self.lockstep.manager.sessions:
                 if session.number == worker.session:
                     pool = session.pools[group]
@@ -424,10 +660,19 @@ class ManagerMachine(RuleBasedStateMachine):
         hold_back=st.sampled_from([0, 0, 1, 3]),
         fewer=st.sampled_from([0, 0, 1, 3]),
         more_blocks=st.integers(0, 3),
+        turn=st.integers(0, 15),
         fate=fates,
     )
     def append(
-        self, who: int, work: list[list[int]], back: int, hold_back: int, fewer: int, more_blocks: int, fate: str
+        self,
+        who: int,
+        work: list[list[int]],
+        back: int,
+        hold_back: int,
+        fewer: int,
+        more_blocks: int,
+        turn: int,
+        fate: str,
     ) -> None:
         """A step and the report of it, or of less."""
         worker = self._worker(who)
@@ -438,18 +683,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self._compute(worker, sequence, generated)
         items: list[AppendItem] = []
         for sequence in reporting:
-            update = self._update(sequence, back, hold_back)
-            # Telling less than is true is allowed: fewer entries, fewer computed tokens.
-            num_bound = len(update.bound[0])
-            if sequence.uses_reserve:
-                num_bound = max(0, num_bound - fewer)
-            known = max(sequence.num_named, sequence.num_named - back + num_bound)
-            update = update._replace(
-                bound=tuple(entries[:num_bound] for entries in update.bound),
-                num_computed_tokens=max(0, min(update.num_computed_tokens - fewer, known * worker.block_size)),
-            )
-            want = 0 if sequence.uses_reserve else len(sequence.tables[0]) + more_blocks
-            items.append(AppendItem(update, want))
+            self._turn(worker, sequence, turn)
+            update = self._update(worker, sequence, back, hold_back, fewer, again=bool(turn & 1))
+            longest = max(map(len, sequence.tables))
+            items.append(AppendItem(update, 0 if sequence.uses_reserve else longest + more_blocks))
         uplink = self._uplink(worker)
 
         def apply(outcomes: Sequence[Outcome]) -> None:
@@ -457,6 +694,16 @@ class ManagerMachine(RuleBasedStateMachine):
                 self._appended(sequence, item, outcome)
 
         self._send(worker, Message(lambda: self.lockstep.append(uplink, *items), apply, uplink), fate)
+
+    def _turn(self, worker: SimWorker, sequence: SimSequence, turn: int) -> None:
+        """What a worker may do with windows at any time: release the oldest entry (2) or a scratch block (4), take one more (8)."""
+        for group, window in sequence.in_windows():
+            if turn & 2 and window.entries:
+                window.release(min(window.entries))
+            if turn & 4:
+                window.release_scratch()
+            if turn & 8 and worker.reserves[group]:
+                window.take(worker.reserves[group])
 
     def _appended(self, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
         if isinstance(outcome, Refused):
@@ -467,7 +714,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert isinstance(outcome, Appended)
         update = item.update
         sequence.num_reported = max(sequence.num_reported, update.start + len(update.tokens) // 4)
-        sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in update.bound[0])])
+        for group, entries in enumerate(update.bound):
+            window = sequence.windows[group]
+            if window is None:
+                sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in entries)])
+            else:
+                window.acknowledge(update, group)
         for table, entries in zip(sequence.tables, outcome.new_entries, strict=bool(outcome.new_entries)):
             for index, block, generation in entries:
                 if index == len(table):
@@ -492,7 +744,10 @@ class ManagerMachine(RuleBasedStateMachine):
         leaving = [sequence for sequence in worker.sequences if sequence.ending]
         if not leaving:
             return
-        items = [self._update(sequence, back, 0) for sequence in leaving]
+        for sequence in leaving:
+            if sequence.granted and sequence.in_windows() and not sequence.habit & 2:
+                self._name_windows(worker, sequence, ending=True)
+        items = [self._update(worker, sequence, back, 0) for sequence in leaving]
         if lie:
             # Free never fails for a gap; the named blocks come back all the same.
             items = [update._replace(start=update.start + 50) for update in items]
@@ -504,7 +759,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     worker.sequences.remove(sequence)
                     continue
                 sequence.key = sequence.key._replace(round=sequence.key.round + 1)
-                sequence.tables, sequence.granted = [], False
+                sequence.tables, sequence.windows, sequence.granted = [], [], False
                 sequence.ending = sequence.comes_back = False
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
@@ -517,7 +772,7 @@ class ManagerMachine(RuleBasedStateMachine):
         worker = self._worker(who)
         self.num_served += 1
         name = f"served{self.num_served}"
-        self.allocate(who, [(name, 1, prompt, 0, True)], 15, 1, None, "answered")
+        self.allocate(who, [(name, 1, prompt, 0, True, generated & 1, ((), 0))], 15, 1, None, "answered")
         sequence = next((s for s in worker.sequences if s.key.sequence_id == name), None)
         if sequence is None:
             return
@@ -553,6 +808,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not self.old_messages:
             return
         message = self.old_messages[which % len(self.old_messages)]
+        self.lockstep.settle()
         before = snapshot(self.lockstep.manager)
         session = next((s for s in self.lockstep.manager.sessions if s.number == message.uplink.session), None)
         stale = session is None or message.uplink.call_no <= session.last_call_no
@@ -568,17 +824,19 @@ class ManagerMachine(RuleBasedStateMachine):
         live = self._live(worker)
         if not live:
             return
-        update = self._update(live[which % len(live)], 0, 0)
+        update = self._update(worker, live[which % len(live)], 0, 0)
         num_known = update.start + len(update.tokens) // 4
         spoilt = {
             "gap": update._replace(start=num_known + 1),
             "token": update._replace(start=0, tokens=token_bytes([9])),
-            "block": update._replace(bound=((*update.bound[0], TableEntry(len(live[0].tables[0]) + 5, 1, 1)),)),
-            "generation": update._replace(bound=(*update.bound[:-1], (TableEntry(0, live[0].tables[-1][0].block, 3),))),
+            "block": update._replace(bound=((*update.bound[0], TableEntry(99, 1, 1)),)),
+            "generation": update._replace(bound=(*update.bound[:-1], (TableEntry(0, 1, 3),))),
             "computed": update._replace(num_computed_tokens=num_known + 1),
             "round": update._replace(key=update.key._replace(round=update.key.round + 1)),
             "name": update._replace(key=SequenceKey("nobody", 1, 0)),
             "table": update,
+            "scratch": update._replace(scratch=(*((),) * worker.groups[-1], (ReservedBlock(1, 3),))),
+            "groups": update._replace(released=((),) * len(worker.groups) + ((TableEntry(0, 1, 1),),)),
         }[kind]
         want = 100 if kind == "table" else 0
         uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=(None,))
@@ -588,6 +846,69 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         assert isinstance(result[0][0], Refused)
         worker.take_in(result[1])
+
+    def wild(self, who: int, which: int) -> None:
+        """A worker whose bookkeeping is wrong states anything of its windows. Manager and model agree on what that means; then it
+        finds out, and registers again."""
+        worker = self._worker(who)
+        live = [s for s in self._live(worker) if s.in_windows()]
+        session = next((one for one in self.lockstep.manager.sessions if one.number == worker.session), None)
+        if not live or session is None:
+            return
+        draw = random.Random(which * 1_000_003 + session.last_call_no)
+        for _ in range(3):
+            sequence = draw.choice(live)
+            known = session.sequences.get((sequence.key.sequence_id, sequence.key.attempt))
+            if known is None or known.key != sequence.key or known.fenced:
+                continue
+            num_computed = draw.choice([0, known.num_computed_tokens])
+            stated: list[list[list[TableEntry]]] = [[[] for _ in worker.groups] for _ in range(3)]
+            for _ in range(draw.randint(1, 5)):
+                group, _ = draw.choice(sequence.in_windows())
+                pool = session.pools[group]
+                own = [block for block in range(1, pool.num_blocks) if pool.state(block).name == "RESERVED"]
+                window = known.windows[group]
+                own += [] if window is None else window.blocks()
+                block = draw.choice(own) if own and draw.random() < 0.8 else draw.randrange(pool.num_blocks + 1)
+                generation = pool.generation(block) if draw.random() < 0.9 else draw.choice([0, 3])
+                index = draw.randrange(max(1, known.num_sealed + (draw.random() < 0.1)))
+                entry = TableEntry(index, block, generation)
+                draw.choice(stated)[group].append(entry)
+                if draw.random() < 0.3:
+                    draw.choice(stated)[group].append(entry)
+            bound, scratch, released = stated
+            for group, entries in enumerate(bound):
+                self._write_what_is_named(worker, sequence, group, entries)
+            update = SequenceUpdate(
+                sequence.key,
+                0,
+                b"",
+                num_computed,
+                tuple(map(tuple, bound)),
+                tuple(tuple(ReservedBlock(*entry[1:]) for entry in entries) for entries in scratch),
+                tuple(map(tuple, released)),
+            )
+            uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=())
+            if draw.random() < 0.8:
+                self.lockstep.append(uplink, AppendItem(update))
+            else:
+                self.lockstep.free(uplink, update)
+        self.fail(who, "link")
+
+    def _write_what_is_named(
+        self, worker: SimWorker, sequence: SimSequence, group: int, entries: Sequence[TableEntry]
+    ) -> None:
+        """Of each place the first block, so that it holds what it is said to hold if the manager believes it."""
+        session = next(one for one in self.lockstep.manager.sessions if one.number == worker.session)
+        pool, size = session.pools[group], worker.block_size
+        written: set[int] = set()
+        for index, block, generation in entries:
+            if block in written or pool.node(block) is not None or pool.generation(block) != generation:
+                continue
+            written.add(block)
+            for slot in range(size):
+                tokens = tuple(sequence.tokens[: index * size + slot + 1])
+                self.memory.write(worker.worker_id, group, block, slot, (sequence.root, tokens))
 
     def allocate_nonsense(self, who: int, which: int, later: bool, tenant: bool) -> None:
         """A live sequence under another round, or under another tenant's root, is never handed out."""
@@ -674,6 +995,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.route(ROOTS[which % len(ROOTS)], _prompt(9, which))
         elif kind == "old":
             self.deliver_old_message(which)
+        elif kind == "wild":
+            self.wild(who, which)
         else:
             self.sweep()
 
@@ -727,7 +1050,11 @@ class LongHistory:
         machine, rng = self._machine, self._random
         block_sizes = rng.choice([[1], [2], [2], [4], [1, 2, 4]])
         configs = [
-            ([rng.randint(4, 13) for _ in range(rng.choice([1, 2]))], rng.choice(block_sizes))
+            _config(
+                rng.choice(LAYOUTS),
+                rng.choice(block_sizes),
+                [(rng.randint(4, 13), rng.randint(2, 13), rng.choice([0, 0, 1, 2])) for _ in range(3)],
+            )
             for _ in range(rng.randint(2, 3))
         ]
         machine.start_workers(configs, seed=rng.getrandbits(32))
@@ -759,6 +1086,8 @@ class LongHistory:
                 _prompt(rng.randint(1, 14), rng.choice([99, 99, 99, 0, 2, 5, 9])),
                 rng.randrange(8),
                 rng.random() < 0.5,
+                rng.randrange(16),
+                rng.choice(EXTRAS),
             )
             for _ in range(rng.randint(0, 3))
         ]
@@ -768,7 +1097,8 @@ class LongHistory:
     def _append(self, who: int) -> None:
         rng = self._random
         back, hold_back, fewer = (rng.choices([0, 1, 3], [6, 1, 1])[0] for _ in range(3))
-        self._machine.append(who, self._steps(), back, hold_back, fewer, rng.randint(0, 2), self._fate())
+        turn = rng.choice([0, 0, rng.randrange(16)])
+        self._machine.append(who, self._steps(), back, hold_back, fewer, rng.randint(0, 2), turn, self._fate())
 
     def _free(self, who: int) -> None:
         rng = self._random
@@ -796,6 +1126,7 @@ class LongHistory:
             lambda: machine.append_nonsense(who, rng.randrange(8), rng.choice(NONSENSE)),
             lambda: machine.allocate_nonsense(who, rng.randrange(8), rng.random() < 0.5, rng.random() < 0.5),
             lambda: machine.register_late(who, rng.randrange(2)),
+            lambda: machine.wild(who, rng.randrange(8)),
         ]
         rng.choice(actions)()
 

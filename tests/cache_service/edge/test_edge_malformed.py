@@ -76,10 +76,22 @@ async def test_a_malformed_registration_names_its_field(server: Server, stub: St
 
 
 async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
+    crossed = registration()
+    crossed.kv_cache_config.groups[0].cross_attention.SetInParent()
+    found = await refused(stub.Register(crossed), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "got cross_attention" in found.message
+
+
+@pytest.mark.parametrize(
+    ("window", "ring", "field"), [(0, 3, "window_tokens"), (1, 3, "window_tokens"), (8, 2, "ring_blocks")]
+)
+async def test_a_window_that_cannot_be_is_named(stub: Stub, window: int, ring: int, field: str) -> None:
+    """In blocks of four tokens the seven before a token are in two blocks, and the token itself is in a third."""
     windowed = registration()
-    windowed.kv_cache_config.groups[0].sliding_window.window_tokens = 8
-    found = await refused(stub.Register(windowed), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "got sliding_window" in found.message
+    spec = windowed.kv_cache_config.groups[0].sliding_window
+    spec.window_tokens, spec.ring_blocks = window, ring
+    found = await refused(stub.Register(windowed), INVALID, "BAD_FIELD")
+    assert field_of(found) == f"kv_cache_config.groups[0].sliding_window.{field}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,709 @@
+"""Groups with a sliding window: scratch that only the worker knows, windows that are named at boundaries, and hits with holes.
+
+The state machine (test_core_state_machine.py) draws workers with such groups too; here is one example of each rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.cache_service.core.copies import Holder
+from kvpool.cache_service.core.explanation import MissCause
+from kvpool.cache_service.core.hits import cached_along, hits_in
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import (
+    AppendItem,
+    Boundary,
+    ContentRun,
+    Granted,
+    Group,
+    Layout,
+    Limits,
+    ReportedBlocks,
+    ReportedSequence,
+    ReportPart,
+    ReservedBlock,
+    SequenceUpdate,
+    TableEntry,
+    Uplink,
+    Wait,
+)
+from kvpool.cache_service.core.prefix_tree import Node
+from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
+from tests.cache_service.core.model import Refused
+
+SIZE = 4
+WINDOW, SPAN, RING = 6, 2, 4
+"""Tokens; the blocks that a hit needs; scratch blocks of a sequence, one more than must be."""
+
+
+def worker_with_window(
+    num_blocks: tuple[int, int] = (33, 33), *, limits: Limits | None = None, lockstep: Lockstep | None = None
+) -> Desk:
+    """Group 0 sees everything, group 1 the last six tokens."""
+    return Desk(num_blocks, SIZE, windows=[(0, 0), (WINDOW, RING)], limits=limits, lockstep=lockstep)
+
+
+def granted_by(desk: Desk, name: str, tokens: Any, **wanted: Any) -> Granted:
+    outcome = desk.allocate(name, tokens, **wanted)
+    assert isinstance(outcome, Granted), outcome
+    return outcome
+
+
+def served_until(desk: Desk, name: str, tokens: Any, *boundaries: int) -> None:
+    """A request that names its windows at these boundaries, in blocks, and ends."""
+    granted_by(desk, name, tokens, no_wait=True)
+    for boundary in boundaries:
+        desk.name(name, boundary)
+    desk.free(name, len(list(tokens)))
+
+
+# -- hits
+
+
+def test_a_hit_needs_the_whole_prefix_in_full_groups_and_the_last_window_in_the_others() -> None:
+    """The prompt of five blocks was computed; only the window before block 4 was named: a hit is 4 blocks long, or none."""
+    desk = worker_with_window()
+    served_until(desk, "a", range(20), 4)
+    longer = granted_by(desk, "b", [*range(20), 99])
+    full, window = longer.tables
+    assert longer.num_cached_tokens == 16
+    assert full.blocks[:4] == (1, 2, 3, 4)
+    assert (window.start, len(window.blocks), len(window.scratch)) == (2, SPAN, 2)
+    assert granted_by(desk, "c", [*range(12), 99, 99]).num_cached_tokens == 0, "no window ends after three blocks"
+
+
+def test_a_window_that_reaches_to_the_beginning_is_shorter() -> None:
+    desk = worker_with_window()
+    served_until(desk, "a", range(9), 1)
+    granted = granted_by(desk, "b", [*range(4), 99])
+    assert (granted.num_cached_tokens, granted.tables[1].start, len(granted.tables[1].blocks)) == (4, 0, 1)
+
+
+def test_the_most_cached_tokens_that_an_item_allows_must_be_a_boundary_themselves() -> None:
+    desk = worker_with_window()
+    served_until(desk, "a", range(21), 2, 5)
+    assert granted_by(desk, "b", range(21), max_cached_tokens=15, no_wait=True).num_cached_tokens == 8
+
+
+def test_a_repeated_allocate_states_the_named_blocks_with_holes_between_them() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(20))
+    first = desk.name("a", 1)[0]
+    (last,) = desk.scratch("a")[:1]
+    desk.tell(desk.statement("a", 16, bound={3: last}))
+    table = granted_by(desk, "a", range(20)).tables[1]
+    assert (table.start, table.blocks) == (0, (first, 0, 0, last))
+    assert table.generations[1:3] == (0, 0)
+    assert [one.block for one in table.scratch] == desk.scratch("a")
+
+
+def _path(held: list[list[bool]], spans: tuple[int, ...]) -> tuple[list[Node], Holder]:
+    """A chain of nodes; `held`: for each, the slots that have a copy."""
+    holder = Holder(tuple(range(1, len(spans) + 1)), spans)
+    other = Holder((77,))
+    path: list[Node] = []
+    for depth, slots in enumerate(held):
+        node = Node(path[-1] if path else None, b"", depth)
+        if depth % 2:
+            node.set_copy(other, 0, 5)  # the holder's copies are not always the ones stored inline
+        for slot, is_held in enumerate(slots):
+            if is_held:
+                node.set_copy(holder, slot, 10 * depth + slot + 1)
+        path.append(node)
+    return path, holder
+
+
+@st.composite
+def _paths(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[bool]]]:
+    spans = draw(st.sampled_from([(0, 1), (0, 2), (2, 0), (0, 3), (1,), (3,), (1, 2), (0, 1, 3), (2, 0, 1)]))
+    held = draw(st.lists(st.tuples(*[st.sampled_from([True, True, True, False])] * len(spans)), max_size=9))
+    return spans, list(map(list, held))
+
+
+@given(_paths(), st.integers(0, 9))
+def test_the_longest_hit_is_what_the_definition_says(
+    path_of: tuple[tuple[int, ...], list[list[bool]]], max_blocks: int
+) -> None:
+    """Tried length by length, from the longest down."""
+    spans, held = path_of
+    path, holder = _path(held, spans)
+    most = min(max_blocks, len(held))
+    expected = next(
+        count
+        for count in range(most, -1, -1)
+        if all(
+            held[index][slot]
+            for slot, span in enumerate(spans)
+            for index in range(max(0, count - span) if span else 0, count)
+        )
+    )
+    found = hits_in(path, holder, max_blocks)
+    assert found.num == expected
+    for slot, span in enumerate(spans):
+        first = max(0, expected - span) if span else 0
+        assert found.blocks[slot] == [10 * index + slot + 1 for index in range(first, expected)]
+    along = cached_along(path, [holder], max_blocks)
+    assert along.get(holder, 0) == expected
+    assert expected or holder not in along
+
+
+# -- what is granted
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_new_tokens", "num_scratch"),
+    [(1, 1, 1), (4, 1, 1), (4, 2, 2), (9, 1, 3), (9, 4, 3), (9, 5, 4), (100, 20, RING)],
+)
+def test_a_sequence_gets_its_ring_and_never_more_than_it_can_fill(
+    num_tokens: int, max_new_tokens: int, num_scratch: int
+) -> None:
+    desk = worker_with_window((65, 65))
+    granted = granted_by(desk, "a", range(num_tokens), max_new_tokens=max_new_tokens)
+    assert len(granted.tables[1].scratch) == num_scratch
+    assert len(granted.tables[0].blocks) == -(-num_tokens // SIZE)
+
+
+def test_what_is_hit_need_not_be_filled() -> None:
+    desk = worker_with_window()
+    served_until(desk, "a", range(17), 4)
+    granted = granted_by(desk, "b", range(17))
+    assert (granted.num_cached_tokens, len(granted.tables[1].scratch)) == (16, 1)
+
+
+def test_a_prompt_that_can_never_fit_beside_its_window_is_refused_with_the_group_and_the_cure() -> None:
+    desk = worker_with_window((33, 6))
+    assert granted_by(desk, "small", range(20)), "five blocks are all that it can fill"
+    desk.free("small", 0)
+    (refusal,), _ = desk.manager.allocate(desk.uplink(), [desk.item("a", range(21))])
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.field) == (Reason.NEVER_FITS, "tokens")
+    for words in ("needs 6 of group 1", "4 as scratch and 2 in a window", "'w1' has 5", "--window-blocks"):
+        assert words in refusal.message, refusal.message
+
+
+def test_scratch_that_is_not_there_now_is_refused_with_the_group_and_nothing_is_granted() -> None:
+    desk = worker_with_window((33, 8))
+    granted_by(desk, "a", range(16))
+    (refusal,), _ = desk.manager.allocate(desk.uplink(), [desk.item("b", range(50, 70))])
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.NO_BLOCKS
+    assert "needed 4 blocks of group 1; worker 'w1' has 3 free" in refusal.message
+    assert [counts.held for counts in desk.session.counts()] == [4, 4]
+
+
+def test_new_blocks_come_out_of_the_budget_in_the_order_of_the_groups() -> None:
+    """One block is left of the budget: the group with the window, which comes first, needs it; the other one has a cached block."""
+    desk = Desk((9, 9), SIZE, windows=[(2, 2), (0, 0)], limits=Limits(max_total_blocks=5))
+    for number, name in enumerate("ab"):
+        granted_by(desk, name, [number] * 4)
+    desk.free("a", 4)
+    desk.refill(1)
+    granted = granted_by(desk, "c", [7] * 4)
+    assert ([one.block for one in granted.tables[0].scratch], granted.tables[1].blocks) == ([3], (1,))
+
+
+@pytest.mark.parametrize(
+    ("window", "ring", "field", "words"),
+    [
+        (1, 4, "window_tokens", "needed 2 to"),
+        ((1 << 20) + 1, 1 << 20, "window_tokens", "got 1048577"),
+        (6, 2, "ring_blocks", "needed 3 to"),
+        (6, 0, "ring_blocks", "a window of 6 and the next token are in up to 3 blocks of 4; got 0"),
+        (6, (1 << 16) + 1, "ring_blocks", "got 65537"),
+    ],
+)
+def test_a_window_or_ring_that_cannot_work_is_refused(window: int, ring: int, field: str, words: str) -> None:
+    layout = Layout(SIZE, (Group(9), Group(9, window=window, ring_blocks=ring)))
+    refusal = refused(CacheManager(1).register, registration()._replace(layout=layout), 0.0)
+    assert (refusal.reason, refusal.field) == (
+        Reason.BAD_FIELD,
+        f"kv_cache_config.groups[1].sliding_window.{field}",
+    )
+    assert words in refusal.message
+
+
+# -- naming
+
+
+def test_what_is_computed_and_not_named_is_no_hit() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(17))
+    desk.report("a", 16)
+    assert granted_by(desk, "b", range(17), no_wait=True).num_cached_tokens == 0
+    named = desk.name("a", 4)
+    granted = granted_by(desk, "c", range(17), no_wait=True)
+    assert granted.num_cached_tokens == 16
+    assert dict(enumerate(granted.tables[1].blocks, 2)) == named, "shared, while its sequence lives"
+
+
+def test_a_window_may_be_named_out_of_the_reserve() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(5))
+    first, _ = desk.refill(2, 1)
+    desk.tell(desk.statement("a", 4, bound={0: first.block}))
+    assert desk.window("a").entries == {0: first.block}
+    assert len(desk.scratch("a")) == 2
+    assert granted_by(desk, "b", range(5)).num_cached_tokens == 4
+
+
+def test_a_block_of_the_reserve_may_become_scratch() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(5))
+    (more,) = desk.refill(1, 1)
+    assert desk.tell(desk.statement("a", 0, scratch=[more.block])) == (0, ())
+    assert desk.scratch("a")[-1] == more.block
+    assert desk.session.pools[1].ref_count(more.block) == 1
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"bound": {2: 1}}, Reason.BAD_FIELD),
+        ({"bound": {0: 9}}, Reason.STALE_GENERATION),
+        ({"bound": {0: 1, 1: 1}}, Reason.STALE_GENERATION),
+        ({"bound": {0: 1}, "scratch": [1]}, Reason.STALE_GENERATION),
+        ({"scratch": [9]}, Reason.STALE_GENERATION),
+        ({"scratch": [1], "group": 0}, Reason.BAD_FIELD),
+        ({"released": [(0, 1)], "group": 0}, Reason.BAD_FIELD),
+        ({"scratch": [1], "group": 2}, Reason.BAD_FIELD),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_not_where_it_is_said_to_be_is_refused(stated: dict[str, Any], reason: Reason) -> None:
+    """Not computed, not its own, named twice, scratch and named; in a group without a window, or in no group."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(9))
+    group = stated.pop("group", 1)
+    update = desk.statement("a", 8, **stated)
+    moved: dict[str, Any] = {
+        name: (*((),) * group, getattr(update, name)[1]) for name in ("scratch", "released") if getattr(update, name)[1]
+    }
+    assert desk.tell(update._replace(**moved) if group != 1 else update) == Refused(reason)
+    assert desk.tell(desk.statement("a", 8, bound={0: 1})) == (8, ())
+
+
+def test_a_place_that_is_taken_is_not_given_to_another_block() -> None:
+    """Unless the same update releases that block: then an earlier one, whose answer was lost, may have been told otherwise."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(9))
+    named = desk.name("a", 1)
+    other = desk.scratch("a")[0]
+    assert desk.tell(desk.statement("a", 4, bound={0: other})) == Refused(Reason.STALE_GENERATION)
+    assert desk.tell(desk.statement("a", 4, bound={0: other}, released=[(0, other)])) == (4, ())
+    assert desk.window("a").entries == named
+    assert other not in desk.scratch("a")
+
+
+def test_a_window_without_any_block_is_still_a_window() -> None:
+    """The worker has released all; what it names then goes into the window, not into a table."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(9))
+    desk.tell(desk.statement("a", 8, released=[(0, block) for block in desk.scratch("a")]))
+    (more,) = desk.refill(1, 1)
+    assert desk.tell(desk.statement("a", 8, bound={1: more.block})) == (8, ())
+    assert desk.window("a").entries == {1: more.block}
+
+
+# -- releasing
+
+
+def evicted_after(desk: Desk, block: int) -> int:
+    """How many blocks of the group with the window are granted before this one."""
+    return list(desk.session.pools[1].free_list()).index(block)
+
+
+def test_a_window_that_was_hit_and_left_is_evicted_before_others() -> None:
+    """A chat goes on from where it was: once that is released, the later window serves all that it could serve."""
+    desk = worker_with_window()
+    served_until(desk, "old", range(50, 59), 2)
+    old = [block for block in desk.session.pools[1].free_list() if desk.session.pools[1].is_cached(block)]
+    served_until(desk, "turn", range(9), 2)
+    assert granted_by(desk, "a", range(20)).num_cached_tokens == 8
+    hit = dict(desk.window("a").entries)
+    desk.tell(desk.statement("a", 12, released=list(hit.items())))
+    assert desk.session.pools[1].demoted() == list(hit.values())
+    assert all(evicted_after(desk, block) < evicted_after(desk, other) for block in hit.values() for other in old)
+    assert granted_by(desk, "b", [*range(8), 99], no_wait=True).num_cached_tokens == 8, "a hit as long as it is there"
+    assert desk.session.pools[1].demoted() == []
+
+
+@pytest.mark.parametrize("wanted", [{}, {"boundaries": (9,)}, {"retention_interval": 5}], ids=str)
+def test_a_hit_window_that_others_may_go_on_from_is_kept_like_any_hit(wanted: dict[str, Any]) -> None:
+    """Because another prompt parts there, or the item has asked for it."""
+    desk = worker_with_window()
+    served_until(desk, "turn", range(9), 2)
+    granted_by(desk, "a", range(20), **wanted)
+    if not wanted:
+        granted_by(desk, "other", [*range(8), 99, 99, 99, 99, 99], no_wait=True)
+    hit = dict(desk.window("a").entries)
+    desk.tell(desk.statement("a", 12, released=list(hit.items())))
+    assert desk.session.pools[1].demoted() == []
+    assert all(desk.session.pools[1].node(block) for block in hit.values())
+
+
+def test_a_window_that_the_sequence_has_named_itself_is_kept_like_any_hit() -> None:
+    """As that at the end of its prompt: the same prompt may come again."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(20))
+    named = desk.name("a", 2)
+    desk.tell(desk.statement("a", 12, released=list(named.items())))
+    assert desk.session.pools[1].demoted() == []
+    assert [desk.session.pools[1].is_cached(block) for block in named.values()] == [True, True]
+
+
+def test_what_is_released_twice_or_under_another_generation_is_ignored() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(20))
+    named = desk.name("a", 2)
+    update = desk.statement("a", 12, released=list(named.items()))
+    (wrong_stamp,) = desk.statement("a", 12, released=[(1, named[1])]).released[1:]
+    wrong = update._replace(released=((), tuple(entry._replace(generation=3) for entry in wrong_stamp)))
+    wrong_place = desk.statement("a", 12, released=[(0, named[1])])
+    for ignored in (wrong, wrong_place):
+        assert desk.tell(ignored) == (12, ())
+        assert desk.window("a").entries == named
+    for _ in range(2):
+        assert desk.tell(update) == (12, ())
+        assert desk.window("a").entries == {}
+
+
+def test_an_update_is_repeated_after_its_answer_was_lost() -> None:
+    """It names, takes and releases; the second time all of it is done already."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(20))
+    (more,) = desk.refill(1, 1)
+    first, second, third, _ = desk.scratch("a")
+    update = desk.statement(
+        "a", 8, bound={0: first, 1: second}, scratch=[more.block], released=[(0, first), (0, third)]
+    )
+    assert desk.tell(update) == (8, ())
+    before = list(desk.session.pools[1].free_list())
+    assert desk.tell(update) == (8, ())
+    assert list(desk.session.pools[1].free_list()) == before
+    assert desk.window("a").entries == {1: second}
+
+
+def test_free_takes_back_the_scratch_that_the_worker_forgot() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(20))
+    named = desk.name("a", 4)
+    desk.leave(desk.statement("a", 16))
+    counts = desk.session.counts()[1]
+    assert (counts.held, counts.cached) == (0, SPAN)
+    assert desk.session.pools[1].demoted() == []
+    assert [evicted_after(desk, named[index]) for index in (3, 2)] == [30, 31], "the last is the first to go"
+
+
+def test_free_demotes_the_window_that_was_hit() -> None:
+    desk = worker_with_window()
+    served_until(desk, "turn", range(5), 1)
+    granted_by(desk, "a", range(28))
+    hit = dict(desk.window("a").entries)
+    assert len(hit) == 1
+    desk.name("a", 6)
+    desk.leave(desk.statement("a", 24))
+    assert desk.session.pools[1].demoted() == list(hit.values())
+    assert granted_by(desk, "b", range(28)).num_cached_tokens == 24
+
+
+def test_free_takes_back_what_it_names_of_the_reserve_whatever_else_it_says() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(5))
+    first, second, third = (one.block for one in desk.refill(3, 1))
+    update = desk.statement("a", 99, bound={0: first}, scratch=[second], released=[(0, third)])
+    result = desk.lockstep.free(desk.uplink()._replace(reserve_wishes=(None, 0)), update)
+    assert not isinstance(result, Refused)
+    assert desk.session.counts()[1].free == 32
+
+
+def test_what_depends_on_an_evicted_prefix_is_emptied_and_granted_first() -> None:
+    """The group without a window is small: its eviction makes the window behind it useless."""
+    desk = worker_with_window((6, 33))
+    served_until(desk, "a", range(17), 4)
+    assert desk.session.counts()[1].cached == SPAN
+    window = [desk.session.pools[1].copy_of(node) for node in _nodes(desk, range(16))[2:]]
+    granted_by(desk, "b", range(50, 58))
+    assert (desk.session.counts()[1].cached, desk.scratch("b")[0]) == (1, window[1])
+    granted_by(desk, "c", range(70, 74))
+    assert (desk.session.counts()[1].cached, desk.scratch("c")) == (0, [window[0]])
+    assert desk.session.pools[1].num_evicted == 0, "nothing was evicted there: it had become useless"
+
+
+def test_what_is_emptied_is_no_longer_one_that_goes_before_the_others() -> None:
+    desk = worker_with_window((6, 33))
+    served_until(desk, "turn", range(5), 1)
+    granted_by(desk, "a", range(17))
+    hit = dict(desk.window("a").entries)
+    desk.tell(desk.statement("a", 12, released=list(hit.items())))
+    desk.free("a", 16)
+    assert desk.session.pools[1].demoted() == list(hit.values())
+    granted_by(desk, "b", range(50, 70))
+    assert (desk.session.pools[1].demoted(), desk.session.counts()[1].cached) == ([], 0)
+
+
+def _nodes(desk: Desk, tokens: Any) -> list[Node]:
+    tree = desk.manager._tree
+    root = tree.find_root(ROOT, SIZE)
+    assert root is not None
+    return tree.match(root, token_bytes(tokens), SIZE, len(list(tokens)) // SIZE)
+
+
+# -- boundaries
+
+
+def test_windows_are_to_be_named_at_the_end_of_the_prompt() -> None:
+    desk = worker_with_window()
+    assert granted_by(desk, "a", range(19)).boundaries == (16,)
+    assert granted_by(desk, "b", range(50, 66)).boundaries == (12,), "the last token is always computed"
+    assert granted_by(desk, "c", [99, 98]).boundaries == ()
+
+
+def test_and_where_a_prompt_leaves_what_is_known() -> None:
+    desk = worker_with_window()
+    served_until(desk, "a", range(21), 5)
+    granted = granted_by(desk, "b", [*range(8), *range(60, 80)])
+    assert (granted.num_cached_tokens, granted.boundaries) == (0, (8, 24))
+
+
+def test_and_there_too_if_the_first_that_went_on_from_there_is_gone() -> None:
+    """Of three that went on from there, the one that came first was cancelled, and nobody is computing the last common block."""
+    desk = worker_with_window()
+    for name, last in (("a", 91), ("b", 92), ("c", 93)):
+        granted_by(desk, name, [*range(8), *[last] * 5], no_wait=True)
+        desk.report(name, 8)
+    desk.free("a", 8)
+    granted = granted_by(desk, "d", [*range(8), *[94] * 9], no_wait=True)
+    assert granted.boundaries == (8, 16)
+
+
+def test_and_where_the_item_asks_for_it() -> None:
+    """Rounded down to blocks; an interval is rounded up."""
+    desk = worker_with_window()
+    assert granted_by(desk, "a", range(30), boundaries=(10, 3, 99)).boundaries == (8, 28)
+    assert granted_by(desk, "b", range(100, 130), retention_interval=7).boundaries == (8, 16, 24, 28)
+    desk.name("b", 2)
+    assert granted_by(desk, "b", range(100, 130)).boundaries == (16, 24, 28), "those that are still to come"
+
+
+def test_there_are_at_most_eight_and_the_end_is_one_of_them() -> None:
+    desk = worker_with_window()
+    boundaries = granted_by(desk, "a", range(60), retention_interval=1).boundaries
+    assert boundaries == (*range(4, 32, 4), 56)
+    (refusal,), _ = desk.manager.allocate(desk.uplink(), [desk.item("b", [9] * 9, boundaries=(4,) * 9)])
+    assert isinstance(refusal, Refusal)
+    assert refusal.message == "boundaries: at most 8, got 9"
+
+
+def test_a_leader_is_told_where_a_second_prompt_parts_which_then_hits_there() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(29))
+    second = [*range(12), *range(60, 70)]
+    assert desk.allocate("b", second) == Wait(key("a"), 12)
+    (entry,) = desk.session.downlink.pending()
+    assert entry.entry == Boundary(key("a"), 12)
+    assert desk.allocate("b", second) == Wait(key("a"), 12)
+    assert len(desk.session.downlink.pending()) == 1, "it is told once"
+    desk.name("a", 3)
+    assert granted_by(desk, "b", second).num_cached_tokens == 12
+
+
+def test_a_leader_that_was_told_too_late_does_no_harm() -> None:
+    """It has computed further and does not name the window: the second prompt computes all, and is to name it itself."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(29))
+    second = [*range(12), *range(60, 70)]
+    assert desk.allocate("b", second) == Wait(key("a"), 12)
+    desk.report("a", 20)
+    granted = granted_by(desk, "b", second)
+    assert (granted.num_cached_tokens, granted.boundaries) == (0, (12, 20))
+    assert granted_by(desk, "a", range(29)).boundaries == (28,), "what is behind is no boundary to come"
+
+
+def test_a_leader_that_cannot_be_told_of_another_boundary_is_waited_for_up_to_the_last_one_before_it() -> None:
+    desk = worker_with_window(limits=Limits(max_boundaries=2))
+    granted_by(desk, "a", range(29), boundaries=(8,))
+    assert desk.allocate("b", [*range(16), 99]) == Wait(key("a"), 8)
+    assert desk.session.downlink.pending() == ()
+    granted = granted_by(desk, "c", [*range(4), 99])
+    assert granted.num_cached_tokens == 0, "no boundary comes before its end: it is not worth waiting for"
+
+
+def test_a_leader_is_not_told_while_its_downlink_is_full() -> None:
+    """It is waited for up to the boundary that it knows."""
+    desk = worker_with_window(limits=Limits(max_downlink_entries=1))
+    granted_by(desk, "a", range(29), boundaries=(8,))
+    desk.refill(1, 1)
+    assert desk.allocate("b", [*range(16), 99]) == Wait(key("a"), 8)
+    assert len(desk.session.downlink.pending()) == 1
+
+
+# -- looking
+
+
+def test_route_counts_the_window_that_is_named_and_the_last_that_will_be() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(29))
+    desk.name("a", 2)
+    desk.report("a", 16)
+    (routed,) = desk.manager.route(ROOT, token_bytes(range(29)))
+    assert (routed.num_cached_tokens, routed.num_in_flight_tokens) == (8, 28)
+
+
+def test_explain_says_which_part_the_other_groups_would_have_served() -> None:
+    desk = worker_with_window()
+    served_until(desk, "a", range(29), 2, 7)
+    (worker,) = desk.manager.explain(ROOT, token_bytes([*range(24), 99])).workers
+    assert (worker.num_cached_tokens, worker.miss.cause) == (8, MissCause.WINDOW_NOT_KEPT)
+    assert (worker.miss.position, worker.miss.num_passed_tokens) == (8, 24)
+
+
+def test_explain_promises_no_longer_hit_than_allocate_serves() -> None:
+    """All of the prompt is a hit, but its last token is computed; and one block less is none."""
+    desk = worker_with_window()
+    served_until(desk, "a", range(17), 4)
+    (worker,) = desk.manager.explain(ROOT, token_bytes(range(16))).workers
+    assert worker.num_cached_tokens == 0
+    assert granted_by(desk, "b", range(16)).num_cached_tokens == 0
+
+
+def test_a_worker_without_a_group_that_sees_everything_is_explained_too() -> None:
+    """Its window may hold what an earlier window has lost."""
+    desk = Desk((17,), SIZE, windows=[(WINDOW, RING)])
+    served_until(desk, "a", range(17), 4)
+    assert granted_by(desk, "b", range(17)).num_cached_tokens == 16
+    desk.lockstep.route(ROOT, token_bytes([*range(12), 99]))
+    (worker,) = desk.manager.explain(ROOT, token_bytes([*range(12), 99])).workers
+    assert (worker.num_cached_tokens, worker.miss.cause) == (0, MissCause.WINDOW_NOT_KEPT)
+    assert worker.miss.num_passed_tokens == 12
+
+
+# -- recovery
+
+OLD = 5
+"""A generation that an earlier manager gave."""
+
+
+class Reporter:
+    """A worker with a window that registers with state."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(3)
+        introduction = registration(num_blocks=(17, 17), block_size=SIZE, windows=[(0, 0), (WINDOW, RING)])
+        self.number = self.manager.register(introduction._replace(holds_state=True), 0.0).session
+        self.call_no = 0
+
+    def uplink(self) -> Uplink:
+        self.call_no += 1
+        return Uplink(self.number, self.call_no)
+
+    def report(self, *runs: ContentRun, sequences: tuple[ReportedSequence, ...] = (), **more: Any) -> None:
+        self.manager.report(self.uplink(), ReportPart(0, True, runs, sequences, **more))
+        while self.manager.sweep():
+            pass
+        assert self.manager.check().violations == []
+
+    def allocate(self, name: str, tokens: Any) -> Granted:
+        item = Desk().item(name, tokens, no_wait=True)
+        (outcome,), _ = self.manager.allocate(self.uplink(), [item])
+        assert isinstance(outcome, Granted), outcome
+        assert self.manager.check().violations == []
+        return outcome
+
+
+def run(full: tuple[int, ...], window: tuple[int, ...]) -> ContentRun:
+    """A chain of contents that counts from 0."""
+    tables = [(0, full), (1, window)]
+    reported = [ReportedBlocks(group, blocks, tuple(OLD if b else 0 for b in blocks)) for group, blocks in tables]
+    return ContentRun(0, ROOT, token_bytes(range(SIZE * len(full))), len(full), tuple(reported))
+
+
+def sequence(**changes: Any) -> ReportedSequence:
+    """One of 18 tokens, 17 of them computed; of its window blocks 1 and 3 are named."""
+    table = tuple(TableEntry(index, index + 1, OLD) for index in range(5))
+    named = TableEntry(1, 7, OLD), TableEntry(3, 8, OLD)
+    scratch = (), (ReservedBlock(9, OLD), ReservedBlock(10, OLD))
+    tokens = token_bytes(range(18))
+    return ReportedSequence(key("a"), ROOT, tokens, 17, 0, (table, named), scratch, (24, 20))._replace(**changes)
+
+
+def test_a_report_gives_windows_their_hits_back_and_drops_what_depends_on_nothing() -> None:
+    """Of five contents all but the third have a block where it is needed."""
+    worker = Reporter()
+    worker.report(run((1, 2, 3, 0, 5), (0, 7, 8, 9, 0)))
+    assert worker.manager.reconciled[Case.DEPENDENT] == 1
+    granted = worker.allocate("a", [*range(12), 99])
+    assert granted.num_cached_tokens == 12
+    assert (granted.tables[1].start, granted.tables[1].blocks) == (1, (7, 8))
+    assert worker.manager.sessions[0].pools[1].is_free(9)
+
+
+def test_a_live_sequence_goes_on_with_its_window_its_scratch_and_its_boundaries() -> None:
+    worker = Reporter()
+    worker.report(sequences=(sequence(),), reserve=((), (ReservedBlock(11, OLD),)))
+    assert worker.manager.reconciled[Case.SCRATCH] == 2
+    table = worker.allocate("a", range(18))
+    assert table.tables[1] == ((7, 0, 8), (OLD, 0, OLD), 1, (ReservedBlock(9, OLD), ReservedBlock(10, OLD)))
+    assert table.boundaries == (20, 24)
+    update = SequenceUpdate(
+        key("a"),
+        18,
+        token_bytes([18, 19]),
+        20,
+        ((), (TableEntry(2, 9, OLD), TableEntry(4, 11, OLD))),
+        released=((), (TableEntry(1, 7, OLD), TableEntry(0, 10, OLD))),
+    )
+    (outcome,), _ = worker.manager.append(worker.uplink(), [AppendItem(update)])
+    assert not isinstance(outcome, Refusal), outcome
+    assert worker.allocate("a", range(18)).boundaries == (24,)
+    assert worker.allocate("b", [*range(20), 99]).num_cached_tokens == 20
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("a")), SequenceUpdate(key("b"))])
+    counts = worker.manager.sessions[0].counts()
+    assert [count.held for count in counts] == [0, 0]
+    assert [count.cached for count in counts] == [5, 4]
+    assert worker.manager.check().violations == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"scratch": ((), (ReservedBlock(7, OLD),))}, "block 7 is twice in what 'a' has"),
+        ({"scratch": ((), (ReservedBlock(9, OLD), ReservedBlock(9, OLD)))}, "block 9 is twice"),
+        ({"scratch": ((), (ReservedBlock(15, OLD),))}, "block 15 is reported twice"),
+        ({"scratch": ((), (ReservedBlock(17, OLD),))}, "block 17 does not exist"),
+        ({"scratch": ((), (ReservedBlock(9, 0),))}, "no manager up to this one"),
+        ({"scratch": ((ReservedBlock(9, OLD),),)}, "group 0 has no window"),
+        ({"scratch": ((), (), ())}, "2 groups, got group 2"),
+        ({"tables": ((), (TableEntry(4, 7, OLD),)), "num_computed_tokens": 0}, "are computed blocks"),
+        ({"tables": (sequence().tables[0], (TableEntry(4, 7, OLD),))}, "are computed blocks"),
+        ({"tables": (sequence().tables[0], (TableEntry(1, 7, OLD), TableEntry(1, 8, OLD)))}, "each of another index"),
+        ({"tables": (sequence().tables[0], (TableEntry(1, 15, OLD),))}, "holds something else"),
+        ({"boundaries": (16,)}, "all of them still to come"),
+        ({"boundaries": tuple(range(20, 56, 4))}, "needed at most 8 boundaries"),
+    ],
+    ids=str,
+)
+def test_a_report_of_windows_that_cannot_be_ends_the_session(changes: dict[str, Any], says: str) -> None:
+    """Block 15 is the one of another content."""
+    worker = Reporter()
+    other = run((16,), (15,))._replace(tokens=token_bytes(range(90, 94)))
+    refusal = refused(worker.report, other, sequences=(sequence(**changes),))
+    assert refusal.reason is Reason.BAD_REPORT
+    assert says in refusal.message, refusal.message
+    while worker.manager.sweep():
+        pass
+    assert (worker.manager.sessions, worker.manager.num_prefix_nodes) == ((), 0)
+
+
+def test_a_report_without_windows_is_taken_as_it_is() -> None:
+    """The sequence of these refusals is right as it stands."""
+    worker = Reporter()
+    worker.report(run((16,), (15,))._replace(tokens=token_bytes(range(90, 94))), sequences=(sequence(),))
+    assert worker.allocate("b", [*range(90, 94), 1]).num_cached_tokens == 4

@@ -1,0 +1,167 @@
+"""Where a worker names windows: at boundaries, out of its ring, and only what is whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.cache_service.core.messages import Boundary, SequenceKey
+from kvpool.v1 import common_pb2
+from kvpool.worker_service.cache.sequence import SequenceState
+from tests.worker_service.windowed import Worker, ring_of
+
+SIZE, WINDOW, SPAN = 4, 8, 2
+
+
+def worker(window_blocks: int = 20, chunk: int = 8) -> Worker:
+    return Worker((40, window_blocks), (0, WINDOW), block_size=SIZE, chunk=chunk)
+
+
+def contents(one: Worker) -> set[int]:
+    """Blocks of the group with the window that hold something for others."""
+    ledger = one.cache._state.ledgers[1]
+    return {block for block in range(1, ledger.num_blocks) if ledger.content(block) is not None}
+
+
+def test_only_the_windows_at_boundaries_hold_something_for_others() -> None:
+    """A prompt of ten blocks and some tokens: its last two whole blocks, and later those at the end of the text."""
+    one = worker()
+    sequence = one.begin("a", range(42), 12)
+    for _ in range(4):
+        one.step(sequence)
+    assert contents(one) == set()
+    one.step(sequence)
+    named = {index: reserved.block for index, reserved in ring_of(sequence).named.items()}
+    assert (sorted(named), contents(one)) == ([8, 9], set(named.values()))
+    while len(sequence.tokens) < 54:
+        one.step(sequence)
+    assert ring_of(sequence).named == {}
+    assert contents(one) == set(named.values())
+    one.end(sequence)
+    assert len(contents(one)) == 2 * SPAN
+    assert one.begin("b", range(42)).num_cached_tokens == 40
+    assert one.begin("c", [*range(42), *[1] * 11, 7]).num_cached_tokens == 52
+    one.check()
+
+
+def test_a_long_text_is_flat_in_memory() -> None:
+    """And no call is needed for its blocks with a window: the reserve stays empty."""
+    one = worker(window_blocks=9, chunk=4)
+    sequence = one.begin("a", range(6), 120)
+    while len(sequence.tokens) < 126:
+        one.step(sequence)
+        assert sum(block > 0 for block in sequence.tables[1]) <= SPAN + 1
+    assert one.held()[1] == SPAN + 1
+    assert one.cache.num_reserve_waits == 0
+
+
+def test_a_window_is_not_named_if_its_blocks_cannot_be_replaced() -> None:
+    """The ring would be too small for the rest of the text. The reserve has had no room to fill."""
+    one = worker(window_blocks=1 + 3 + 2, chunk=1)
+    other = one.begin("b", range(50, 52), 2)
+    sequence = one.begin("a", range(14), 40)
+    while sequence.num_computed_tokens < 14:
+        one.step(sequence)
+    assert (one.cache.num_windows_named, one.cache.num_windows_not_named) == (0, 1)
+    assert ring_of(sequence).named == {}
+    one.end(other)
+    while len(sequence.tokens) < 54:
+        one.step(sequence)
+    one.check()
+
+
+def tell(one: Worker, sequence_id: str, num_tokens: int, round_: int = 0) -> None:
+    """The next heartbeat brings this boundary."""
+    (session,) = one.manager.sessions
+    session.downlink.push(Boundary(SequenceKey(sequence_id, 1, round_), num_tokens))
+    request = one.cache.keep_alive(common_pb2.WorkerLoad())
+    assert request is not None
+    one.cache.on_keep_alive(session.number, one.execute(request))
+
+
+@pytest.mark.parametrize(("boundary", "named"), [(12, []), (16, [2, 3]), (20, [3, 4]), (24, [4, 5])])
+def test_a_boundary_told_in_time_is_named_and_one_told_too_late_is_not(boundary: int, named: list[int]) -> None:
+    """Sixteen tokens are computed: the window before them is whole, that before twelve may be written again by the next step."""
+    one = worker()
+    sequence = one.begin("a", range(41))
+    one.step(sequence)
+    one.step(sequence)
+    assert sequence.num_computed_tokens == 16
+    tell(one, "a", boundary)
+    one.call()
+    one.step(sequence)
+    assert sorted(ring_of(sequence).named) == named
+    one.check()
+
+
+def test_a_boundary_told_during_a_step_is_named_after_it() -> None:
+    one = worker()
+    sequence = one.begin("a", range(41))
+    one.launch(sequence)
+    tell(one, "a", 4)
+    tell(one, "a", 8, round_=1)
+    tell(one, "b", 8)
+    one.call()
+    one.finish(sequence)
+    assert sorted(ring_of(sequence).named) == [0]
+
+
+def test_a_boundary_that_is_told_with_the_grant_is_kept() -> None:
+    """Two prompts in one call: the first is granted, and told in the same answer where the second parts from it."""
+    one = worker()
+    first, second = one.sequence("a", range(41)), one.sequence("b", [*range(8), 99, 98])
+    one.call(first, second)
+    assert first.state is SequenceState.LIVE
+    assert second.state is SequenceState.PARKED
+    assert first.boundaries == (8, 40)
+    one.step(first)
+    one.call(second)
+    assert (second.state, second.num_cached_tokens) == (SequenceState.LIVE, 8)
+    one.check()
+
+
+def test_what_is_released_may_be_granted_at_once() -> None:
+    """The call that states it may bring the same blocks back: this worker has stopped using them before it is sent."""
+    one = worker(window_blocks=1 + 5 + 2)
+    for number in range(6):
+        sequence = one.begin(f"s{number}", range(100 * number, 100 * number + 22), 20)
+        while len(sequence.tokens) < 42:
+            one.step(sequence)
+        one.end(sequence)
+        one.check()
+    assert one.cache.session == one.manager.sessions[0].number, "the session was given up"
+
+
+def test_a_worker_that_registers_again_reports_its_windows() -> None:
+    """With holes, scratch and the boundaries to come; then it goes on, and what was named is still a hit."""
+    one = worker()
+    sequence = one.begin("a", range(41), 10)
+    one.step(sequence)
+    tell(one, "a", 12)
+    one.call()
+    one.step(sequence)
+    assert sorted(ring_of(sequence).named) == [1, 2]
+    one.cache.lose("the manager has gone")
+    one.register()
+    session = one.manager.sessions[0]
+    (known,) = session.sequences.values()
+    window = known.windows[1]
+    assert window is not None
+    assert sorted(window.entries) == [1, 2]
+    assert sorted(window.scratch) == sorted(one_.block for one_ in ring_of(sequence).scratch())
+    assert known.boundaries == (10,)
+    while len(sequence.tokens) < 51:
+        one.step(sequence)
+    one.end(sequence)
+    assert one.begin("b", [*range(12), 77, 76]).num_cached_tokens == 12
+    one.check()
+
+
+def test_a_preempted_sequence_goes_on_from_its_last_window() -> None:
+    one = worker()
+    sequence = one.begin("a", range(18), 10)
+    for _ in range(6):
+        one.step(sequence)
+    again = one.cache.preempt(sequence)
+    one.call(again)
+    assert (again.state, again.num_cached_tokens) == (SequenceState.LIVE, 20)
+    one.check()

@@ -1,0 +1,131 @@
+"""A worker's cache side with windows, and the manager's core: steps that compute nothing, calls that are answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.ring import Ring
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
+from tests import manager_calls
+
+ROOT = common_pb2.Root(model_fingerprint="m")
+
+
+class Worker:
+    """One worker. `num_blocks`, `windows`: by group."""
+
+    def __init__(
+        self, num_blocks: tuple[int, ...], windows: tuple[int, ...], *, block_size: int = 16, chunk: int = 512
+    ) -> None:
+        settings = CacheSettings(block_size=block_size, num_blocks=num_blocks, windows=windows, max_chunk_tokens=chunk)
+        self.cache = EngineCache(settings)
+        self.manager = CacheManager(1)
+        self.now = 0.0
+        self._register_no = 0
+        self._waiting: list[CacheSequence] = []
+        self.register()
+
+    def register(self) -> None:
+        """Begin a session, and report what the worker holds."""
+        self._register_no += 1
+        settings = self.cache.settings
+        config = common_pb2.KVCacheConfig(block_size=settings.block_size)
+        for group, count in enumerate(settings.num_blocks):
+            spec = config.groups.add(group=group)
+            if settings.window(group):
+                spec.sliding_window.window_tokens = settings.window(group)
+                spec.sliding_window.ring_blocks = settings.ring_blocks(group)
+            else:
+                spec.full_attention.SetInParent()
+            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
+        request = cache_pb2.RegisterRequest(
+            worker_id="w",
+            incarnation=1,
+            register_no=self._register_no,
+            model_fingerprint="m",
+            kv_cache_config=config,
+            holds_state=self.cache.holds_state,
+        )
+        response: Any = manager_calls.execute(self.manager, "Register", request, self.now)
+        self.cache.on_registered(response)
+        self.call()
+
+    # -- calls
+
+    def call(self, *waiting: CacheSequence) -> None:
+        """All calls that are due, for these waiting sequences among others."""
+        self.now += 1.0
+        while (call := self.cache.next_call(lambda: waiting, self.now)) is not None:
+            self.cache.on_reply(call, self.execute(call.request), self.now)
+
+    def execute(self, request: Any) -> Any:
+        """The manager's answer."""
+        method = type(request).__name__.removesuffix("Request")
+        return manager_calls.execute(self.manager, method, request, self.now)
+
+    # -- sequences
+
+    def sequence(self, name: str, prompt: Sequence[int], num_new: int = 1) -> CacheSequence:
+        """One that waits."""
+        return CacheSequence(name, 1, ROOT, list(prompt), max_new_tokens=num_new)
+
+    def begin(self, name: str, prompt: Sequence[int], num_new: int = 1) -> CacheSequence:
+        """One that has its table."""
+        sequence = self.sequence(name, prompt, num_new)
+        self.call(sequence)
+        assert sequence.state is SequenceState.LIVE, sequence
+        return sequence
+
+    def step(self, sequence: CacheSequence, token: int = 1) -> None:
+        """Compute its next chunk, or its last token; then it has `token` more, if that was all."""
+        self.launch(sequence)
+        self.finish(sequence, token)
+
+    def launch(self, sequence: CacheSequence) -> None:
+        """Begin a step."""
+        assert self.cache.extend(sequence, self._end(sequence))
+        self.cache.begin_step([sequence])
+
+    def finish(self, sequence: CacheSequence, token: int = 1) -> None:
+        """End it, and make the calls that are due then."""
+        end = self._end(sequence)
+        self.cache.end_step([Computed(sequence, end, token if end == len(sequence.tokens) else None)], self.now)
+        self.call()
+
+    def _end(self, sequence: CacheSequence) -> int:
+        return min(len(sequence.tokens), sequence.num_computed_tokens + self.cache.settings.max_chunk_tokens)
+
+    def generate(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> CacheSequence:
+        """All of a sequence but its end."""
+        sequence = self.begin(name, prompt, len(answer))
+        for token in answer:
+            while sequence.num_computed_tokens < len(sequence.tokens) - 1:
+                self.step(sequence, token)
+            if len(sequence.tokens) < len(prompt) + len(answer):
+                self.step(sequence, token)
+        return sequence
+
+    def end(self, sequence: CacheSequence) -> None:
+        """Free it."""
+        self.cache.free(sequence)
+        self.call()
+
+    def held(self) -> tuple[int, ...]:
+        """Blocks held by sequences or reserved, by group, as the manager counts them."""
+        return tuple(counts.held + counts.reserved for counts in self.manager.sessions[0].counts())
+
+    def check(self) -> None:
+        """Every law of the manager holds."""
+        assert self.manager.check().violations == []
+
+
+def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
+    """What it has in a group with a window."""
+    ring = sequence.rings[group]
+    assert ring is not None
+    return ring
