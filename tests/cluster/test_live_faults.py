@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvpool.client import Completion
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.live.proof import Settings, prove
-from tests.live.workload import TINY
+from tests.live.workload import TINY, WINDOWS
 
 SETTINGS = Settings(
     model=TINY,
@@ -34,9 +35,10 @@ STEP_SECONDS = 0.01
 
 
 @pytest.mark.slow
-async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [TINY, WINDOWS])
+async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(model: str, tmp_path: Path) -> None:
     """A kill of the manager and each fault of a worker once, under load."""
-    result = await prove(SETTINGS, tmp_path, lambda what, done, of: None)
+    result = await prove(replace(SETTINGS, model=model), tmp_path, lambda what, done, of: None)
     assert json.loads(json.dumps(result.as_json()))["violations"] == []
     assert [phase.faults for phase in result.phases] == [1, 5]
     for phase in result.phases:

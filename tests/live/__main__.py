@@ -1,6 +1,6 @@
 """Faults on a live cluster: a manager, workers and clients as real processes, and no text disturbed.
 
-python -m tests.live [--kills 100] [--worker-faults 50] [--outage 10] [--model tiny|smollm2] [--seed N] [--json]
+python -m tests.live [--kills 100] [--worker-faults 50] [--outage 10] [--model tiny|tiny-windows|smollm2] [--seed N] [--json]
 
 Manager and workers are killed, frozen and told to leave at random moments while streams run, half greedy and half drawn. Every
 stream must tell exactly what the same request tells alone, and after every fault every law of the manager must hold.
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.report import facts
 from tests.live.proof import Result, Settings, prove
-from tests.live.workload import SMOLLM2, TINY
+from tests.live.workload import SMOLLM2, TINY, WINDOWS
 from tests.telling import tell_result, told
 
 
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--outage", dest="outage_seconds", type=float, default=10.0, help="without a manager; 0: none (default 10)"
     )
     parser.add_argument("--reserve-seconds", type=float, default=15.0, help="reserve in the outage (default 15)")
-    parser.add_argument("--model", choices=(TINY, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)")
+    parser.add_argument(
+        "--model", choices=(TINY, WINDOWS, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)"
+    )
     parser.add_argument("--workers", type=int, default=3, help="(default 3)")
     parser.add_argument("--streams", type=int, default=9, help="that run at any time (default 9)")
     parser.add_argument("--requests", type=int, default=20, help="different ones (default 20)")

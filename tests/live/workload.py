@@ -15,6 +15,8 @@ from tests.cluster.models import make_endless_model
 from tests.load.workload import Call, Reference, Request, make_prompts
 
 TINY: Final = "tiny"
+WINDOWS: Final = "tiny-windows"
+"""Every other layer has a sliding window."""
 SMOLLM2: Final = "smollm2"
 
 
@@ -31,10 +33,11 @@ class Model:
 
     @classmethod
     def make(cls, name: str, folder: Path) -> Model:
-        """TINY, made in the folder; or SMOLLM2, converted at the very first time."""
-        if name == TINY:
+        """TINY or WINDOWS, made in the folder; or SMOLLM2, converted at the very first time."""
+        if name in (TINY, WINDOWS):
             # One token per byte: most characters are incomplete, so the text shows where a stream was joined wrongly.
-            path = make_endless_model(folder / TINY, tokenizer=True).path
+            architecture = "llama" if name == TINY else "gemma2"
+            path = make_endless_model(folder / name, architecture=architecture, tokenizer=True).path
             return cls(path, range(256), 800, 3_000, block_size=4)
         path = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
         return cls(path, range(1_000, 40_000), 24, 64, block_size=16)
