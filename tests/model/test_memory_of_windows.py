@@ -104,7 +104,7 @@ def test_the_budget_lists_each_group() -> None:
     budget = plan_memory(facts(), MemorySettings(16), MIXED)
     lines = [str(line) for line in budget.lines()]
     assert any(line.startswith("· group 0, full attention: ") for line in lines)
-    assert any(line.endswith("65 for a sequence, 32 for a window that is kept)") for line in lines)
+    assert any(line.endswith("for 64 sequences 65 each, and 2 windows of 32 that are kept)") for line in lines)
     assert budget.kv_cache.chunk_tokens == 512
     assert "window 512" in budget.kv_cache.describe(8192)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...cache.windows import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import GroupPlan, KVCachePlan, show_bytes, size_setting
-from .split import GroupNeeds, Split
+from .split import KEPT_WINDOWS, GroupNeeds, Split
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -140,9 +140,9 @@ class MemoryBudget:
         if self.settings.window_blocks is not None:
             blocks += ", --window-blocks"
         else:
-            chunk = self.kv_cache.chunk_tokens or 0
-            each = ring_blocks(group.window, chunk, size), span(group.window, size)
-            blocks += f": {each[0]} for a sequence, {each[1]} for a window that is kept"
+            ring, kept = ring_blocks(group.window, self.kv_cache.chunk_tokens or 0, size), span(group.window, size)
+            num_sequences = group.capacity // (ring + KEPT_WINDOWS * kept)
+            blocks += f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {kept} that are kept"
         return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
 
     def _size_from(self) -> str:

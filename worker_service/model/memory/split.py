@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...cache.windows import largest_chunk, ring_blocks, span
 from ..forward.kv_plan import GroupPlan, KVCachePlan
 
-_KEPT_WINDOWS = 2
+KEPT_WINDOWS = 2
 """Kept for others, for each sequence: the one at the end of its prompt, and the one at the end of its text."""
 
 
@@ -110,7 +110,7 @@ class Split:
         if group.window is None or self._chunk is None:
             return 0
         ring = ring_blocks(group.window, self._chunk, self._block_size)
-        return ring + _KEPT_WINDOWS * span(group.window, self._block_size)
+        return ring + KEPT_WINDOWS * span(group.window, self._block_size)
 
     def _plan(self, num_blocks: Sequence[int]) -> KVCachePlan:
         groups = (
