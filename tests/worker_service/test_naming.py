@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.cache_service.core.messages import Boundary, SequenceKey
 from kvpool.v1 import common_pb2
+from kvpool.worker_service.cache import report
 from kvpool.worker_service.cache.sequence import SequenceState
 from tests.worker_service.windowed import Worker, ring_of
 
@@ -153,6 +154,27 @@ def test_a_worker_that_registers_again_reports_its_windows() -> None:
         one.step(sequence)
     one.end(sequence)
     assert one.begin("b", [*range(12), 77, 76]).num_cached_tokens == 12
+    one.check()
+
+
+def test_a_window_that_is_named_during_a_report_is_stated_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is of one moment: what is scratch in one of its parts holds nothing in another."""
+    monkeypatch.setattr(report, "_MAX_CONTENTS", 1)
+    one = worker()
+    sequence = one.begin("a", range(41))
+    one.step(sequence)
+    one.step(sequence)
+    tell(one, "a", 20)
+    one.call()
+    one.launch(sequence)
+    one.cache.lose("the manager has gone")
+    one.begin_report()
+    one.finish(sequence)
+    assert sorted(ring_of(sequence).named) == [3, 4]
+    (known,) = one.manager.sessions[0].sequences.values()
+    window = known.windows[1]
+    assert window is not None
+    assert sorted(window.entries) == [3, 4]
     one.check()
 
 

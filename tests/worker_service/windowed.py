@@ -32,6 +32,11 @@ class Worker:
 
     def register(self) -> None:
         """Begin a session, and report what the worker holds."""
+        self.begin_report()
+        self.call()
+
+    def begin_report(self) -> None:
+        """Begin a session; what the worker holds is to be reported."""
         self._register_no += 1
         settings = self.cache.settings
         config = common_pb2.KVCacheConfig(block_size=settings.block_size)
@@ -53,7 +58,6 @@ class Worker:
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)
         self.cache.on_registered(response)
-        self.call()
 
     # -- calls
 

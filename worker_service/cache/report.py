@@ -127,9 +127,12 @@ class Report:
                         run.blocks.add(group=group, tier=common_pb2.TIER_DEVICE)
                     if not parent:
                         run.root.CopyFrom(content.root)
-                for held, block, generations in zip(run.blocks, content.blocks, self._generations, strict=True):
+                for group, held in enumerate(run.blocks):
+                    block = content.blocks[group]
+                    if self._contents[group][block] is not content:
+                        block = 0  # none, or a window that was named since: the next calls state it
                     held.block_ids.append(block)
-                    held.generations.append(generations[block])
+                    held.generations.append(self._generations[group][block])
                 tokens.append(content.tokens)
                 numbers[content] = len(numbers) + 1
                 count += 1
