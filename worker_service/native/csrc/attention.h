@@ -76,17 +76,17 @@ INLINE const word *keys_at(const struct heads *heads, int64_t key, int64_t begin
     return copy;
 }
 
-/* Scores of `vectors` times W keys from `key` on, those of the partition that ends with `end`. With `is_cold` V of the same keys is
- * prefetched, as many lines as K has. */
-INLINE void score_keys(int num_rows, int vectors, int is_cold, const struct rows *rows, const struct heads *heads, int64_t key,
-                       int64_t end, float scores[ROWS][PARTITION], int64_t at) {
+/* Scores of `vectors` times W keys from `key` on, those of the partition that ends with `end`; keys before `begin` are not read. With
+ * `is_cold` V of the same keys is prefetched, as many lines as K has. */
+INLINE void score_keys(int num_rows, int vectors, int is_cold, int64_t begin, const struct rows *rows, const struct heads *heads,
+                       int64_t key, int64_t end, float scores[ROWS][PARTITION], int64_t at) {
     word copies[KEYS][MAX_HEAD / P * W];
     const word *keys[KEYS], *values[KEYS];
     int64_t words = heads->d / P, stride;
     UNROLL for (int v = 0; v < vectors; v++) {
         int64_t here = key + v * W < end ? key + v * W : key; /* there may be no further block */
-        keys[v] = keys_at(heads, here, rows->begin, end, copies[v], &stride);
-        if (is_cold) values[v] = value_at(heads, here < rows->begin ? rows->begin : here);
+        keys[v] = keys_at(heads, here, begin, end, copies[v], &stride);
+        if (is_cold) values[v] = value_at(heads, here < begin ? begin : here);
     }
     vf sum[ROWS][KEYS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = set(0);
@@ -189,26 +189,37 @@ INLINE void weigh(int num_rows, int columns, int64_t width, const struct heads *
  * other blocks, with V of all but a word. This changes no bit of a row. Its scores have the same lane as in the whole partition, where
  * those before its window become −∞; their weights are exact zeros, which come first in each sum, as +0 added to +0. So a row does not
  * depend on which other rows, with earlier windows, are in its pass, or on whether a block before its window still exists. */
-INLINE void attend_partition(int num_rows, const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads,
-                             int64_t first, int64_t end, struct sums *found) {
+INLINE void attend_partition(int num_rows, int is_cut, const struct kvpool_layer *layer, const struct rows *rows,
+                             const struct heads *heads, int64_t first, int64_t end, struct sums *found) {
     float scores[ROWS][PARTITION];
     number weights[ROWS][PARTITION];
-    int64_t skipped = 0;
-    if (rows->begin > first) {
-        first += (rows->begin - first) / W * W;
-        skipped = (rows->begin - first) / P * P;
+    int64_t begin = INT64_MIN, skipped = 0; /* constants, for the code of nearly all partitions */
+    if (is_cut) {
+        begin = rows->begin;
+        first += (begin - first) / W * W;
+        skipped = (begin - first) / P * P;
     }
     int64_t d = heads->d, count = end - first, key = 0;
     if (heads->is_cold)
-        for (; key < count; key += 2 * W) score_keys(num_rows, 2, 1, rows, heads, first + key, end, scores, key);
-    for (; key + (KEYS - 2) * W < count; key += KEYS * W) score_keys(num_rows, KEYS, 0, rows, heads, first + key, end, scores, key);
-    for (; key < count; key += 2 * W) score_keys(num_rows, 2, 0, rows, heads, first + key, end, scores, key);
+        for (; key < count; key += 2 * W) score_keys(num_rows, 2, 1, begin, rows, heads, first + key, end, scores, key);
+    for (; key + (KEYS - 2) * W < count; key += KEYS * W)
+        score_keys(num_rows, KEYS, 0, begin, rows, heads, first + key, end, scores, key);
+    for (; key < count; key += 2 * W) score_keys(num_rows, 2, 0, begin, rows, heads, first + key, end, scores, key);
     for (int r = 0; r < num_rows; r++)
         soften(layer, rows->lower[r], rows->limit[r], first, end, scores[r], weights[r], &found->m[r], &found->l[r]);
     int64_t at = 0;
     for (; at + 4 * W <= d; at += 4 * W) weigh(num_rows, 4, 4 * W, heads, first, skipped, count, rows->last, at, weights, found->o);
     for (; at + W <= d; at += W) weigh(num_rows, 1, W, heads, first, skipped, count, rows->last, at, weights, found->o);
     if (at < d) weigh(num_rows, 1, d - at, heads, first, skipped, count, rows->last, at, weights, found->o);
+}
+
+/* A partition, in code of its own if keys before the windows of all rows are left out. */
+INLINE void attend_one(int num_rows, const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads,
+                       int64_t first, int64_t end, struct sums *found) {
+    if (rows->begin > first)
+        attend_partition(num_rows, 1, layer, rows, heads, first, end, found);
+    else
+        attend_partition(num_rows, 0, layer, rows, heads, first, end, found);
 }
 
 /* All partitions of an item, folded. */
@@ -224,13 +235,13 @@ static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvp
         if (end <= first) break;
         if (end <= rows->begin) continue;
         switch (num_rows) {
-        case 1: attend_partition(1, layer, rows, heads, first, end, found); break;
-        case 2: attend_partition(2, layer, rows, heads, first, end, found); break;
-        case 3: attend_partition(3, layer, rows, heads, first, end, found); break;
+        case 1: attend_one(1, layer, rows, heads, first, end, found); break;
+        case 2: attend_one(2, layer, rows, heads, first, end, found); break;
+        case 3: attend_one(3, layer, rows, heads, first, end, found); break;
 #if ROWS > 3
-        case 4: attend_partition(4, layer, rows, heads, first, end, found); break;
-        case 5: attend_partition(5, layer, rows, heads, first, end, found); break;
-        default: attend_partition(6, layer, rows, heads, first, end, found); break;
+        case 4: attend_one(4, layer, rows, heads, first, end, found); break;
+        case 5: attend_one(5, layer, rows, heads, first, end, found); break;
+        default: attend_one(6, layer, rows, heads, first, end, found); break;
 #endif
         }
         if (found == total) { /* the first one: there is nothing to fold */
