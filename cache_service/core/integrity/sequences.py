@@ -31,7 +31,7 @@ class SequenceLaws:
             self._figures(kept_as, sequence)
             yield 8
             for group, window in enumerate(sequence.windows):
-                if window is not None:
+                if window is not None and living.get(kept_as) is sequence:
                     self._window(sequence, group, window)
                     yield 3 * len(window)
             begin = 0

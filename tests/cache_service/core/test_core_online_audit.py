@@ -243,6 +243,17 @@ def test_a_sweep_at_the_same_time_is_no_violation(monkeypatch: pytest.MonkeyPatc
     assert manager.num_prefix_nodes == 2
 
 
+def test_a_sequence_that_ends_between_two_of_its_windows_is_no_violation() -> None:
+    for when in range(60):
+        desk = Desk((9, 9), block_size=4, windows=[(6, 4), (6, 4)])
+        desk.grant("a", range(9))
+        audit = fine(desk.manager)
+        for _ in range(when):
+            audit.step(1)
+        desk.free("a", 9)
+        assert finish(audit) == []
+
+
 def test_a_long_chain_goes_in_slices_and_may_come_back_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep drops the last block last, and with it the whole chain; a request that meets half of it keeps that half."""
     monkeypatch.setattr(manager_module, "SWEEP_SLICE_NODES", 5)
