@@ -20,6 +20,18 @@ class PromptRows(NamedTuple):
     """Number of most likely tokens to return with each target."""
 
 
+class StateBlocks(NamedTuple):
+    """Where a sequence's running state is, in the blocks of the recurrent layers. A block has the states of all of them."""
+
+    source: int
+    """Block with the state after the tokens before the part: the running one, or the snapshot of a hit. 0: there are none before
+    it, and the state is the one that layers begin with. It is read before anything is written."""
+    running: int
+    """Block that gets the state after the part's tokens. It may be the source."""
+    snapshot: int = 0
+    """Another block that gets it too; 0: none."""
+
+
 class SequencePart(NamedTuple):
     """One sequence's part of a step: forward `token_ids` at positions start, start + 1, …
 
@@ -43,6 +55,8 @@ class SequencePart(NamedTuple):
     counts: TokenCounts | None = None
     """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
+    state: StateBlocks | None = None
+    """Of models with recurrent layers."""
 
     @property
     def block_table(self) -> list[int]:
