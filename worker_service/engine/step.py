@@ -32,6 +32,16 @@ class StateBlocks(NamedTuple):
     """Another block that gets it too; 0: none."""
 
 
+class EncoderBlocks(NamedTuple):
+    """Where the KV of an encoder's output is, to which a decoder's cross attention attends."""
+
+    table: list[int]
+    """Block ids of the cross group, covering num_tokens positions of the encoder's input."""
+    num_tokens: int
+    token_ids: Sequence[int] = ()
+    """The encoder's input, if the encoder is to run and its KV to be written before the part is computed; empty: the blocks hold it."""
+
+
 class SequencePart(NamedTuple):
     """One sequence's part of a step: forward `token_ids` at positions start, start + 1, …
 
@@ -57,6 +67,8 @@ class SequencePart(NamedTuple):
     prompt_rows: PromptRows | None = None
     state: StateBlocks | None = None
     """Of models with recurrent layers."""
+    encoder: EncoderBlocks | None = None
+    """Of encoder-decoder models."""
 
     @property
     def block_table(self) -> list[int]:
@@ -69,10 +81,20 @@ class SequencePart(NamedTuple):
         return self.block_tables[1:]
 
 
+class BlockCopy(NamedTuple):
+    """A block of a fork's parent that the fork gets a copy of, because the parent goes on writing to it."""
+
+    group: int
+    source: int
+    target: int
+
+
 class Step(NamedTuple):
     """One forward pass over parts of different sequences, prefill chunks and decodes mixed."""
 
     parts: list[SequencePart]
+    copies: Sequence[BlockCopy] = ()
+    """Made before anything of the step is computed or written; no block is the target of two."""
 
 
 class SampledToken(NamedTuple):
