@@ -39,7 +39,7 @@ class EncoderBlocks(NamedTuple):
     """Block ids of the cross group, covering num_tokens positions of the encoder's input."""
     num_tokens: int
     token_ids: Sequence[int] = ()
-    """The encoder's input, if the encoder is to run and its KV to be written before the part is computed; empty: the blocks hold it."""
+    """The encoder's input, if it is to run and the blocks are to be written first; empty: they hold its KV."""
 
 
 class SequencePart(NamedTuple):
