@@ -71,8 +71,11 @@ def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
     config = common_pb2.KVCacheConfig(block_size=layout.block_size)
     for index, group in enumerate(layout.groups):
         added = config.groups.add(group=index, bytes_per_block=group.bytes_per_block)
-        if group.window:
-            added.sliding_window.window_tokens, added.sliding_window.ring_blocks = group.window, group.ring_blocks
+        if group.grid_blocks:
+            added.state.grid_tokens = group.grid_blocks * layout.block_size
+            added.state.scratch_blocks = group.scratch_blocks
+        elif group.window:
+            added.sliding_window.window_tokens, added.sliding_window.ring_blocks = group.window, group.scratch_blocks
         else:
             added.full_attention.SetInParent()
         config.pools.add(group=index, tier=TIER, num_blocks=group.num_blocks)

@@ -21,6 +21,7 @@ _CAUSES: Mapping[MissCause, cache_pb2.MissCause.ValueType] = {
     MissCause.LAST_TOKEN: cache_pb2.MISS_CAUSE_LAST_TOKEN,
     MissCause.ON_ANOTHER_WORKER: cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER,
     MissCause.WINDOW_NOT_KEPT: cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT,
+    MissCause.SNAPSHOT_NOT_KEPT: cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT,
 }
 assert _CAUSES.keys() == set(MissCause), "every cause has its name on the wire"
 

@@ -189,18 +189,31 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
             if found != index:
                 raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {found}")
         spec = group.WhichOneof("spec")
-        if spec not in ("full_attention", "sliding_window"):
+        if spec not in ("full_attention", "sliding_window", "state"):
             raise Refusal(
                 Reason.UNSUPPORTED,
-                f"kv_cache_config.groups[{index}]: this version serves full_attention and sliding_window, got {spec or 'no spec'}",
+                f"kv_cache_config.groups[{index}]: full_attention, sliding_window and state are served, got {spec or 'no spec'}",
                 field=f"kv_cache_config.groups[{index}]",
             )
         _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")
-        window = group.sliding_window
-        if spec == "sliding_window" and not window.window_tokens:
-            raise bad_field(f"kv_cache_config.groups[{index}].sliding_window.window_tokens", "needed 2 or more, got 0")
-        groups.append(Group(pool.num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks))
+        groups.append(_decode_group(index, group, pool.num_blocks, config.block_size))
     return Layout(config.block_size, tuple(groups))
+
+
+def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, block_size: int) -> Group:
+    where = f"kv_cache_config.groups[{index}]"
+    if group.HasField("state"):
+        grid = group.state.grid_tokens
+        if not grid or not block_size or grid % block_size:
+            raise bad_field(
+                f"{where}.state.grid_tokens", f"needed a multiple of the block size, {block_size}; got {grid}"
+            )
+        scratch, grid_blocks = group.state.scratch_blocks, grid // block_size
+        return Group(num_blocks, group.bytes_per_block, scratch_blocks=scratch, grid_blocks=grid_blocks)
+    window = group.sliding_window
+    if group.HasField("sliding_window") and not window.window_tokens:
+        raise bad_field(f"{where}.sliding_window.window_tokens", "needed 2 or more, got 0")
+    return Group(num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks)
 
 
 # -- the link

@@ -11,7 +11,7 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
 
 Of a worker with several groups this is true of each group's table and pool, with one h for all: every group has a usable copy of
 every node up to h. A group with a window has only the last ⌈(w−1)/B⌉ of them, and in place of fresh blocks with an index it gets
-its scratch blocks, as many as its ring has.
+its scratch blocks, as many as its ring has. A group with a state has only the last one, a snapshot.
 
 h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
@@ -172,7 +172,10 @@ def _boundary_in_flight(
             if leader.holder is not session.holder or leader.fenced or leader.key.sequence_id == sequence_id:
                 continue
             sequence = session.sequences[leader.key.sequence_id, leader.key.attempt]
-            boundary = _add_boundary(session, sequence, index + 1, limits)
+            boundary = session.on_grid(index + 1)
+            if boundary <= sequence.num_sealed:
+                return None  # the place is not on the grid, and what it is rounded down to is computed already
+            boundary = _add_boundary(session, sequence, boundary, limits)
             return Wait(leader.key, boundary * session.block_size) if boundary > num_hits else None
     return None
 
@@ -189,14 +192,15 @@ def _add_boundary(session: Session, sequence: Sequence, boundary: int, limits: L
 
 
 def _boundaries(
-    num_tokens: int, path: List[Node], num_hits: int, block_size: int, kept: KeptBoundaries, limits: Limits
+    session: Session, num_tokens: int, path: List[Node], num_hits: int, kept: KeptBoundaries, limits: Limits
 ) -> tuple[int, ...]:
     """Where a sequence is to name windows: at the end of its prompt, where the prompt leaves the known tree, if others go on there,
     and where the item asks for it. If there are too many, the last of these are left out."""
-    last = (num_tokens - 1) // block_size
+    last = session.on_grid((num_tokens - 1) // session.block_size)
     chosen: set[int] = set()
     is_junction = bool(path) and (path[-1].has_children or path[-1].leaders is not None)
-    for boundary in chain((last, len(path) if is_junction else last), kept.between(num_hits + 1, last)):
+    junction = session.on_grid(len(path)) if is_junction else last
+    for boundary in chain((last, junction), kept.between(num_hits + 1, last)):
         if num_hits < boundary <= last:
             chosen.add(boundary)
         if len(chosen) == limits.max_boundaries:
@@ -252,8 +256,9 @@ def allocate(
     kept = NONE_KEPT
     boundaries: tuple[int, ...] = ()
     if session.window_pools:
-        kept = KeptBoundaries((one // block_size for one in item.boundaries), -(-item.retention_interval // block_size))
-        boundaries = _boundaries(num_tokens, path, num_hits, block_size, kept, limits)
+        interval = -(-item.retention_interval // (block_size * session.grid_blocks)) * session.grid_blocks
+        kept = KeptBoundaries((session.on_grid(one // block_size) for one in item.boundaries), interval)
+        boundaries = _boundaries(session, num_tokens, path, num_hits, kept, limits)
 
     if root is None:
         root = tree.intern_root(item.root, block_size)

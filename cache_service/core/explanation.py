@@ -6,7 +6,8 @@ Of the blocks of a prompt of n tokens, a worker serves the first h. The first li
     h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block
     h = ⌊(n−1)/B⌋, B divides n            last token: it is always computed, and with it its block, cached or not
     a sequence here computes it           being computed: Allocate would let the prompt wait for it
-    its groups without a window have it   window not kept: no window ends after it, or not all of one is left
+    its groups that keep all have it      window not kept: no window ends after it, or not all of one is left;
+                                          snapshot not kept: no snapshot of the state is left there
     its name is remembered                evicted, probably
     another worker has it                 on another worker
     a sequence elsewhere computes it      being computed, there
@@ -26,7 +27,7 @@ from .closest_prompt import Bounds, ClosestPrompt, find_closest
 from .copies import Holder
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
-from .hits import cached_along, reach
+from .hits import cached_along, num_with_windows, reach
 from .messages import TOKEN_BYTES, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
 from .prefix_tree import Leader, Node, PrefixTree
@@ -54,6 +55,7 @@ class MissCause(Enum):
     LAST_TOKEN = "last token"
     ON_ANOTHER_WORKER = "on another worker"
     WINDOW_NOT_KEPT = "window not kept"
+    SNAPSHOT_NOT_KEPT = "snapshot not kept"
 
 
 class Miss(NamedTuple):
@@ -70,7 +72,7 @@ class Miss(NamedTuple):
     other_worker: Session | None = None
     """For ON_ANOTHER_WORKER, OTHER_ROOT, EVICTED if another worker has it, BEING_COMPUTED if another worker computes it."""
     num_passed_tokens: int = 0
-    """For WINDOW_NOT_KEPT: how much of the prompt the groups without a window have."""
+    """For WINDOW_NOT_KEPT and SNAPSHOT_NOT_KEPT: how much of the prompt the groups that keep all have."""
 
 
 class WorkerExplanation(NamedTuple):
@@ -141,6 +143,17 @@ class _Prompt:
         held = (index for index in range(len(self.path) - 1, -1, -1) if self.path[index].blocks_in(holder))
         return next(held, -1) + 1
 
+    def lacking(self, session: Session, num_passed: int) -> MissCause:
+        """Whether it is windows or snapshots that a holder lacks for a hit of so many nodes that its other groups have."""
+        groups = session.registration.layout.groups
+        if not any(group.grid_blocks for group in groups):
+            return MissCause.WINDOW_NOT_KEPT
+        spans = [0 if group.grid_blocks else span for group, span in zip(groups, session.holder.spans, strict=True)]
+        num = num_with_windows(self.path, session.holder, min(self.max_hits, num_passed), spans)
+        return (
+            MissCause.SNAPSHOT_NOT_KEPT if session.on_grid(num) > self.num_hits(session) else MissCause.WINDOW_NOT_KEPT
+        )
+
     def evictions(self, index: int) -> Mapping[int, Evicted]:
         """The latest evictions of a block after `index` blocks that are cached, by the first signature of the
         holder. Nothing is found any more
@@ -168,7 +181,10 @@ class _Prompt:
         if holder.window_slots:  # as in Allocate, the deepest node that is computed: windows are named there
             for last in range(end - 1, index - 1, -1):
                 for leader in self.leaders(last).get(holder, ()):
-                    return Wait(leader.key, (last + 1) * self.block_size)
+                    session = self._search.holders[holder]
+                    boundary = session.on_grid(last + 1)
+                    is_past = boundary <= session.sequences[leader.key.sequence_id, leader.key.attempt].num_sealed
+                    return None if is_past or boundary <= index else Wait(leader.key, boundary * self.block_size)
             return None
         leaders = self.leaders(index).get(holder)
         return None if leaders is None else longest_run(leaders, self.path, index, end, self.block_size)
@@ -218,14 +234,14 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     """Why the block after the served ones is not served; the cases as in the table above."""
     index = prompt.num_hits(session)
     position = index * prompt.block_size
-    if index == prompt.max_hits:
+    if index == session.on_grid(prompt.max_hits):
         return Miss(position, MissCause.LAST_TOKEN if prompt.is_whole else MissCause.PARTIAL_TAIL)
     leader = prompt.in_flight(index, session.holder)
     if leader is not None:
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
     num_passed = prompt.num_passed(session.holder) if session.holder.window_slots else 0
-    if num_passed > index:
-        return Miss(position, MissCause.WINDOW_NOT_KEPT, num_passed_tokens=num_passed * prompt.block_size)
+    if session.on_grid(num_passed) > index:
+        return Miss(position, prompt.lacking(session, num_passed), num_passed_tokens=num_passed * prompt.block_size)
     fullest = prompt.fullest
     other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
     evicted = prompt.evictions(index).get(session.holder.signatures[0])
@@ -236,12 +252,9 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     if other is not None:
         return Miss(position, MissCause.ON_ANOTHER_WORKER, other_worker=other)
     for holder in prompt.leaders(index):
-        return Miss(
-            position,
-            MissCause.BEING_COMPUTED,
-            leader=prompt.in_flight(index, holder),
-            other_worker=search.holders[holder],
-        )
+        leader = prompt.in_flight(index, holder)
+        if leader is not None:
+            return Miss(position, MissCause.BEING_COMPUTED, leader=leader, other_worker=search.holders[holder])
     found = elsewhere.find(position, prompt.block_size)
     if found is not None:
         return Miss(position, MissCause.OTHER_ROOT, other_root=found, other_worker=found.session)

@@ -1,7 +1,7 @@
 """Look-ups: how much of a path of the prefix tree a holder has, so that a sequence need not compute it. They change nothing.
 
 A *hit* of m nodes: each slot without a window has a copy of all m, and each slot with one of the last min(m, span). So windows may
-have holes, as long as the last part is whole.
+have holes, as long as the last part is whole. A slot with states has a span of 1: the snapshot at the end.
 """
 
 from __future__ import annotations
@@ -90,22 +90,23 @@ def cached_along(path: List[Node], windowed: Iterable[Holder], max_blocks: int) 
     for holder in windowed:
         num_passed = found.pop(holder, 0)
         most = num_passed if holder.full_slots else len(path)
-        num = _num_with_windows(path, holder, min(most, max_blocks))
+        num = num_with_windows(path, holder, min(most, max_blocks), holder.spans)
         if num:
             found[holder] = num
     return found
 
 
-def _num_with_windows(path: List[Node], holder: Holder, most: int) -> int:
-    """The longest hit of at most `most` nodes, of which all slots without a window have copies."""
-    longest = max(holder.spans)
+def num_with_windows(path: List[Node], holder: Holder, most: int, spans: List[int]) -> int:
+    """The longest hit of at most `most` nodes, of which all slots without a window have copies. `spans`: by slot, as the holder's;
+    0 for those that are left out."""
+    longest = max(spans)
     num = most
     while num:
         for index in range(num - 1, max(0, num - longest) - 1, -1):
             blocks = path[index].blocks_in(holder)
             if any(
                 index >= num - span and not blocks >> slot * SLOT_BITS & SLOT_MASK
-                for slot, span in enumerate(holder.spans)
+                for slot, span in enumerate(spans)
                 if span
             ):
                 num = index

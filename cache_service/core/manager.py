@@ -191,7 +191,7 @@ class CacheManager:
         account = Account(self.budget, registration.layout.block_size)
         evicted = None if self._evictions is None else self._evictions.names
         size = registration.layout.block_size
-        holder = self._tree.new_holder(tuple(span(group.window, size) for group in groups))
+        holder = self._tree.new_holder(tuple(span(group, size) for group in groups))
         # Look-ups pass a node if the groups without a window have it, so their evictions say what was lost.
         telling = holder.full_slots or holder.window_slots
         pools = tuple(
@@ -248,7 +248,7 @@ class CacheManager:
                     f"kv_cache_config.pools[{index}]",
                     f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
                 )
-            self._check_window(f"kv_cache_config.groups[{index}].sliding_window", group, size)
+            self._check_scratch(f"kv_cache_config.groups[{index}]", group, size)
         for name, key in (
             ("process_key", registration.process_key),
             ("predecessor_key", registration.predecessor_key),
@@ -256,19 +256,31 @@ class CacheManager:
             if len(key) > limits.max_process_key_bytes:
                 raise bad_field(name, f"at most {limits.max_process_key_bytes} bytes, got {len(key)}")
 
-    def _check_window(self, field: str, group: Group, block_size: int) -> None:
-        if not group.window:
-            return
-        most = self.limits.max_tokens_per_sequence
-        if not 2 <= group.window <= most:
-            raise bad_field(f"{field}.window_tokens", f"needed 2 to {most}, got {group.window}")
-        least, most = span(group.window, block_size) + 1, self.limits.max_blocks_per_sequence
-        if not least <= group.ring_blocks <= most:
-            raise bad_field(
-                f"{field}.ring_blocks",
-                f"needed {least} to {most}: a window of {group.window} and the next token are in up to {least} blocks of "
-                f"{block_size}; got {group.ring_blocks}",
-            )
+    def _check_scratch(self, field: str, group: Group, block_size: int) -> None:
+        most_tokens, most_blocks = self.limits.max_tokens_per_sequence, self.limits.max_blocks_per_sequence
+        if group.grid_blocks:
+            if not 1 <= group.grid_blocks <= most_tokens // block_size:
+                raise bad_field(
+                    f"{field}.state.grid_tokens",
+                    f"needed a multiple of the block size, {block_size}, up to {most_tokens}; got {group.grid_blocks * block_size}",
+                )
+            if not 1 <= group.scratch_blocks <= most_blocks:
+                raise bad_field(
+                    f"{field}.state.scratch_blocks",
+                    f"needed 1 to {most_blocks}: a sequence has a running state; got {group.scratch_blocks}",
+                )
+        elif group.window:
+            if not 2 <= group.window <= most_tokens:
+                raise bad_field(
+                    f"{field}.sliding_window.window_tokens", f"needed 2 to {most_tokens}, got {group.window}"
+                )
+            least = span(group, block_size) + 1
+            if not least <= group.scratch_blocks <= most_blocks:
+                raise bad_field(
+                    f"{field}.sliding_window.ring_blocks",
+                    f"needed {least} to {most_blocks}: a window of {group.window} and the next token are in up to {least} blocks "
+                    f"of {block_size}; got {group.scratch_blocks}",
+                )
 
     def has_numbered(self, session: int) -> bool:
         """Whether this life of the manager has given a session that number, under its present epoch. Another life with the same

@@ -108,8 +108,11 @@ class Group(NamedTuple):
     """Of all its layers; for displays."""
     window: int = 0
     """Positions that its layers see, the token's own included; 0: all."""
-    ring_blocks: int = 0
-    """With a window: scratch blocks of one sequence. The worker knows how many tokens it computes in one step."""
+    scratch_blocks: int = 0
+    """With a window or a state: scratch blocks of one sequence. The worker knows how many tokens it computes in one step."""
+    grid_blocks: int = 0
+    """Its layers are recurrent: what they keep of a sequence is one state, and a block holds it as it is after multiples of so many
+    blocks of tokens. 0: its layers attend."""
 
 
 class Layout(NamedTuple):
@@ -289,9 +292,10 @@ class AllocateItem(NamedTuple):
     no_wait: bool = False
     max_cached_tokens: int | None = None
     boundaries: tuple[int, ...] = ()
-    """Tokens after which windows shall be kept for others, as the end of a system prompt; rounded down to whole blocks."""
+    """Tokens after which windows and states shall be kept for others, as the end of a system prompt; rounded down to whole blocks,
+    or to the grid of states."""
     retention_interval: int = 0
-    """Tokens; windows shall also be kept after every multiple of it. 0: no more."""
+    """Tokens; they shall also be kept after every multiple of it. 0: no more."""
 
 
 class GrantedTable(NamedTuple):
@@ -303,7 +307,7 @@ class GrantedTable(NamedTuple):
     start: int = 0
     """Table index of the first; 0 without a window."""
     scratch: tuple[ReservedBlock, ...] = ()
-    """With a window: blocks without a place."""
+    """With a window or a state: blocks without a place."""
 
 
 class Granted(NamedTuple):

@@ -61,13 +61,14 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int, sessi
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    holders = [session.holder for session in sessions if session.holder.window_slots]
-    cached = cached_along(path, holders, max_blocks)
+    windowed = [session for session in sessions if session.holder.window_slots]
+    cached = cached_along(path, [session.holder for session in windowed], max_blocks)
     in_flight = reach(path, _holders_or_leaders, _signature)
-    if holders:
+    if windowed:
         led = _deepest_led(path)
-        for holder in holders:
-            in_flight[holder] = max(cached.get(holder, 0), led.get(holder, 0))
+        for session in windowed:
+            holder = session.holder
+            in_flight[holder] = max(cached.get(holder, 0), session.on_grid(led.get(holder, 0)))
     return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
 
 

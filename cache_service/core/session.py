@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as List
 from enum import Enum
 
@@ -64,6 +65,9 @@ class Session:
         self.full_pools = tuple(pools[slot] for slot in holder.full_slots)
         """Of the groups without a window."""
         self.window_pools = tuple(pools[slot] for slot in holder.window_slots)
+        """Of the others, those with a state included."""
+        self.grid_blocks = math.lcm(*(group.grid_blocks or 1 for group in registration.layout.groups))
+        """Boundaries of its sequences are multiples of so many blocks."""
         self.most_blocks_per_sequence = min(
             max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in self.full_pools)
         )
@@ -116,6 +120,10 @@ class Session:
         self.holder.retired = True
         self.account.close()
 
+    def on_grid(self, num_blocks: int) -> int:
+        """The last possible boundary up to so many blocks."""
+        return num_blocks - num_blocks % self.grid_blocks
+
     def counts(self) -> tuple[BlockCounts, ...]:
         """Blocks by state, by group."""
         return tuple([pool.counts() for pool in self.pools])
@@ -129,21 +137,22 @@ class Session:
             )
 
     def num_scratch(self, slot: int, num_blocks: int) -> int:
-        """Scratch blocks, in a group with a window, of a sequence that has yet to compute `num_blocks` blocks."""
-        return min(self.registration.layout.groups[slot].ring_blocks, num_blocks)
+        """Scratch blocks, in a group with a window or a state, of a sequence that has yet to compute `num_blocks` blocks."""
+        return min(self.registration.layout.groups[slot].scratch_blocks, num_blocks)
 
     def require_window_room(self, num_blocks: int, field: str) -> None:
         """Raise Refusal (NEVER_FITS) if a sequence of `num_blocks` blocks can never have its scratch blocks while a window that it
         hits is pinned."""
         for pool in self.window_pools:
-            span, ring = self.holder.spans[pool.slot], self.registration.layout.groups[pool.slot].ring_blocks
-            needed = min(num_blocks, span + ring)
+            span, group = self.holder.spans[pool.slot], self.registration.layout.groups[pool.slot]
+            needed = min(num_blocks, span + group.scratch_blocks)
             if needed > pool.capacity:
+                what, setting = ("snapshot", "--state-blocks") if group.grid_blocks else ("window", "--window-blocks")
                 raise Refusal(
                     Reason.NEVER_FITS,
-                    f"a sequence of {num_blocks} blocks needs {needed}{self._of_group(pool.slot)}, {ring} as scratch and {span} in "
-                    f"a window that it hits; the whole pool of worker {self.worker_id!r} has {pool.capacity}: give the group more "
-                    "blocks (--window-blocks)",
+                    f"a sequence of {num_blocks} blocks needs {needed}{self._of_group(pool.slot)}, {group.scratch_blocks} as "
+                    f"scratch and {span} in a {what} that it hits; the whole pool of worker {self.worker_id!r} has "
+                    f"{pool.capacity}: give the group more blocks ({setting})",
                     field=field,
                 )
 

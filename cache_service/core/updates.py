@@ -302,7 +302,7 @@ def _name(tree: PrefixTree, pool: BlockPool, sequence: Sequence, bound: tuple[Ta
         else:
             continue
         window.entries[index] = block
-        if index == end:
+        if index == end and window.span > 1:
             window.ends.discard(end)  # the window goes on
         end = index + 1
         window.ends.add(end)

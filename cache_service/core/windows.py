@@ -1,8 +1,11 @@
-"""Sliding windows: what a sequence has of a group whose layers see its last `window` tokens only.
+"""Windows and states: what a sequence has of a group whose layers see its last `window` tokens only, or are recurrent.
 
-Such a group has no dense block table. The KV that a sequence still needs is in its *scratch* blocks, a ring that the worker turns
-by itself: to the manager they have no place and no content. *Named* are only the blocks of windows that end at a *boundary* of the
-sequence, from where other prompts can go on: they are sealed, and stay hits after the sequence has released them.
+Such a group has no dense block table. What a sequence still needs is in its *scratch* blocks, a ring or a running state that the
+worker writes by itself: to the manager they have no place and no content. *Named* are only the blocks of windows that end at a
+*boundary* of the sequence, from where other prompts can go on: they are sealed, and stay hits after the sequence has released them.
+
+A *snapshot* of a state is, for the manager, a window of one block: a hit of m blocks needs the one at index m − 1. Snapshots are
+possible at multiples of the worker's *grid* only, so all boundaries of a sequence that has a state are on it.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import Protocol
 
+from .messages import Group
 
-def span(window: int, block_size: int) -> int:
-    """Blocks before a block boundary that the next token sees: a hit needs them. 0: all layers see everything."""
-    return -(-(window - 1) // block_size) if window else 0
+
+def span(group: Group, block_size: int) -> int:
+    """Blocks of a group before a boundary that the next token needs, and so a hit. 0: all of them."""
+    if group.grid_blocks:
+        return 1
+    return -(-(group.window - 1) // block_size) if group.window else 0
 
 
 class WindowTable:
-    """The blocks of one sequence in one group with a window."""
+    """The blocks of one sequence in one group with a window or a state."""
 
     __slots__ = ("ends", "entries", "scratch", "span")
 

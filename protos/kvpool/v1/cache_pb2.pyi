@@ -110,6 +110,8 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     """The worker has groups with a window. Its other groups have more of the prompt, but no window that ends there is whole: none was
     named at that boundary, or part of it was evicted.
     """
+    MISS_CAUSE_SNAPSHOT_NOT_KEPT: _MissCause.ValueType  # 9
+    """The same of a group with a state: there is no snapshot at that boundary."""
 
 class MissCause(_MissCause, metaclass=_MissCauseEnumTypeWrapper): ...
 
@@ -134,6 +136,8 @@ MISS_CAUSE_WINDOW_NOT_KEPT: MissCause.ValueType  # 8
 """The worker has groups with a window. Its other groups have more of the prompt, but no window that ends there is whole: none was
 named at that boundary, or part of it was evicted.
 """
+MISS_CAUSE_SNAPSHOT_NOT_KEPT: MissCause.ValueType  # 9
+"""The same of a group with a state: there is no snapshot at that boundary."""
 Global___MissCause: _TypeAlias = MissCause  # noqa: Y015
 
 @_typing.final
@@ -615,13 +619,13 @@ class ReportedSequence(_message.Message):
     def root(self) -> _common_pb2.Root: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Its block tables, one run per group; a group that is not listed has an empty one. Of a group with a window its named blocks, in
-        as many runs as needed.
+        """Its block tables, one run per group; a group that is not listed has an empty one. Of a group with a window or a state its named
+        blocks, in as many runs as needed.
         """
 
     @_builtins.property
     def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Its scratch blocks in groups with a window."""
+        """Its scratch blocks in groups with a window or a state."""
 
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -865,15 +869,18 @@ class AllocateItem(_message.Message):
     max_cached_tokens: _builtins.int
     """Most tokens to serve from the cache. Unset: all that are cached. 0: none."""
     retention_interval_tokens: _builtins.int
-    """For workers with windows: keep the window after every so many tokens of the sequence. Rounded up to blocks; 0: do not."""
+    """For workers with windows or states: keep them after every so many tokens of the sequence. Rounded up to blocks, or to the grid
+    of states; 0: do not.
+    """
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For workers with windows: lengths of the prompt, in tokens, from where other prompts will go on, as the end of a system prompt.
-        Rounded down to blocks; at most 8. The manager adds those that it knows itself, see Granted.
+        """For workers with windows or states: lengths of the prompt, in tokens, from where other prompts will go on, as the end of a
+        system prompt. Rounded down to blocks, or to the grid of states; at most 8. The manager adds those that it knows itself, see
+        Granted.
         """
 
     def __init__(
@@ -968,19 +975,20 @@ class Granted(_message.Message):
     """Tokens whose KV the first blocks of the tables already hold: a multiple of block_size, less than the prompt."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Block tables, one run per group, from table index 0, long enough for the tokens of the request. Of a group with a window the run has
-        the blocks of the window that is hit, and may be empty.
+        """Block tables, one run per group, from table index 0, long enough for the tokens of the request. Of a group with a window the
+        run has the blocks of the window that is hit, of one with a state the snapshot; it may be empty.
         """
 
     @_builtins.property
     def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Scratch blocks, one run per group with a window."""
+        """Scratch blocks, one run per group with a window or a state."""
 
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the sequence is to name the blocks of its windows, in tokens, ascending: at the end of the prompt, where the prompt leaves
-        the known tree, and as the request asked. The worker also names the window at the end of the text. A boundary that is not named
-        is a lost hit, not an error.
+        """Where the sequence is to name the blocks of its windows, and snapshots of its state, in tokens, ascending: at the end of the
+        prompt, where the prompt leaves the known tree, and as the request asked; with a state, on the worker's grid, so that a chunk
+        of the prompt must end there. The worker also names what it has at the end of the text. A boundary that is not named is a lost
+        hit, not an error.
         """
 
     def __init__(
@@ -1053,18 +1061,20 @@ class SequenceUpdate(_message.Message):
     def bound(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
         """Blocks bound from the reserve: table entries that the manager may not know yet. Each must already be that entry, or
         be reserved for this session with that generation and join on to the table; otherwise the whole item changes nothing.
-        In a group with a window: computed blocks of a window, at any index, out of the sequence's scratch blocks or the reserve.
+        In a group with a window or a state: computed blocks of a window, or a snapshot as the entry of the last block before it, at
+        any index, out of the sequence's scratch blocks or the reserve.
         """
 
     @_builtins.property
     def released(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Groups with a window only: what the sequence no longer uses. Entries of the table, at their index, and scratch blocks, whose
-        index is ignored. May contain what `bound` and `scratch` of the same update name. What is gone already is ignored.
+        """Groups with a window or a state only: what the sequence no longer uses. Entries of the table, at their index, and scratch
+        blocks, whose index is ignored. May contain what `bound` and `scratch` of the same update name. What is gone already is
+        ignored.
         """
 
     @_builtins.property
     def scratch(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
-        """Groups with a window only: blocks of the reserve that the sequence uses as scratch, in addition to those granted."""
+        """Groups with a window or a state only: blocks of the reserve that the sequence uses as scratch, in addition to those granted."""
 
     def __init__(
         self,
@@ -2549,7 +2559,7 @@ class Miss(_message.Message):
     it, if it is another one.
     """
     num_passed_tokens: _builtins.int
-    """WINDOW_NOT_KEPT: how many of the prompt's tokens the groups without a window have."""
+    """WINDOW_NOT_KEPT, SNAPSHOT_NOT_KEPT: how many of the prompt's tokens the other groups have."""
     @_builtins.property
     def evicted_for(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property

@@ -162,6 +162,40 @@ class SlidingWindowSpec(_message.Message):
 Global___SlidingWindowSpec: _TypeAlias = SlidingWindowSpec  # noqa: Y015
 
 @_typing.final
+class StateSpec(_message.Message):
+    """Recurrent layers (gated delta nets, Mamba, short convolutions): what they keep of a sequence is one state, whatever its length. A
+    block holds the states of all layers of the group. A sequence is granted scratch blocks, which the worker writes as it likes: its
+    running state, and a copy of it at the last place from where others may go on. Named are only *snapshots*: the state after all
+    tokens before a boundary, as the entry of the last block before it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRID_TOKENS_FIELD_NUMBER: _builtins.int
+    SCRATCH_BLOCKS_FIELD_NUMBER: _builtins.int
+    grid_tokens: _builtins.int
+    """Snapshots are taken at multiples of so many tokens, at which chunks of a prompt end too, so that equal prefixes are computed equally.
+    A multiple of block_size. All boundaries of the worker's sequences are rounded down to it.
+    """
+    scratch_blocks: _builtins.int
+    """Scratch blocks of one sequence, at least 1: the running state. A short sequence is granted no more than it has blocks of
+    tokens.
+    """
+    def __init__(
+        self,
+        *,
+        grid_tokens: _builtins.int = ...,
+        scratch_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grid_tokens", b"grid_tokens", "scratch_blocks", b"scratch_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateSpec: _TypeAlias = StateSpec  # noqa: Y015
+
+@_typing.final
 class CrossAttentionSpec(_message.Message):
     """Layers see an encoder's output. Not granted by this version."""
 
@@ -188,6 +222,7 @@ class KVCacheGroup(_message.Message):
     FULL_ATTENTION_FIELD_NUMBER: _builtins.int
     SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
     CROSS_ATTENTION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Index of the group, counted from 0."""
@@ -199,6 +234,8 @@ class KVCacheGroup(_message.Message):
     def sliding_window(self) -> Global___SlidingWindowSpec: ...
     @_builtins.property
     def cross_attention(self) -> Global___CrossAttentionSpec: ...
+    @_builtins.property
+    def state(self) -> Global___StateSpec: ...
     def __init__(
         self,
         *,
@@ -206,13 +243,14 @@ class KVCacheGroup(_message.Message):
         full_attention: Global___FullAttentionSpec | None = ...,
         sliding_window: Global___SlidingWindowSpec | None = ...,
         cross_attention: Global___CrossAttentionSpec | None = ...,
+        state: Global___StateSpec | None = ...,
         bytes_per_block: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cross_attention", b"cross_attention", "full_attention", b"full_attention", "sliding_window", b"sliding_window", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cross_attention", b"cross_attention", "full_attention", b"full_attention", "sliding_window", b"sliding_window", "spec", b"spec", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "cross_attention", b"cross_attention", "full_attention", b"full_attention", "group", b"group", "sliding_window", b"sliding_window", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "cross_attention", b"cross_attention", "full_attention", b"full_attention", "group", b"group", "sliding_window", b"sliding_window", "spec", b"spec", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["full_attention", "sliding_window", "cross_attention"]  # noqa: Y015
+    _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["full_attention", "sliding_window", "cross_attention", "state"]  # noqa: Y015
     _WhichOneofArgType_spec: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_spec) -> _WhichOneofReturnType_spec | None: ...
 
@@ -249,9 +287,10 @@ Global___KVCachePool: _TypeAlias = KVCachePool  # noqa: Y015
 @_typing.final
 class KVCacheConfig(_message.Message):
     """The layout of a worker's KV cache: groups 0, 1, … in this order, 16 at most, each with one pool in TIER_DEVICE. A sequence has a
-    block table for each full-attention group, all of the same length, and what SlidingWindowSpec says for the others. A prefix of m
-    blocks is a hit if every full-attention group has all of them, and every group with a window w the last
-    min(m, ⌈(w − 1) / block_size⌉). This version takes full-attention and sliding-window groups.
+    block table for each full-attention group, all of the same length, and what SlidingWindowSpec and StateSpec say for the others. A
+    prefix of m blocks is a hit if every full-attention group has all of them, every group with a window w the last
+    min(m, ⌈(w − 1) / block_size⌉), and every group with a state the last one. This version takes groups with full attention, with a
+    sliding window and with a state.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -295,8 +334,8 @@ class BlockRun(_message.Message):
     tier: Global___Tier.ValueType
     start_index: _builtins.int
     """Table index of the first entry; entry i is at table index start_index + i and holds the KV of positions
-    (start_index + i) · block_size onward. Ignored where the blocks are a set. A group with a window may have several runs in one
-    table, with holes between them.
+    (start_index + i) · block_size onward. Ignored where the blocks are a set. A group with a window or a state may have several
+    runs in one table, with holes between them.
     """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

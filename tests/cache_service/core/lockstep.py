@@ -65,11 +65,18 @@ def registration(
     incarnation: int = 1,
     register_no: int = 1,
     windows: Sequence[tuple[int, int]] = (),
+    grids: Sequence[int] = (),
 ) -> Registration:
     """A well-formed introduction, of a process that has no proof that an earlier one has ended. `num_blocks`: of one group, or of
-    several. `windows`: by group, tokens of the window, 0 for none, and blocks of the ring; groups at the end may be left out."""
+    several. `windows`: by group, tokens of the window, 0 for none, and scratch blocks; `grids`: by group, blocks of a state's grid,
+    0 for none. Groups at the end may be left out."""
     counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
-    groups = zip(counts, [*windows, *[(0, 0)] * (len(counts) - len(windows))], strict=True)
+    of_windows = [*windows, *[(0, 0)] * (len(counts) - len(windows))]
+    of_grids = [*grids, *[0] * (len(counts) - len(grids))]
+    groups = [
+        Group(count, window=window, scratch_blocks=scratch, grid_blocks=grid)
+        for count, (window, scratch), grid in zip(counts, of_windows, of_grids, strict=True)
+    ]
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -77,9 +84,7 @@ def registration(
         address=f"{worker_id}:1",
         model_name="a model",
         model_fingerprint=FINGERPRINT,
-        layout=Layout(
-            block_size, tuple(Group(count, window=window, ring_blocks=ring) for count, (window, ring) in groups)
-        ),
+        layout=Layout(block_size, tuple(groups)),
         process_key=b"process %d" % incarnation,
     )
 

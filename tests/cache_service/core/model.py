@@ -128,7 +128,7 @@ class ModelPool:
     siblings: list[ModelPool]
     """All pools of the session."""
     span: int
-    """Blocks before a boundary that its layers see: all that a hit needs. 0: all of them, it has no window."""
+    """Blocks before a boundary that its layers see: all that a hit needs. 1 for snapshots. 0: all of them, it has no window."""
     ring: int
     """With a window: scratch blocks of one sequence."""
     idle: list[int]
@@ -272,14 +272,23 @@ class ModelSession:
             span = 0
             while group.window and span * self.block_size < group.window - 1:
                 span += 1
+            if group.grid_blocks:
+                span = 1
             generation = dict.fromkeys(blocks, 0)
-            pool = ModelPool(index, self.sequences, self.pools, span, group.ring_blocks, list(blocks), generation)
+            pool = ModelPool(index, self.sequences, self.pools, span, group.scratch_blocks, list(blocks), generation)
             self.pools.append(pool)
 
     @property
     def block_size(self) -> int:
         """Slots of a block."""
         return self.registration.layout.block_size
+
+    def on_grid(self, boundary: int) -> int:
+        """The last place up to a boundary, in blocks, at which every state may be kept."""
+        grids = [group.grid_blocks for group in self.registration.layout.groups if group.grid_blocks]
+        while any(boundary % grid for grid in grids):
+            boundary -= 1
+        return boundary
 
     @property
     def full_pools(self) -> list[ModelPool]:
@@ -560,8 +569,10 @@ class Model:
         self._require_blocks(session, num_needed, [list(found.values()) for found in hits])
         if len(tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
-        kept = [boundary // size for boundary in item.boundaries]
+        kept = [session.on_grid(boundary // size) for boundary in item.boundaries]
         kept_interval = -(-item.retention_interval // size)
+        while session.on_grid(kept_interval) < kept_interval:
+            kept_interval += 1
         boundaries = self._boundaries(session, prefixes, num_hits, (len(tokens) - 1) // size, kept, kept_interval)
         tables: list[list[int]] = []
         windows: list[ModelWindow | None] = []
@@ -623,12 +634,13 @@ class Model:
         num_known = 0
         while num_known < len(prefixes) and (prefixes[num_known], size) in nodes:
             num_known += 1
+        last = session.on_grid(last)
         wanted = [last]
         if num_known:
             parting = prefixes[num_known - 1]
             others = [s for other in self.sessions if other.block_size == size for s in other.sequences]
             if self.children(parting, size) or any(s.leads(num_known - 1, parting, size) for s in others):
-                wanted.append(num_known)
+                wanted.append(session.on_grid(num_known))
         wanted += sorted(set(kept))
         wanted += [boundary for boundary in range(1, last + 1) if kept_interval and boundary % kept_interval == 0]
         new = [boundary for boundary in dict.fromkeys(wanted) if num_hits < boundary <= last]
@@ -645,6 +657,9 @@ class Model:
                     continue
                 if not leader.leads(end - 1, prefixes[end - 1], session.block_size):
                     continue
+                end = session.on_grid(end)
+                if end * session.block_size <= leader.num_computed_tokens:
+                    return None
                 is_told = len(session.pending) < self.limits.max_downlink_entries
                 if end not in leader.boundaries and is_told and len(leader.boundaries) < self.limits.max_boundaries:
                     leader.boundaries = sorted([*leader.boundaries, end])
@@ -805,7 +820,8 @@ class Model:
         for index, block, generation in _of(update.bound, pool):
             if index not in window.entries and _is_own(pool, window, block, generation):
                 # A window is named from its first block to its last: where one ends is known at the last.
-                window.ends = [other for other in window.ends if other != end or index != end]
+                if pool.span > 1:
+                    window.ends = [other for other in window.ends if other != end or index != end]
                 end = index + 1
                 if end not in window.ends:
                     window.ends.append(end)
@@ -912,7 +928,8 @@ class Model:
         led = [any(s.leads(index, prefix, size) for s in session.sequences) for index, prefix in enumerate(prefixes)]
         if session.window_pools:
             # What it computes last is where it names its windows.
-            return cached * size, max([cached, *(index + 1 for index, is_led in enumerate(led) if is_led)]) * size
+            deepest = max([0, *(index + 1 for index, is_led in enumerate(led) if is_led)])
+            return cached * size, max(cached, session.on_grid(deepest)) * size
         reached = 0
         while reached < len(prefixes) and (led[reached] or session.num_hits(prefixes[: reached + 1]) == reached + 1):
             reached += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,7 @@ from kvpool.cache_service.core.messages import (
     Boundary,
     Grant,
     Granted,
+    Group,
     Limits,
     Registration,
     Reply,
@@ -66,7 +68,7 @@ Answer = tuple[Sequence[Outcome], Reply]
 
 @dataclass(eq=False)
 class SimWindow:
-    """What a sequence has in a group with a window, as its worker knows it."""
+    """What a sequence has in a group with a window or a state, as its worker knows it."""
 
     window: int
     span: int
@@ -223,8 +225,8 @@ class SimWorker:
 
     @property
     def full_groups(self) -> list[int]:
-        """Those without a window."""
-        return [group for group in self.groups if not self.registration.layout.groups[group].window]
+        """Those without a window or a state."""
+        return [group for group in self.groups if not _sight(self.registration.layout.groups[group], self.block_size)]
 
     def __post_init__(self) -> None:
         self.forget()
@@ -301,20 +303,43 @@ habits = st.integers(0, 15)
 EXTRAS: list[tuple[tuple[int, ...], int]] = [((), 0), ((), 0), ((3,), 0), ((4, 8), 0), ((), 2), ((), 4), ((6,), 3)]
 extras = st.sampled_from(EXTRAS)
 
-GroupConfig = tuple[int, int, int]
-"""Blocks, tokens of the window (0: none), and blocks of the ring."""
-LAYOUTS = ("f", "ff", "fw", "fw", "wf", "w", "ww", "fww")
-"""A letter for each group: without a window, or with one."""
+
+class GroupConfig(NamedTuple):
+    """What a worker registers of a group."""
+
+    num_blocks: int
+    window: int = 0
+    """Tokens; 0: none."""
+    scratch: int = 0
+    """Blocks of one sequence."""
+    grid: int = 0
+    """Blocks, of a state; 0: none."""
+
+
+LAYOUTS = ("f", "ff", "fw", "fw", "wf", "w", "ww", "fww", "fs", "fs", "s", "fws")
+"""A letter for each group: full attention, a window, or a state."""
 
 
 def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]) -> tuple[list[GroupConfig], int]:
-    """A worker's groups and block size. `groups`: blocks, tokens of the window, and blocks of the ring beyond the least."""
+    """A worker's groups and block size. `groups`: blocks, tokens of the window, and scratch blocks beyond the least, which are also
+    what the grid of a state is made of."""
     config: list[GroupConfig] = []
     for letter, (num_blocks, window, more) in zip(layout, groups, strict=False):
         window = min(window, 3 * block_size + 1)
         ring = -(-(window - 1) // block_size) + 1 + more
-        config.append((num_blocks, window, ring) if letter == "w" else (num_blocks, 0, 0))
+        of_letter = {
+            "f": GroupConfig(num_blocks),
+            "w": GroupConfig(num_blocks, window, ring),
+            "s": GroupConfig(num_blocks, 0, 2 + more, 1 + more),
+        }
+        config.append(of_letter[letter])
     return config, block_size
+
+
+def _sight(group: Group, block_size: int) -> int:
+    """Tokens that layers see, 0: all. A state is treated as a window of one block, which is how the manager sees it: what a worker
+    has in the blocks is its own affair."""
+    return block_size + 1 if group.grid_blocks else group.window
 
 
 configs_of_workers = st.lists(
@@ -359,9 +384,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents = ContentsFollower(seed)
         self.lockstep.viewers.append(self.contents.follow)
         for index, (groups, block_size) in enumerate(configs):
-            num_blocks = tuple(count for count, _, _ in groups)
-            windows = [(window, ring) for _, window, ring in groups]
-            introduction = registration(f"w{index}", num_blocks=num_blocks, block_size=block_size, windows=windows)
+            introduction = registration(
+                f"w{index}",
+                num_blocks=tuple(group.num_blocks for group in groups),
+                block_size=block_size,
+                windows=[(group.window, group.scratch) for group in groups],
+                grids=[group.grid for group in groups],
+            )
             worker = SimWorker(introduction)
             self.workers.append(worker)
             self._register(worker, worker.registration)
@@ -550,17 +579,20 @@ class ManagerMachine(RuleBasedStateMachine):
             sequence.num_named = max(map(len, sequence.tables))
             sequence.asked = set(outcome.boundaries)
             assert all(outcome.num_cached_tokens < one <= sequence.num_prompt_tokens for one in outcome.boundaries)
+            grids = [group.grid_blocks or 1 for group in worker.registration.layout.groups]
+            assert all(one % (grid * worker.block_size) == 0 for one in outcome.boundaries for grid in grids)
 
     def _windows(self, worker: SimWorker, granted: Granted) -> list[SimWindow | None]:
         windows: list[SimWindow | None] = []
         for group, table in zip(worker.registration.layout.groups, granted.tables, strict=True):
-            if not group.window:
+            sight = _sight(group, worker.block_size)
+            if not sight:
                 windows.append(None)
                 continue
-            span = -(-(group.window - 1) // worker.block_size)
+            span = -(-(sight - 1) // worker.block_size)
             named = enumerate(map(ReservedBlock, table.blocks, table.generations), table.start)
             entries = {index: one for index, one in named if one.block}
-            windows.append(SimWindow(group.window, span, worker.block_size, entries, list(table.scratch)))
+            windows.append(SimWindow(sight, span, worker.block_size, entries, list(table.scratch)))
         return windows
 
     def _check_hits(self, worker: SimWorker, sequence: SimSequence, granted: Granted) -> None:
@@ -570,7 +602,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert num_cached < sequence.num_prompt_tokens
         num_hits = num_cached // size
         for group, table in enumerate(granted.tables):
-            window = worker.registration.layout.groups[group].window
+            window = _sight(worker.registration.layout.groups[group], size)
             first_seen = max(0, num_hits - -(-(window - 1) // size)) if window else 0
             assert table.start == (first_seen if table.blocks else 0)
             for index in range(first_seen, num_hits):

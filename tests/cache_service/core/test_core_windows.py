@@ -221,7 +221,7 @@ def test_new_blocks_come_out_of_the_budget_in_the_order_of_the_groups() -> None:
     ],
 )
 def test_a_window_or_ring_that_cannot_work_is_refused(window: int, ring: int, field: str, words: str) -> None:
-    layout = Layout(SIZE, (Group(9), Group(9, window=window, ring_blocks=ring)))
+    layout = Layout(SIZE, (Group(9), Group(9, window=window, scratch_blocks=ring)))
     refusal = refused(CacheManager(1).register, registration()._replace(layout=layout), 0.0)
     assert (refusal.reason, refusal.field) == (
         Reason.BAD_FIELD,
