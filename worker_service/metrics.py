@@ -112,11 +112,13 @@ class WorkerMetrics:
             "Decodes that skipped a step for lack of a spare block although the pool had some.",
             cache.num_reserve_waits,
         )
-        if cache.settings.window_groups:
-            page.counter("kvpool_worker_windows_named", "Windows kept for other prompts.", cache.num_windows_named)
+        if cache.settings.scratch_groups:
+            page.counter(
+                "kvpool_worker_windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named
+            )
             page.counter(
                 "kvpool_worker_windows_not_named",
-                "Windows not kept for other prompts, because no block was left to replace theirs.",
+                "Windows and snapshots not kept for other prompts, because no block was left for them.",
                 cache.num_windows_not_named,
             )
 

@@ -367,7 +367,7 @@ def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCa
             spec.full_attention.SetInParent()
         else:
             spec.sliding_window.window_tokens = group.window
-            spec.sliding_window.ring_blocks = cache.ring_blocks(group.index)
+            spec.sliding_window.ring_blocks = cache.scratch_blocks(group.index)
         config.pools.add(group=group.index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
     return config
 

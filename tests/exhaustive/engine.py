@@ -100,7 +100,7 @@ class TinyEngine:
             if sequence not in self.running:
                 continue
             start, last = sequence.num_computed_tokens, len(sequence.tokens)
-            end = min(last, start + self.cache.settings.max_chunk_tokens) if sequence.rings else last
+            end = min(last, start + self.cache.settings.max_chunk_tokens) if sequence.scratch else last
             if self.cache.extend(sequence, end):
                 tables, tokens = tuple(map(tuple, sequence.tables)), tuple(sequence.tokens)
                 self.step.append(Part(sequence, start, end, tables, tokens, end == last))

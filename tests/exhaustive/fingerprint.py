@@ -24,6 +24,8 @@ from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.worker_service.cache.events import Granted, Refused, Stopped
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.ring import Ring
+from kvpool.worker_service.cache.running_state import RunningState
+from kvpool.worker_service.cache.scratch import Scratch
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.engine import TinyEngine
 from tests.exhaustive.parts import Form
@@ -212,9 +214,9 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.no_wait,
         sequence.state.value,
         tuple(map(tuple, sequence.tables)),
-        [None if ring is None else _ring(ring, numbers) for ring in sequence.rings],
+        [None if scratch is None else _scratch(scratch, numbers) for scratch in sequence.scratch],
         sequence.boundaries,
-        _blocks_of(sequence.content) if sequence.rings else None,
+        _blocks_of(sequence.content) if sequence.scratch else None,
         sequence.num_cached_tokens,
         sequence.num_computed_tokens,
         sequence.uses_blocks,
@@ -228,20 +230,21 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
     )
 
 
-def _ring(ring: Ring, numbers: _Numbers) -> Hashable:
-    reserved = [*ring.named.values(), *ring.placed.values(), *ring.free, *ring._scratch, *ring._from_reserve]
+def _scratch(scratch: Scratch, numbers: _Numbers) -> Hashable:
+    reserved = [*scratch.named.values(), *scratch.scratch(), *scratch._scratch, *scratch._from_reserve]
     numbers.stamps += [one.generation for one in reserved]
-    numbers.stamps += [entry.generation for entry in (*ring._bound, *ring._released)]
+    numbers.stamps += [entry.generation for entry in (*scratch._bound, *scratch._released)]
     return (
-        [(index, one.block) for index, one in ring.named.items()],
-        [(index, one.block) for index, one in ring.placed.items()],
-        [one.block for one in ring.free],
-        [one.block for one in ring._scratch],
-        [one.block for one in ring._from_reserve],
-        [(entry.table_index, entry.block) for entry in ring._bound],
-        [(entry.table_index, entry.block) for entry in ring._released],
-        list(ring._to_drop),
-        ring._first,
+        [(index, one.block) for index, one in scratch.named.items()],
+        [(index, one.block) for index, one in scratch.placed.items()],
+        [one.block for one in scratch.free],
+        [one.block for one in scratch._scratch],
+        [one.block for one in scratch._from_reserve],
+        [(entry.table_index, entry.block) for entry in scratch._bound],
+        [(entry.table_index, entry.block) for entry in scratch._released],
+        list(scratch._to_drop),
+        scratch._first if isinstance(scratch, Ring) else None,
+        (scratch.running.block, scratch._begin) if isinstance(scratch, RunningState) else None,
     )
 
 

@@ -350,7 +350,7 @@ class World:
             spec = config.groups.add(group=group)
             if peer.settings.window(group):
                 spec.sliding_window.window_tokens = peer.settings.window(group)
-                spec.sliding_window.ring_blocks = peer.settings.ring_blocks(group)
+                spec.sliding_window.ring_blocks = peer.settings.scratch_blocks(group)
             else:
                 spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)

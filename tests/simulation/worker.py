@@ -133,7 +133,7 @@ class WorkerProcess(Process):
             spec = config.groups.add(group=group)
             if settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
-                spec.sliding_window.ring_blocks = settings.ring_blocks(group)
+                spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
             else:
                 spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
@@ -245,7 +245,7 @@ class WorkerProcess(Process):
 
 
 def _blocks(sequence: CacheSequence, group: int) -> list[tuple[int, int]]:
-    ring = sequence.rings[group] if sequence.rings else None
+    ring = sequence.scratch[group] if sequence.scratch else None
     if ring is None:
         return list(zip(sequence.tables[group], sequence.generations[group], strict=True))
     return [(block, generation) for block, generation in (*ring.named.values(), *ring.scratch())]

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Any, cast
 
 from kvpool.v1 import common_pb2
+from kvpool.worker_service.cache import boundaries
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
+from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
@@ -23,8 +25,9 @@ class FakeCache:
     """What the scheduler sees of EngineCache. A block is a number; what is freed comes back with `settle`, as by an answered
     Free."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, state_grid: int = 0) -> None:
         self.block_size = block_size
+        self.settings = CacheSettings(block_size=block_size, state_grid=state_grid)
         self.blocks = list(range(1, num_blocks + 1))
         self.ending: list[CacheSequence] = []
         self.is_away = False
@@ -46,6 +49,9 @@ class FakeCache:
             return False
         self.take(sequence, missing)
         return True
+
+    def chunk(self, sequence: CacheSequence, most: int) -> int:
+        return boundaries.chunk(sequence, most, self.settings)
 
     def take(self, sequence: CacheSequence, count: int) -> None:
         """Bind so many blocks to the sequence."""
@@ -89,8 +95,9 @@ class SchedulerWorld:
         max_num_batched_tokens: int = 32,
         max_mixed_prefill_tokens: int = 8,
         policy: SchedulingPolicy = SchedulingPolicy.fcfs,
+        state_grid: int = 0,
     ) -> None:
-        self.cache = FakeCache(num_blocks, block_size)
+        self.cache = FakeCache(num_blocks, block_size, state_grid)
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
             cast(EngineCache, self.cache),

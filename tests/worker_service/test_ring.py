@@ -44,13 +44,21 @@ def check(ring: Ring, window: int, num_computed: int, end: int) -> None:
     }
 
 
-@given(window=st.integers(2, 40), num_hits=st.integers(0, 12), max_chunk=st.integers(1, 40), draw=st.data())
-def test_a_ring_has_what_every_step_needs(window: int, num_hits: int, max_chunk: int, draw: Draw) -> None:
+@given(
+    window=st.integers(2, 40),
+    num_hits=st.integers(0, 12),
+    max_chunk=st.integers(1, 40),
+    grid=st.sampled_from([1, 1, 2, 3]),
+    draw=st.data(),
+)
+def test_a_ring_has_what_every_step_needs(window: int, num_hits: int, max_chunk: int, grid: int, draw: Draw) -> None:
     """Whatever the chunks, where they begin, and which windows are named: with no block but those of the ring and replacements."""
     of_span = span(window, SIZE)
+    num_hits -= num_hits % grid
     num_entries = min(num_hits, of_span)
-    scratch = blocks(1, ring_blocks(window, max_chunk, SIZE))
-    ring = Ring(of_span, SIZE, hits(num_hits - num_entries, num_entries), scratch)
+    size = ring_blocks(window, max_chunk, SIZE, grid)
+    scratch = blocks(1, size)
+    ring = Ring(of_span, SIZE, hits(num_hits - num_entries, num_entries), scratch, size=size, grid_blocks=grid)
     num_computed, next_block = num_hits * SIZE, 100
     for _ in range(draw.draw(st.integers(1, 12))):
         end = num_computed + draw.draw(st.integers(1, max_chunk))
@@ -58,10 +66,10 @@ def test_a_ring_has_what_every_step_needs(window: int, num_hits: int, max_chunk:
         ring.advance(num_computed, end)
         check(ring, window, num_computed, end)
         first, num_computed = num_computed, end
-        for boundary in range(-(-first // SIZE), num_computed // SIZE + 1):
+        for boundary in range(first // SIZE // grid * grid, num_computed // SIZE + 1, grid):
             if draw.draw(st.booleans()):
                 assert ring.has_window(boundary), "the window was turned before it could be named"
-                count = ring.num_to_replace(boundary, len(scratch))
+                count = ring.num_to_replace(boundary, len(scratch), is_prompt_done=False)
                 ring.name(boundary, blocks(next_block, count))
                 next_block += count
                 assert all(index in ring.named for index in ring.window(boundary))
@@ -131,14 +139,14 @@ def test_a_report_states_the_present() -> None:
     ring.name(1)
     ring.advance(SIZE, 2 * SIZE)
     ring.advance(2 * SIZE, 3 * SIZE)
-    ring.give_back(2)
+    ring.settle(0)
     released = [entry.block for entry in ring.state()[0].released]
     ring = Ring(1, SIZE, [], blocks(1, 3))
     ring.advance(0, SIZE)
     ring.name(1)
     ring.advance(SIZE, 2 * SIZE)
     ring.advance(2 * SIZE, 3 * SIZE)
-    ring.give_back(2)
+    ring.settle(0)
     assert ring.acknowledge_all() == released
     assert not ring.has_news
     assert ring.acknowledge_all() == []

@@ -44,7 +44,7 @@ class Worker:
             spec = config.groups.add(group=group)
             if settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
-                spec.sliding_window.ring_blocks = settings.ring_blocks(group)
+                spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
             else:
                 spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
@@ -130,6 +130,6 @@ class Worker:
 
 def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
     """What it has in a group with a window."""
-    ring = sequence.rings[group]
-    assert ring is not None
+    ring = sequence.scratch[group]
+    assert isinstance(ring, Ring)
     return ring

@@ -1,4 +1,4 @@
-"""Where the windows of a sequence are to be named, and so kept for others, and what that needs."""
+"""Where the windows and the state of a sequence are to be named, and so kept for others, and what that needs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,44 @@ def next_boundary(sequence: CacheSequence, settings: CacheSettings) -> int | Non
     return min(coming, default=None)
 
 
+def chunk(sequence: CacheSequence, most: int, settings: CacheSettings) -> int:
+    """Tokens of the next chunk of a prompt, `most` at most. With a state it ends at the next boundary at the latest, and on the
+    grid if not at the end of the tokens; 0: no chunk of so few tokens does."""
+    start, num_tokens = sequence.num_computed_tokens, len(sequence.tokens)
+    end = min(num_tokens, start + most)
+    if settings.state_grid:
+        end = min(end, next_boundary(sequence, settings) or end)
+        if end < num_tokens:
+            end -= end % settings.state_grid
+    return max(0, end - start)
+
+
 def _interval(settings: CacheSettings) -> int:
-    """In tokens, whole blocks."""
-    return -(-settings.retention_interval // settings.block_size) * settings.block_size
-
-
-def _num_needed(sequence: CacheSequence, group: int, boundary: int, settings: CacheSettings) -> int:
-    """Placed and free blocks that a sequence can need once its window at a boundary is named: one for each block after it, but no
-    more than a ring."""
-    ring = sequence.rings[group]
-    assert ring is not None
-    to_come = max(0, sequence.most_blocks(settings.block_size) - boundary // settings.block_size)
-    is_prompt_done = boundary + settings.block_size >= len(sequence.tokens)
-    return min(to_come, ring.span + 1 if is_prompt_done else settings.ring_blocks(group))
+    """In tokens, on the grid."""
+    step = settings.grid_blocks * settings.block_size
+    return -(-settings.retention_interval // step) * step
 
 
 def num_to_replace(sequence: CacheSequence, group: int, boundary: int, settings: CacheSettings) -> int:
-    """Blocks of the reserve that go into the ring when the window at a boundary is named."""
-    ring = sequence.rings[group]
-    assert ring is not None
-    return ring.num_to_replace(boundary // settings.block_size, _num_needed(sequence, group, boundary, settings))
+    """Blocks of the reserve that become scratch when what a sequence has at a boundary is named."""
+    scratch = sequence.scratch[group]
+    assert scratch is not None
+    num_blocks, num_to_come, is_prompt_done = _after(sequence, boundary, settings)
+    return scratch.num_to_replace(num_blocks, num_to_come, is_prompt_done=is_prompt_done)
+
+
+def num_lacking(sequence: CacheSequence, group: int, settings: CacheSettings) -> int:
+    """Blocks that should be in the reserve, so that the sequence can name what it will have at its next boundary."""
+    scratch = sequence.scratch[group]
+    assert scratch is not None
+    boundary = next_boundary(sequence, settings)
+    reached = sequence.num_computed_tokens if boundary is None else boundary
+    num_blocks, num_to_come, is_prompt_done = _after(sequence, reached, settings)
+    return scratch.num_lacking(None if boundary is None else num_blocks, num_to_come, is_prompt_done=is_prompt_done)
+
+
+def _after(sequence: CacheSequence, boundary: int, settings: CacheSettings) -> tuple[int, int, bool]:
+    """A boundary in blocks, the blocks of tokens that can follow it, and whether the prompt is computed there."""
+    size = settings.block_size
+    num_blocks = boundary // size
+    return num_blocks, max(0, sequence.most_blocks(size) - num_blocks), boundary + size >= len(sequence.tokens)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import events, naming, next_call, parking, replies
+from . import boundaries, events, naming, next_call, parking, replies
 from .ledger import DisagreementError
 from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
 from .sequence import CacheSequence, SequenceState
@@ -60,12 +60,12 @@ class EngineCache:
 
     @property
     def num_windows_named(self) -> int:
-        """Windows that were named, and so kept for others."""
+        """Windows and snapshots that were named, and so kept for others."""
         return self._state.num_windows_named
 
     @property
     def num_windows_not_named(self) -> int:
-        """Windows that were not, because the reserve could not replace their blocks."""
+        """Those that were not, because there was no block to replace theirs, or for the snapshot."""
         return self._state.num_windows_not_named
 
     @property
@@ -79,7 +79,7 @@ class EngineCache:
         state = self._state
         if state.ending:
             return False
-        # Decoding needs no blocks of a group with a window.
+        # Decoding needs no blocks of a group with a window or a state.
         return any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
 
     @property
@@ -89,16 +89,16 @@ class EngineCache:
         return not (state.sequences or state.ending or any(state.reserves) or any(state.returning()))
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        """Make the tables cover `num_slots` positions with blocks of the reserve, and turn the rings. False, without a change, if
-        the reserve has too few blocks. No step may use the sequence."""
+        """Make the tables cover `num_slots` positions with blocks of the reserve, and prepare the scratch. False, without a change,
+        if the reserve has too few blocks. No step may use the sequence."""
         assert not sequence.in_step
         state, settings = self._state, self.settings
         full = state.full_groups
         num_missing = max(0, -(-num_slots // settings.block_size) - sequence.num_entries) if full else 0
         lacking = [num_missing] * len(state.reserves)
-        for group, ring in enumerate(sequence.rings):
-            if ring is not None:
-                lacking[group] = ring.num_missing(sequence.num_computed_tokens, num_slots)
+        for group, scratch in enumerate(sequence.scratch):
+            if scratch is not None:
+                lacking[group] = scratch.num_missing(sequence.num_computed_tokens, num_slots)
         if any(count > len(reserve) for count, reserve in zip(lacking, state.reserves, strict=True)):
             if not any(state.pool_is_empty):
                 self.num_reserve_waits += 1
@@ -110,12 +110,18 @@ class EngineCache:
                 sequence.tables[group].append(block)
                 sequence.generations[group].append(generation)
         sequence.num_entries += num_missing
-        for group, ring in enumerate(sequence.rings):
-            if ring is not None:
-                spare = [state.reserves[group].take() for _ in range(lacking[group])]
+        for group, scratch in enumerate(sequence.scratch):
+            if scratch is not None:
+                reserve, num_computed = state.reserves[group], sequence.num_computed_tokens
+                count = lacking[group] + scratch.num_useful(num_computed, num_slots)
+                spare = [reserve.take() for _ in range(min(count, len(reserve)))]
                 state.ledgers[group].use(*(reserved.block for reserved in spare))
-                ring.advance(sequence.num_computed_tokens, num_slots, spare)
+                scratch.advance(num_computed, num_slots, spare)
         return True
+
+    def chunk(self, sequence: CacheSequence, most: int) -> int:
+        """Tokens of the next chunk of a prompt, `most` at most; 0: with a state, which is kept on a grid, `most` is too few."""
+        return boundaries.chunk(sequence, most, self.settings)
 
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
         """A step that uses the blocks of these sequences starts."""

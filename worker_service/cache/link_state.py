@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .reserve import ReservedBlock
-from .ring import Statement
+from .scratch import Statement
 from .sequence import CacheSequence
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Stated(NamedTuple):
     num_computed_tokens: int
     prompt: bytes = b""
     """Of an Allocate: the tokens, as in the message."""
-    rings: tuple[Statement | None, ...] = ()
+    scratch: tuple[Statement | None, ...] = ()
     """By group."""
 
 

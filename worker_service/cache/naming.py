@@ -1,4 +1,5 @@
-"""Progress of a sequence: its complete blocks get a content, and its windows are named where they are to be kept for others."""
+"""Progress of a sequence: its complete blocks get a content, and its windows and snapshots are named where they are to be kept for
+others."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from kvpool.protocol.tokens import pack_tokens
 from . import boundaries
 from .ledger import Content
 from .reserve import ReservedBlock
-from .ring import Ring
+from .scratch import Scratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -23,82 +24,84 @@ def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: in
             state.ledgers[group].complete(sequence.tables[group][index], sequence.content)
     reached = boundaries.reached(sequence, num_computed_tokens, settings)
     sequence.num_computed_tokens = num_computed_tokens
-    if not sequence.rings:
+    if not sequence.scratch:
         return
     for boundary in reached:
         name_window(state, sequence, boundary)
     sequence.boundaries = tuple([one for one in sequence.boundaries if one > num_computed_tokens])
     if num_computed_tokens == len(sequence.tokens):
-        _give_back(state, sequence)
+        _settle(state, sequence)
 
 
-def _give_back(state: CacheState, sequence: CacheSequence) -> None:
+def _settle(state: CacheState, sequence: CacheSequence) -> None:
     """Decoding begins, or goes on: release what only the prompt needed."""
-    for group in state.window_groups:
-        ring = sequence.rings[group]
-        assert ring is not None
-        to_come = max(0, sequence.most_blocks(state.settings.block_size) - len(ring.table))
-        ring.give_back(min(ring.span + 1, len(ring.placed) + to_come))
+    for group in state.scratch_groups:
+        scratch = sequence.scratch[group]
+        assert scratch is not None
+        scratch.settle(max(0, sequence.most_blocks(state.settings.block_size) - len(scratch.table)))
 
 
 def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> None:
-    """Another prompt parts there and waits. Too late if the sequence is past it: part of the window may be written again."""
+    """Another prompt parts there and waits. Too late if the sequence is past it: what it had there may be written again."""
     if boundary < sequence.num_computed_tokens:
         return
-    # Where it is just now, the window is whole: the next token sees it. If its blocks cannot be replaced yet, it is named after the
-    # next step.
+    # Where it is just now, the window is whole, and the state too: the next token needs them. If the window's blocks cannot be
+    # replaced yet, it is named after the next step.
     is_there = boundary == sequence.num_computed_tokens and sequence.state is SequenceState.LIVE
     if is_there and name_window(state, sequence, boundary):
         state.is_urgent = True
-    else:
+    elif not is_there or not state.settings.state_grid:  # the next step replaces a state
         sequence.boundaries = tuple(sorted({*sequence.boundaries, boundary}))
 
 
 def name_window(state: CacheState, sequence: CacheSequence, boundary: int) -> bool:
-    """Name the windows that end at a boundary, in tokens, in every group, if the reserves can replace their blocks; returns whether
-    they could."""
+    """Name what ends at a boundary, in tokens, in every group, if it is there and the reserves can replace its blocks; returns
+    whether that was so."""
     settings = state.settings
     num_blocks = boundary // settings.block_size
-    wanted: list[tuple[int, Ring, int]] = []
-    for group in state.window_groups:
-        ring = sequence.rings[group]
-        assert ring is not None
-        assert ring.has_window(num_blocks), "the window was turned"
+    wanted: list[tuple[int, Scratch, int]] = []
+    for group in state.scratch_groups:
+        scratch = sequence.scratch[group]
+        assert scratch is not None
+        is_there = scratch.has_window(num_blocks)
+        assert is_there or settings.is_state(group), "the window was turned"
         count = boundaries.num_to_replace(sequence, group, boundary, settings)
-        if count > len(state.reserves[group]):
+        if not is_there or count > len(state.reserves[group]):
             state.num_windows_not_named += 1
             return False
-        wanted.append((group, ring, count))
-    for group, ring, count in wanted:
+        wanted.append((group, scratch, count))
+    for group, scratch, count in wanted:
         replacements = [state.reserves[group].take() for _ in range(count)]
         for reserved in replacements:
             state.ledgers[group].use(reserved.block)
-        _give_contents(state, sequence, group, ring, num_blocks, replacements)
+        _give_contents(state, sequence, group, scratch, num_blocks, replacements)
     state.num_windows_named += 1
     return True
 
 
 def name_end(state: CacheState, sequence: CacheSequence) -> None:
-    """The sequence ends: name its last window, from where a conversation goes on. It needs no block any more, so nothing is
-    replaced."""
-    num_blocks = sequence.num_computed_tokens // state.settings.block_size
-    rings = [(group, ring) for group, ring in enumerate(sequence.rings) if ring is not None]
-    if all(ring.has_window(num_blocks) for _, ring in rings):
-        for group, ring in rings:
-            _give_contents(state, sequence, group, ring, num_blocks, [])
-        state.num_windows_named += bool(rings and num_blocks)
+    """The sequence ends: name its last window or snapshot, from where a conversation goes on. It needs no block any more, so
+    nothing is replaced."""
+    settings = state.settings
+    num_blocks = sequence.num_computed_tokens // settings.block_size
+    num_blocks -= num_blocks % settings.grid_blocks
+    parts = [(group, scratch) for group, scratch in enumerate(sequence.scratch) if scratch is not None]
+    if all(scratch.has_window(num_blocks) for _, scratch in parts):
+        for group, scratch in parts:
+            _give_contents(state, sequence, group, scratch, num_blocks, [])
+        state.num_windows_named += bool(parts and num_blocks)
 
 
 def _give_contents(
     state: CacheState,
     sequence: CacheSequence,
     group: int,
-    ring: Ring,
+    scratch: Scratch,
     num_blocks: int,
     replacements: list[ReservedBlock],
 ) -> None:
-    """Name a window of one group, and note what its blocks hold."""
-    named = {entry.table_index: entry.block for entry in ring.name(num_blocks, replacements)}
+    """Name a window or snapshot of one group, and note what its blocks hold."""
+    named = {entry.table_index: entry.block for entry in scratch.name(num_blocks, replacements)}
     content, index = sequence.content, sequence.num_computed_tokens // state.settings.block_size - 1
     while named and content is not None:
         if (block := named.pop(index, None)) is not None:

@@ -11,7 +11,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from . import naming, parking
 from .entry import add_entries
 from .link_state import Call, LinkState, Stated
-from .ring import Statement
+from .scratch import Statement
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -58,7 +58,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
         num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries) * len(state.ledgers)
-        num_entries += sum(ring.num_entries_of_news for ring in sequence.rings if ring is not None)
+        num_entries += sum(scratch.num_entries_of_news for scratch in sequence.scratch if scratch is not None)
         num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens)
         num_bytes += _ENTRY_BYTES * num_entries
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
@@ -77,9 +77,9 @@ def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], 
     wishes = []
     for group, (reserve, target) in enumerate(zip(state.reserves, targets, strict=True)):
         unnamed = in_tables
-        if state.settings.window(group):
-            rings = (sequence.rings[group] for sequence in others if sequence.rings)
-            unnamed = sum(ring.num_unstated for ring in rings if ring is not None)
+        if state.settings.has_scratch(group):
+            parts = (sequence.scratch[group] for sequence in others if sequence.scratch)
+            unnamed = sum(scratch.num_unstated for scratch in parts if scratch is not None)
         surplus = len(reserve) - target
         # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager
         # that answers: while it is away it grants nothing, and decoding may speed up again.
@@ -126,8 +126,8 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
 
 def _wants_refill(state: CacheState, targets: list[int]) -> bool:
     """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step; or
-    windows that are to be named lack blocks."""
-    for group in state.window_groups:
+    windows or snapshots that are to be named lack blocks."""
+    for group in state.scratch_groups:
         if len(state.reserves[group]) < targets[group] and not state.pool_is_empty[group]:
             return True
     if not state.full_groups or any(state.pool_is_empty[group] for group in state.full_groups):
@@ -202,20 +202,20 @@ def _update(
                 block_ids=sequence.tables[group][first:],
                 generations=sequence.generations[group][first:],
             )
-    rings = _state_rings(state, sequence, update) if sequence.rings else ()
-    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed, rings=rings)
+    scratch = _state_scratch(state, sequence, update) if sequence.scratch else ()
+    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed, scratch=scratch)
 
 
-def _state_rings(
+def _state_scratch(
     state: CacheState, sequence: CacheSequence, update: cache_pb2.SequenceUpdate
 ) -> tuple[Statement | None, ...]:
-    """State what the sequence has named, taken and released in groups with a window; returns it by group."""
+    """State what the sequence has named, taken and released in groups with a window or a state; returns it by group."""
     statements: list[Statement | None] = []
-    for group, ring in enumerate(sequence.rings):
-        if ring is None:
+    for group, scratch in enumerate(sequence.scratch):
+        if scratch is None:
             statements.append(None)
             continue
-        statement, dropped = ring.state()
+        statement, dropped = scratch.state()
         statements.append(statement)
         if sequence.uses_blocks:
             for block in dropped:
@@ -275,7 +275,7 @@ def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSeque
             max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
-            retention_interval_tokens=settings.retention_interval if state.window_groups else 0,
+            retention_interval_tokens=settings.retention_interval if state.scratch_groups else 0,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
     return Call(request, tuple(stated), returned)

@@ -15,6 +15,8 @@ from .ledger import Content, DisagreementError
 from .link_state import Call, LinkState, Stated
 from .reserve import ReservedBlock
 from .ring import Ring
+from .running_state import RunningState
+from .scratch import Scratch
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 
@@ -149,7 +151,7 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
     for group in full:
         blocks, generations = tables[group]
         last = state.ledgers[group].accept_hits(blocks[:num_hits], generations[:num_hits], cached, sequence.root)
-    windows = _windows(state, sequence, granted) if state.window_groups else {}
+    windows = _windows(state, sequence, granted) if state.scratch_groups else {}
     for group, window in windows.items():
         last = state.ledgers[group].accept_window(window.entries, last, cached, sequence.root)
     sequence.content = last
@@ -169,7 +171,7 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
             sequence.generations[group].append(generation)
         sequence.num_entries = len(sequence.tables[group])
     if windows:
-        _make_rings(state, sequence, windows)
+        _make_scratch(state, sequence, windows)
         sequence.boundaries = tuple(sorted({*sequence.boundaries, *granted.boundaries}))
     sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
     sequence.acked_tokens = len(sequence.tokens)
@@ -178,20 +180,20 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
 
 
 class _Window(NamedTuple):
-    """What was granted in a group with a window."""
+    """What was granted in a group with a window or a state."""
 
     entries: list[Entry]
-    """Of the window that is hit, in order."""
+    """Of the window or snapshot that is hit, in order."""
     scratch: list[ReservedBlock]
 
 
 def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> dict[int, _Window]:
-    """By group with a window, after a check that it is the whole window before the tokens that are cached."""
+    """By group with a window or a state, after a check that it is all that is needed before the tokens that are cached."""
     settings = state.settings
     num_hits = granted.num_cached_tokens // settings.block_size
     scratch = {run.group: _pairs(run.block_ids, run.generations) for run in granted.scratch}
     windows: dict[int, _Window] = {}
-    for group in state.window_groups:
+    for group in state.scratch_groups:
         run = granted.tables[group]
         entries = [
             Entry(run.start_index + offset, block, generation)
@@ -204,7 +206,7 @@ def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Gran
                 f"before block {num_hits}, which has the indexes {expected}"
             )
         blocks = list(map(ReservedBlock, *scratch.get(group, ((), ()))))
-        num_needed = min(settings.ring_blocks(group), sequence.most_blocks(settings.block_size) - num_hits)
+        num_needed = min(settings.scratch_blocks(group), sequence.most_blocks(settings.block_size) - num_hits)
         if len(blocks) < num_needed:
             raise DisagreementError(
                 f"{sequence!r} was granted {len(blocks)} scratch blocks of group {group}, {num_needed} are needed"
@@ -213,22 +215,30 @@ def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Gran
     return windows
 
 
-def _make_rings(state: CacheState, sequence: CacheSequence, windows: dict[int, _Window]) -> None:
-    """The sequence's rings, out of what was granted and checked."""
-    rings: list[Ring | None] = [None] * len(state.ledgers)
-    for group, (entries, scratch) in windows.items():
+def _make_scratch(state: CacheState, sequence: CacheSequence, windows: dict[int, _Window]) -> None:
+    """The sequence's rings and state, out of what was granted and checked."""
+    parts: list[Scratch | None] = [None] * len(state.ledgers)
+    for group, (entries, granted) in windows.items():
         ledger = state.ledgers[group]
-        for block, generation in scratch:
+        for block, generation in granted:
             ledger.accept_grant(block, generation)
             ledger.use(block)
-        rings[group] = Ring(state.settings.span(group), state.settings.block_size, entries, scratch)
-    sequence.rings = tuple(rings)
+        parts[group] = _new_scratch(state, group, entries, granted)
+    sequence.scratch = tuple(parts)
     sequence.tables = tuple(
-        table if ring is None else ring.table for table, ring in zip(sequence.tables, rings, strict=True)
+        table if scratch is None else scratch.table for table, scratch in zip(sequence.tables, parts, strict=True)
     )
     sequence.generations = tuple(
-        table if ring is None else [] for table, ring in zip(sequence.generations, rings, strict=True)
+        table if scratch is None else [] for table, scratch in zip(sequence.generations, parts, strict=True)
     )
+
+
+def _new_scratch(state: CacheState, group: int, hits: list[Entry], granted: list[ReservedBlock]) -> Scratch:
+    settings = state.settings
+    if settings.is_state(group):
+        return RunningState(settings.grid_blocks, settings.block_size, hits, granted)
+    size, grid = settings.scratch_blocks(group), settings.grid_blocks
+    return Ring(settings.span(group), settings.block_size, hits, granted, size=size, grid_blocks=grid)
 
 
 def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
@@ -250,6 +260,6 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
     sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
     sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
     sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)
-    for ring, statement in zip(sequence.rings, stated.rings, strict=False):
-        if ring is not None and statement is not None:
-            ring.acknowledge(statement)
+    for scratch, statement in zip(sequence.scratch, stated.scratch, strict=False):
+        if scratch is not None and statement is not None:
+            scratch.acknowledge(statement)

@@ -57,7 +57,7 @@ class Report:
                 sequence.num_computed_tokens,
                 sequence.num_cached_tokens,
                 [_entries(sequence, group) for group in range(len(sequence.tables))],
-                [[] if ring is None else ring.scratch() for ring in sequence.rings],
+                [[] if scratch is None else scratch.scratch() for scratch in sequence.scratch],
                 sequence.boundaries,
             )
             for sequence in sequences
@@ -176,9 +176,9 @@ class Report:
 
 def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
     """What it has in a group, scratch blocks left out."""
-    ring = sequence.rings[group] if sequence.rings else None
-    if ring is not None:
-        return [Entry(index, *reserved) for index, reserved in sorted(ring.named.items())]
+    scratch = sequence.scratch[group] if sequence.scratch else None
+    if scratch is not None:
+        return [Entry(index, *reserved) for index, reserved in sorted(scratch.named.items())]
     return list(map(Entry, range(len(sequence.tables[group])), sequence.tables[group], sequence.generations[group]))
 
 

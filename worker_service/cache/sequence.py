@@ -9,7 +9,8 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 
 from .ledger import Content
-from .ring import Ring
+from .running_state import RunningState, StateUse
+from .scratch import Scratch
 
 
 class SequenceState(Enum):
@@ -66,16 +67,16 @@ class CacheSequence:
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
         self.tables: tuple[list[int], ...] = ()
-        """By group: block ids, from position 0; empty while it holds nothing. Those without a window have the same length. With a
-        window it is the ring's, and 0 where nothing is kept."""
+        """By group: block ids, from position 0; empty while it holds nothing. Those of groups that keep everything have the same
+        length. With a window it is the ring's, and 0 where nothing is kept; with a state there is none."""
         self.generations: tuple[list[int], ...] = ()
-        """Generation of each entry of the tables, in groups without a window."""
-        self.rings: tuple[Ring | None, ...] = ()
-        """By group, None for those without a window; empty if no group has one."""
+        """Generation of each entry of the tables, in groups that keep everything."""
+        self.scratch: tuple[Scratch | None, ...] = ()
+        """By group, None for those that keep everything; empty if all do."""
         self.num_entries = 0
-        """Length of its tables in groups without a window."""
+        """Length of its tables in groups that keep everything."""
         self.boundaries: tuple[int, ...] = ()
-        """In tokens, ascending: where its windows are to be named, and it has not computed so far."""
+        """In tokens, ascending: where its windows and states are to be named, and it has not computed so far."""
         self.content: Content | None = None
         """What its last complete block holds."""
         self.num_cached_tokens = 0
@@ -102,8 +103,23 @@ class CacheSequence:
     def __repr__(self) -> str:
         return (
             f"<CacheSequence {self.id.sequence_id!r} attempt={self.id.attempt} round={self.round} {self.state.value} "
-            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables} rings={self.rings}>"
+            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables} scratch={self.scratch}>"
         )
+
+    @property
+    def block_tables(self) -> tuple[list[int], ...]:
+        """Tables of the groups whose layers attend."""
+        return self.tables if self._state is None else self.tables[:-1]
+
+    @property
+    def _state(self) -> RunningState | None:
+        last = self.scratch[-1] if self.scratch else None
+        return last if isinstance(last, RunningState) else None
+
+    def state_use(self, num_slots: int) -> StateUse | None:
+        """Of recurrent layers: the blocks of the step up to `num_slots` tokens for which the sequence was extended."""
+        state = self._state
+        return None if state is None else state.use(self.num_computed_tokens, num_slots)
 
     @property
     def key(self) -> common_pb2.SequenceKey:
@@ -112,11 +128,11 @@ class CacheSequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to state of its windows."""
-        return any(ring is not None and ring.has_news for ring in self.rings)
+        """Whether there is something to state of its windows and state."""
+        return any(scratch is not None and scratch.has_news for scratch in self.scratch)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of each group without a window that its tokens occupy."""
+        """Blocks of each group that keeps everything that its tokens occupy."""
         return -(-len(self.tokens) // block_size)
 
     def most_blocks(self, block_size: int) -> int:
@@ -124,13 +140,13 @@ class CacheSequence:
         return -(-(self.max_tokens - 1) // block_size)
 
     def num_blocks_to_come(self, block_size: int) -> int:
-        """Blocks of each group without a window that the sequence can still need beyond its tables."""
+        """Blocks of each group that keeps everything that the sequence can still need beyond its tables."""
         return max(0, self.most_blocks(block_size) - self.num_entries)
 
     def blocks(self, group: int) -> Iterable[int]:
         """All blocks of a group that this worker uses for it, in the order in which its pool may evict them."""
-        ring = self.rings[group] if self.rings else None
-        return reversed(self.tables[group]) if ring is None else ring.blocks()
+        scratch = self.scratch[group] if self.scratch else None
+        return reversed(self.tables[group]) if scratch is None else scratch.blocks()
 
     def next_round(self) -> CacheSequence:
         """The same request with its generated tokens, holding nothing."""
@@ -149,7 +165,7 @@ class CacheSequence:
 
     def forget(self) -> None:
         """Reset table, progress and acknowledgements."""
-        self.tables = self.generations = self.rings = ()
+        self.tables = self.generations = self.scratch = ()
         self.num_entries = 0
         self.boundaries = ()
         self.content = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import windows
+from .running_state import SCRATCH_BLOCKS
 
 MOST_BLOCKS = 1 << 16
 """Of one sequence, where no pool bounds it: the manager's limit."""
@@ -20,10 +21,12 @@ class CacheSettings:
     """Blocks of each group's pool, the null block included."""
     windows: tuple[int, ...] = ()
     """By group: tokens that its layers see, 0: all. Empty: no group has a window."""
+    state_grid: int = 0
+    """Tokens. The last group has the states of recurrent layers, kept for others at multiples of it. 0: there are none."""
     max_chunk_tokens: int = 512
     """With windows: most tokens of one sequence in one step."""
     retention_interval: int = 0
-    """With windows: tokens after which a window is kept for others, again and again; 0: only where prompts may part."""
+    """With windows or states: tokens after which they are kept for others, again and again; 0: only where prompts may part."""
     report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
@@ -39,33 +42,53 @@ class CacheSettings:
 
     @property
     def full_groups(self) -> tuple[int, ...]:
-        """Groups without a window."""
-        return tuple(group for group in range(len(self.num_blocks)) if not self.window(group))
+        """Groups that keep everything: those whose layers have neither a window nor a state."""
+        return tuple(group for group in range(len(self.num_blocks)) if not self.has_scratch(group))
 
     @property
-    def window_groups(self) -> tuple[int, ...]:
-        """Groups with one."""
-        return tuple(group for group in range(len(self.num_blocks)) if self.window(group))
+    def scratch_groups(self) -> tuple[int, ...]:
+        """The others, of which a sequence has scratch blocks."""
+        return tuple(group for group in range(len(self.num_blocks)) if self.has_scratch(group))
+
+    @property
+    def attention_groups(self) -> tuple[int, ...]:
+        """Groups of layers that attend, and so have block tables."""
+        return tuple(group for group in range(len(self.num_blocks)) if not self.is_state(group))
+
+    @property
+    def grid_blocks(self) -> int:
+        """Boundaries are multiples of so many blocks."""
+        return self.state_grid // self.block_size or 1
 
     def window(self, group: int) -> int:
-        """Tokens that a group's layers see; 0: all."""
-        return self.windows[group] if self.windows else 0
+        """Tokens that a group's layers see; 0: all, or they do not attend."""
+        return self.windows[group] if group < len(self.windows) else 0
+
+    def is_state(self, group: int) -> bool:
+        """Whether a group's layers are recurrent."""
+        return bool(self.state_grid) and group == len(self.num_blocks) - 1
+
+    def has_scratch(self, group: int) -> bool:
+        """Whether sequences have scratch blocks in a group."""
+        return bool(self.window(group)) or self.is_state(group)
 
     def span(self, group: int) -> int:
-        """Blocks before a boundary that a group with a window needs there."""
-        return windows.span(self.windows[group], self.block_size)
+        """Blocks before a boundary that are kept there in a group with a window or a state."""
+        return 1 if self.is_state(group) else windows.span(self.windows[group], self.block_size)
 
-    def ring_blocks(self, group: int) -> int:
-        """Blocks that one sequence needs in a group with a window."""
-        return windows.ring_blocks(self.windows[group], self.max_chunk_tokens, self.block_size)
+    def scratch_blocks(self, group: int) -> int:
+        """Blocks that one sequence is granted in a group with a window or a state."""
+        if self.is_state(group):
+            return SCRATCH_BLOCKS
+        return windows.ring_blocks(self.windows[group], self.max_chunk_tokens, self.block_size, self.grid_blocks)
 
     @property
     def capacity(self) -> int:
-        """Blocks of tokens that one sequence can have at most: those of the smallest pool of a group without a window, or with one
-        and without room for a whole ring and the window that it may hit."""
+        """Blocks of tokens that one sequence can have at most: those of the smallest pool of a group that keeps everything, or of
+        another one without room for a whole scratch and what it may hit."""
         bounding = [
             self.num_blocks[group] - 1
             for group in range(len(self.num_blocks))
-            if not self.window(group) or self.num_blocks[group] - 1 < self.ring_blocks(group) + self.span(group)
+            if not self.has_scratch(group) or self.num_blocks[group] - 1 < self.scratch_blocks(group) + self.span(group)
         ]
         return min(bounding, default=MOST_BLOCKS)

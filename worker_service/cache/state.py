@@ -21,7 +21,7 @@ class CacheState:
         self.link: LinkState | None = None
         """None while no session is open."""
         self.full_groups = settings.full_groups
-        self.window_groups = settings.window_groups
+        self.scratch_groups = settings.scratch_groups
         self.ledgers = tuple(BlockLedger(count, group) for group, count in enumerate(settings.num_blocks))
         """By group, like `reserves`."""
         self.reserves = tuple(Reserve() for _ in settings.num_blocks)
@@ -45,7 +45,7 @@ class CacheState:
         Fewer than the blank blocks here if the budget of all workers is reached."""
         self.num_windows_named = 0
         self.num_windows_not_named = 0
-        """Because the reserve could not replace their blocks."""
+        """Because there was no block to replace theirs, or for the snapshot."""
         self.is_given_up = False
         """The blocks held here cannot be reported to the manager and must be forgotten."""
         self.events: list[events.Event] = []
@@ -68,8 +68,8 @@ class CacheState:
     def _stop_using_released(self, sequences: List[CacheSequence]) -> None:
         """A report states the present, so what is not in it is released."""
         for sequence in sequences:
-            for ledger, ring in zip(self.ledgers, sequence.rings, strict=False):
-                for block in ring.acknowledge_all() if ring is not None else ():
+            for ledger, scratch in zip(self.ledgers, sequence.scratch, strict=False):
+                for block in scratch.acknowledge_all() if scratch is not None else ():
                     ledger.drop(block)
 
     def lose_session(self, why: str) -> None:
@@ -122,17 +122,14 @@ class CacheState:
         rate = self.rate.tokens_per_second
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
         return [
-            self._spare_for_windows(group, live) if self.settings.window(group) else spare
+            self._spare_for_boundaries(group, live) if self.settings.has_scratch(group) else spare
             for group in range(len(self.ledgers))
         ]
 
-    def _spare_for_windows(self, group: int, live: List[CacheSequence]) -> int:
-        """What the rings of a group lack to name the next window of each sequence; an eighth of the pool at most, or one window:
+    def _spare_for_boundaries(self, group: int, live: List[CacheSequence]) -> int:
+        """What sequences lack in a group to name the next window or snapshot of each; an eighth of the pool at most, or one window:
         one that is not named is only a lost hit."""
-        lacking = 0
-        for sequence in live:
-            if (boundary := boundaries.next_boundary(sequence, self.settings)) is not None:
-                lacking += boundaries.num_to_replace(sequence, group, boundary, self.settings)
+        lacking = sum(boundaries.num_lacking(sequence, group, self.settings) for sequence in live)
         return min(lacking, max(self.settings.num_blocks[group] // 8, self.settings.span(group)))
 
     @property

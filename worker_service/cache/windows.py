@@ -1,4 +1,5 @@
-"""Arithmetic of sliding windows: how many blocks a group of layers needs that see the last `window` tokens only.
+"""Arithmetic of sliding windows, of how many blocks a group of layers needs that see the last `window` tokens only; and of the grid
+of recurrent layers.
 
 Such a group keeps a sequence's last blocks in a *ring*: a block whose tokens have left the window is written again. Named, and so
 kept for others, are only the blocks of windows that end at a *boundary* of the sequence.
@@ -6,7 +7,17 @@ kept for others, are only the blocks of windows that end at a *boundary* of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+_GRID_TOKENS = 64
+"""Long enough for the parallel scans of recurrent layers, short enough that little of a prefix is computed again."""
+
+
+def grid_tokens(block_size: int) -> int:
+    """Where chunks of prompts end, and snapshots are taken, of models with recurrent layers: multiples of so many tokens, whatever
+    else runs. So equal prefixes are computed in equal pieces."""
+    return math.lcm(block_size, _GRID_TOKENS)
 
 
 def span(window: int, block_size: int) -> int:
@@ -14,10 +25,10 @@ def span(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size)
 
 
-def ring_blocks(window: int, chunk_tokens: int, block_size: int) -> int:
+def ring_blocks(window: int, chunk_tokens: int, block_size: int, grid_blocks: int = 1) -> int:
     """Blocks that a sequence has at most in a step that computes `chunk_tokens` of its tokens: theirs, which begin anywhere in a
-    block, and the span before the first of them."""
-    return span(window, block_size) + -(-(chunk_tokens - 1) // block_size) + 1
+    block, and the span before the last multiple of `grid_blocks` blocks."""
+    return span(window, block_size) + grid_blocks - 1 + -(-(chunk_tokens - 1) // block_size) + 1
 
 
 def largest_chunk(windows: Sequence[int], most: int, *, least: int = 512) -> int:

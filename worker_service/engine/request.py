@@ -12,7 +12,7 @@ from ..cache.sequence import CacheSequence
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
 from .sampling_params import SamplingParams, TokenLogprobs
-from .step import PromptRows, SampledToken, SequencePart
+from .step import PromptRows, SampledToken, SequencePart, StateBlocks
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .token_counts import TokenCounts
 
@@ -138,14 +138,16 @@ class Request:
     def part(self, num_tokens: int, *, samples: bool) -> SequencePart:
         """Its part of a step that computes `num_tokens` more of its tokens and, if it `samples`, the next one."""
         sequence, start = self.sequence, self.sequence.num_computed_tokens
+        state = sequence.state_use(start + num_tokens)
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
             start=start,
-            block_tables=sequence.tables,
+            block_tables=sequence.block_tables,
             sampling=self.params.sampling if samples else None,
             banned_ids=self._stop_token_ids if self._is_too_short() else (),
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
+            state=None if state is None else StateBlocks(*state),
         )
 
     def _is_too_short(self) -> bool:

@@ -183,12 +183,17 @@ class Scheduler:
         for request in self._fairness.in_order(prefilling, committed):
             remaining = request.num_uncomputed_tokens
             sequence = request.sequence
-            count = min(remaining, budget, self.max_chunk_tokens)
-            if sequence.rings and not self._cache.extend(sequence, sequence.num_computed_tokens + count):
-                continue  # rings have what a chunk needs, so this cannot be; but a step without blocks would write into others
+            count = self._cache.chunk(sequence, min(budget, self.max_chunk_tokens))
+            if not count and not prefills:
+                # Chunks of a state end on a grid. Were the budget smaller than that, the prompt would wait for ever.
+                count = self._cache.chunk(sequence, self._cache.settings.state_grid)
+            if not count:
+                continue
+            if sequence.scratch and not self._cache.extend(sequence, sequence.num_computed_tokens + count):
+                continue  # scratch has what a chunk needs, so this cannot be; but a step without blocks would write into others
             prefills.append(Scheduled(request, sequence, count, count == remaining))
             budget -= count
-            if not budget:
+            if budget <= 0:
                 break
         return prefills
 

@@ -1,0 +1,100 @@
+"""A sequence's blocks in the group of recurrent layers: its running state, and a copy of it that may become a snapshot.
+
+A block has the states of all these layers after a number of tokens. A step reads the state from one block and writes it to one or
+two others, so a snapshot costs no step of its own:
+
+    reads    the running state; at first that of the hit, a snapshot that others have too, or nothing
+    writes   the running state; and, if it ends on the grid, a copy, which is placed as the end of the block of tokens before it
+
+Chunks of a prompt end at its boundaries, which are on the grid; decodes meet every place of it. So at a boundary the copy is there
+to be named, and the one at the last place of the grid is named when the text ends. A copy is only useful: a step without a free
+block for it makes none, and a hit is lost, not an error. The running state is never named, so it is never shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .entry import Entry
+from .reserve import ReservedBlock
+from .scratch import Scratch
+
+SCRATCH_BLOCKS = 2
+"""Granted to a sequence: the running state, and the first copy."""
+
+
+class StateUse(NamedTuple):
+    """Blocks of one step of a sequence; 0: none."""
+
+    source: int
+    """Has the state before the step."""
+    running: int
+    """Gets the state after it."""
+    snapshot: int
+    """Gets it too."""
+
+
+class RunningState(Scratch):
+    """One sequence in the group of recurrent layers."""
+
+    def __init__(
+        self, grid_blocks: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[ReservedBlock]
+    ) -> None:
+        """`hits`: the snapshot from which it goes on, if there is one. `scratch`: one block at least."""
+        super().__init__(1, block_size, hits, scratch)
+        self._grid_blocks = grid_blocks
+        self.running = self.free.pop(0)
+        self._begin = (max(self.named, default=-1) + 1) * block_size
+        """Tokens whose state is in no running state, but in the hit."""
+
+    def __repr__(self) -> str:
+        return f"<RunningState {self.running.block} named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
+
+    def use(self, num_computed_tokens: int, num_slots: int) -> StateUse:
+        """The blocks of the step that `advance` has prepared."""
+        source = self.running.block
+        if num_computed_tokens == self._begin:
+            source = self.named[self._begin // self._block_size - 1].block if self._begin else 0
+        index, rest = divmod(num_slots, self._block_size)
+        copy = None if rest else self.placed.get(index - 1)
+        return StateUse(source, self.running.block, 0 if copy is None else copy.block)
+
+    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[ReservedBlock] = ()) -> None:
+        """Release the snapshots that the sequence has gone on from, and place a copy if the step ends on the grid; see Scratch."""
+        for reserved in spare:
+            self._add(reserved)
+        for index in [index for index in self.named if (index + 1) * self._block_size < num_computed_tokens]:
+            self._release_named(index)
+        if self._makes_copy(num_computed_tokens, num_slots):
+            self.free += self.placed.values()
+            self.placed = {}
+            if self.free:
+                self.placed[num_slots // self._block_size - 1] = self.free.pop()
+
+    def _makes_copy(self, num_computed_tokens: int, num_slots: int) -> bool:
+        return num_slots > num_computed_tokens and num_slots % (self._grid_blocks * self._block_size) == 0
+
+    def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
+        """It always has what a step needs: the running state."""
+        return 0
+
+    def num_useful(self, num_computed_tokens: int, num_slots: int) -> int:
+        """One for the copy, if the last one was named; see Scratch."""
+        is_wanted = self._makes_copy(num_computed_tokens, num_slots) and not (self.free or self.placed)
+        return int(is_wanted)
+
+    def settle(self, num_to_come: int) -> None:
+        """Decoding makes copies as the prompt did."""
+
+    def num_to_replace(self, boundary: int, num_to_come: int, *, is_prompt_done: bool) -> int:
+        """None: the running state is not what is named."""
+        return 0
+
+    def num_lacking(self, boundary: int | None, num_to_come: int, *, is_prompt_done: bool) -> int:
+        """One for the next copy, if the last one was named and another place of the grid is to come; see Scratch."""
+        is_to_come = boundary is not None or num_to_come >= self._grid_blocks
+        return int(is_to_come and not (self.free or self.placed))
+
+    def scratch(self) -> list[ReservedBlock]:
+        return [self.running, *super().scratch()]
