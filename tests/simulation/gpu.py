@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 from tests import tracer
 
@@ -18,26 +19,34 @@ if TYPE_CHECKING:
 class _Part:
     """A sequence's part of the running step."""
 
-    def __init__(self, part: SequencePart, sequence: CacheSequence, generations: list[list[int]]) -> None:
+    def __init__(self, part: SequencePart, sequence: CacheSequence, ledgers: tuple[BlockLedger, ...]) -> None:
         self.tokens = part.token_ids
         self.start = part.start
-        self.tables = [part.block_table, *part.further_tables]
-        """By group, like `generations`."""
+        self.tables = part.block_tables
+        """By group of layers that attend, like `generations`."""
+        self.state = part.state
         self.samples = part.sampling is not None
         self.sequence = sequence
-        self.generations = generations
+        self.generations = [
+            [ledger._generation[block] for block in table] for ledger, table in zip(ledgers, self.tables, strict=False)
+        ]
         """Of the tables' blocks when the step was launched."""
+        self.generations_of_state = [ledgers[-1]._generation[block] for block in part.state or ()]
         self.num_done = 0
 
 
 class Gpu:
     """The KV slots of one worker's process, and the step that is running on them. Dies with its process."""
 
-    def __init__(self, worker: WorkerProcess, num_blocks: tuple[int, ...], block_size: int) -> None:
+    def __init__(self, worker: WorkerProcess, settings: CacheSettings) -> None:
         self.worker = worker
-        self.block_size = block_size
-        self.slots = [tracer.Slots(count, block_size) for count in num_blocks]
-        """By group."""
+        self.block_size = settings.block_size
+        self.slots = [
+            tracer.Slots(count, 1 if settings.is_state(group) else settings.block_size)
+            for group, count in enumerate(settings.num_blocks)
+        ]
+        """By group. A state is what the slot of its last token would hold."""
+        self._attending = settings.attention_groups
         self.step_seconds = 0.02
         self.is_busy = False
         self.num_steps = 0
@@ -45,6 +54,11 @@ class Gpu:
         """What the slots of a sequence must hold."""
         self._random = worker.kernel.random(f"gpu {worker.name}")
         self._launches = 0
+
+    def holds(self, group: int, block: int, right: list[int]) -> bool:
+        """Whether a block has what the slots of a block of tokens must hold. A snapshot is the last of them."""
+        found = self.slots[group].block(block)
+        return found == right[-len(found) :]
 
     def shutdown(self, wait: bool = True) -> None:
         """As a thread pool's."""
@@ -59,16 +73,16 @@ class Gpu:
         assert not self.is_busy
         self.is_busy = True
         state = worker.cache._state
-        by_table = {id(sequence.tables[0]): sequence for sequence in state.sequences.values() if sequence.tables}
+        in_step = [sequence for sequence in state.sequences.values() if sequence.in_step]
         parts = []
         for part in step.parts:
-            sequence = by_table[id(part.block_table)]
-            generations = [
-                [ledger._generation[block] for block in table]
-                for ledger, table in zip(state.ledgers, (part.block_table, *part.further_tables), strict=True)
-            ]
-            parts.append(_Part(part, sequence, generations))
-            worker.world.counts["rings turned"] += any(0 in table for table in part.block_tables)
+            (sequence,) = [one for one in in_step if _is_of(part, one)]
+            parts.append(_Part(part, sequence, state.ledgers))
+            counts = worker.world.counts
+            counts["rings turned"] += any(0 in table for table in part.block_tables)
+            if part.state is not None:
+                counts["states from a snapshot"] += bool(part.state.source not in (0, part.state.running))
+                counts["states copied"] += bool(part.state.snapshot)
         future = worker.loop.create_future()
         kernel, draw = worker.kernel, self._random
         seconds = self.step_seconds * (0.3 + draw.expovariate(1.2))
@@ -110,7 +124,9 @@ class Gpu:
             return
         laws = self.worker.world.laws
         laws.count("exact hits")
-        for group, (slots, table) in enumerate(zip(self.slots, part.tables, strict=True)):
+        if part.state is not None and not self._step_state(part, first, end):
+            return
+        for group, (slots, table) in enumerate(zip(self.slots, part.tables, strict=False)):
             begin = self._begin(group, first)
             read = slots.read(table, first)
             if read[begin:] != right[begin:first]:
@@ -123,19 +139,58 @@ class Gpu:
             slots.write(table, first, right[first:end])
         part.num_done = count
 
+    def _step_state(self, part: _Part, first: int, end: int) -> bool:
+        """Read the state before the part, and write the one after it. Half a part has no state."""
+        assert part.state is not None
+        right, states = self._right[part.sequence], self.slots[-1]
+        if first == part.start:
+            (read,) = states.block(part.state.source) if part.state.source else (None,)
+            if read != (right[first - 1] if first else None):
+                found = "none" if read is None else "another one"
+                self._fail(
+                    "exact hits",
+                    f"{part.sequence!r} needs the state after {first} tokens and reads {found}: {part.state}",
+                )
+                return False
+        if end == part.start + len(part.tokens):
+            for block in (part.state.running, part.state.snapshot):
+                if block:
+                    states.write([block], 0, right[end - 1 : end])
+        return True
+
     def _may_touch(self, part: _Part, end: int) -> bool:
         """Whether the blocks that the step names are still what they were when it was launched."""
         laws = self.worker.world.laws
         laws.count("no use after free")
         laws.count("sealed blocks never change")
-        return all(
-            self._may_touch_group(part, end, ledger, part.generations[ledger.group])
-            for ledger in self.worker.cache._state.ledgers
+        ledgers = self.worker.cache._state.ledgers
+        return self._may_touch_state(part, ledgers[-1]) and all(
+            self._may_touch_group(part, end, ledgers[group], part.generations[group]) for group in self._attending
         )
+
+    def _may_touch_state(self, part: _Part, ledger: BlockLedger) -> bool:
+        if part.state is None:
+            return True
+        _, running, snapshot = part.state
+        for block, generation in zip(part.state, part.generations_of_state, strict=True):
+            if block and (ledger._generation[block] != generation or not ledger._num_users[block]):
+                self._fail(
+                    "no use after free",
+                    f"a running step of {part.sequence!r} names block {block} for its state, which is no longer its own",
+                )
+                return False
+        for block in (running, *([snapshot] if snapshot else [])):
+            if not block or ledger._num_users[block] > 1 or ledger._contents[block] is not None:
+                self._fail(
+                    "sealed blocks never change",
+                    f"{part.sequence!r} writes block {block}, its state: {ledger._num_users[block]} sequences have it",
+                )
+                return False
+        return True
 
     def _begin(self, group: int, position: int) -> int:
         """The first position that the token at a position sees."""
-        window = self.worker.plan.windows[group]
+        window = self.worker.cache.settings.window(group)
         return max(0, position - window + 1) if window else 0
 
     def _may_touch_group(self, part: _Part, end: int, ledger: BlockLedger, generations: list[int]) -> bool:
@@ -166,14 +221,28 @@ class Gpu:
         return True
 
     def _sample(self, part: _Part) -> SampledToken:
-        """The token after all that the last group reads; of what left its window, what was right there."""
+        """The token after all that the last group of attention reads; of what left its window, what was right there. The last slot
+        is that of the state, if there is one."""
         end = part.start + len(part.tokens)
-        begin = self._begin(len(self.slots) - 1, end - 1)
-        read = self.slots[-1].read(part.tables[-1], end)
-        return SampledToken(tracer.next_token([*self._right[part.sequence][:begin], *read[begin:]]))
+        read: list[int | None] = list(self._right[part.sequence][:end])
+        if self._attending:
+            begin = self._begin(self._attending[-1], end - 1)
+            read[begin:] = self.slots[self._attending[-1]].read(part.tables[-1], end)[begin:]
+        if part.state is not None:
+            read[-1:] = self.slots[-1].block(part.state.running)
+        return SampledToken(tracer.next_token(read))
 
     def _fail(self, law: str, message: str) -> None:
         self.worker.world.fail(law, f"{self.worker.name}: {message}")
+
+
+def _is_of(part: SequencePart, sequence: CacheSequence) -> bool:
+    """Whether the part has the blocks of the sequence."""
+    if part.block_tables:
+        return part.block_tables[0] is sequence.tables[0]
+    assert part.state is not None
+    use = sequence.state_use(part.start + len(part.token_ids))
+    return use is not None and use.running == part.state.running
 
 
 def executor_of(worker: WorkerProcess) -> Callable[..., Any]:

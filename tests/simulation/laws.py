@@ -197,6 +197,9 @@ class Laws:
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
         self.world.counts["sessions of several groups"] += len(session.pools) > 1
+        has_state = any(group.grid_blocks for group in session.registration.layout.groups)
+        self.world.counts["sessions with a state"] += has_state
+        self.world.counts["sessions with a state only"] += has_state and len(session.pools) == 1
         self.world.counts["sessions of windows only"] += not session.full_pools
         self.world.counts["sessions of windows and full attention"] += bool(session.full_pools and session.window_pools)
         self.world.counts["windows released to be evicted first"] += sum(len(pool.demoted()) for pool in session.pools)
@@ -284,7 +287,7 @@ class Laws:
         for worker in self.world.live_workers():
             if ledger in worker.cache._state.ledgers:
                 content = ledger.content(block)
-                if content is None or worker.gpu.slots[ledger.group].block(block) != right_slots(content):
+                if content is None or not worker.gpu.holds(ledger.group, block, right_slots(content)):
                     self.world.fail(
                         "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
                     )
@@ -328,7 +331,7 @@ class Laws:
                     "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
                 )
                 return False
-            if worker.gpu.slots[pool.slot].block(block) != right_slots(content):
+            if not worker.gpu.holds(pool.slot, block, right_slots(content)):
                 self.world.fail("exact hits", f"{what}its slots hold something else")
                 return False
             at: Content | None = content

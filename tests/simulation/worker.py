@@ -43,6 +43,8 @@ class WorkerPlan:
     """By group."""
     windows: tuple[int, ...]
     """By group; 0: none."""
+    state_grid: int
+    """Tokens: the last group has the states of recurrent layers. 0: there are none."""
     retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,6 +63,7 @@ class WorkerPlan:
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,
             windows=self.windows,
+            state_grid=self.state_grid,
             max_chunk_tokens=min(self.max_num_batched_tokens, CHUNK_TOKENS),
             retention_interval=self.retention_interval,
             report_seconds=self.report_seconds,
@@ -88,7 +91,7 @@ class WorkerProcess(Process):
         self.granted_in: tuple[BlockLedger, ...] | None = None
         """Those books."""
         self.cache = EngineCache(plan.cache_settings())
-        self.gpu = Gpu(self, plan.num_blocks, BLOCK_SIZE)
+        self.gpu = Gpu(self, self.cache.settings)
         self.gpu.step_seconds = world.step_seconds
         self.engine = Engine(
             EngineSettings(
@@ -131,7 +134,9 @@ class WorkerProcess(Process):
         settings = self.cache.settings
         for group, num_blocks in enumerate(self.plan.num_blocks):
             spec = config.groups.add(group=group)
-            if settings.window(group):
+            if settings.is_state(group):
+                spec.state.grid_tokens, spec.state.scratch_blocks = settings.state_grid, settings.scratch_blocks(group)
+            elif settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
                 spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
             else:
@@ -245,7 +250,7 @@ class WorkerProcess(Process):
 
 
 def _blocks(sequence: CacheSequence, group: int) -> list[tuple[int, int]]:
-    ring = sequence.scratch[group] if sequence.scratch else None
-    if ring is None:
+    scratch = sequence.scratch[group] if sequence.scratch else None
+    if scratch is None:
         return list(zip(sequence.tables[group], sequence.generations[group], strict=True))
-    return [(block, generation) for block, generation in (*ring.named.values(), *ring.scratch())]
+    return [(block, generation) for block, generation in (*scratch.named.values(), *scratch.scratch())]

@@ -127,21 +127,33 @@ class World:
                 num_blocks = 8
             pools: tuple[int, ...] = (num_blocks,)
             windows: tuple[int, ...] = (0,)
+            state_grid = 0
             kind = groups.choice(
-                ["full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"]
+                [
+                    *("full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"),
+                    *("full+state", "full+state", "state", "full+sliding+state"),
+                ]
             )
             if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
                 windows = (0, 0)
             elif kind != "full":
-                windows = tuple(groups.choice([2, 5, 8, 9, 13]) if part == "sliding" else 0 for part in kind.split("+"))
+                parts = kind.split("+")
+                windows = tuple(groups.choice([2, 5, 8, 9, 13]) if part == "sliding" else 0 for part in parts)
+                state_grid = groups.choice([4, 8, 12]) if "state" in parts else 0
                 # From just enough for one sequence to more than enough for all.
-                pools = tuple(groups.choice([8, 10, 14, 40]) if window else num_blocks for window in windows)
+                least = {
+                    "full": [num_blocks],
+                    "sliding": [8 + (state_grid > 4) * 2, 10, 14, 40],
+                    "state": [4, 6, 10, 30],
+                }
+                pools = tuple(groups.choice(least[part]) for part in parts)
             self.plans.append(
                 WorkerPlan(
                     worker_id=f"w{number}",
                     num_blocks=pools,
                     windows=windows,
+                    state_grid=state_grid,
                     retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
