@@ -1,14 +1,18 @@
-"""A worker's cache side with windows, and the manager's core: steps that compute nothing, calls that are answered at once."""
+"""A worker's cache side with windows and states, and the core: steps that compute no KV, calls that are answered at once."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.prefix_tree import Node
+from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ring import Ring
+from kvpool.worker_service.cache.running_state import RunningState
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from tests import manager_calls
@@ -17,13 +21,29 @@ ROOT = common_pb2.Root(model_fingerprint="m")
 
 
 class Worker:
-    """One worker. `num_blocks`, `windows`: by group."""
+    """One worker. `num_blocks`, `windows`: by group. `grid`: tokens; the last group has a state."""
 
     def __init__(
-        self, num_blocks: tuple[int, ...], windows: tuple[int, ...], *, block_size: int = 16, chunk: int = 512
+        self,
+        num_blocks: tuple[int, ...],
+        windows: tuple[int, ...],
+        *,
+        block_size: int = 16,
+        chunk: int = 512,
+        grid: int = 0,
+        retention_interval: int = 0,
     ) -> None:
-        settings = CacheSettings(block_size=block_size, num_blocks=num_blocks, windows=windows, max_chunk_tokens=chunk)
+        settings = CacheSettings(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            windows=windows,
+            max_chunk_tokens=chunk,
+            state_grid=grid,
+            retention_interval=retention_interval,
+        )
         self.cache = EngineCache(settings)
+        self.states: dict[int, tuple[int, ...]] = {}
+        """By block: the tokens that the state in it was computed from."""
         self.manager = CacheManager(1)
         self.now = 0.0
         self._register_no = 0
@@ -42,7 +62,9 @@ class Worker:
         config = common_pb2.KVCacheConfig(block_size=settings.block_size)
         for group, count in enumerate(settings.num_blocks):
             spec = config.groups.add(group=group)
-            if settings.window(group):
+            if settings.is_state(group):
+                spec.state.grid_tokens, spec.state.scratch_blocks = settings.state_grid, settings.scratch_blocks(group)
+            elif settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
                 spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
             else:
@@ -92,17 +114,29 @@ class Worker:
 
     def launch(self, sequence: CacheSequence) -> None:
         """Begin a step."""
-        assert self.cache.extend(sequence, self._end(sequence))
+        end = self._end(sequence)
+        assert self.cache.extend(sequence, end)
+        use = sequence.state_use(end)
+        if use is not None:
+            before = tuple(sequence.tokens[: sequence.num_computed_tokens])
+            assert self.states.get(use.source, ()) == before, "the step begins with another state"
+            assert bool(use.source) == bool(before), "the step begins with whatever a block holds"
+            for block in (use.running, use.snapshot):
+                assert self.cache._state.ledgers[-1].content(block) is None, "a snapshot is written again"
         self.cache.begin_step([sequence])
 
     def finish(self, sequence: CacheSequence, token: int = 1) -> None:
         """End it, and make the calls that are due then."""
         end = self._end(sequence)
+        use = sequence.state_use(end)
+        for block in (use.running, use.snapshot) if use is not None else ():
+            if block:
+                self.states[block] = tuple(sequence.tokens[:end])
         self.cache.end_step([Computed(sequence, end, token if end == len(sequence.tokens) else None)], self.now)
         self.call()
 
     def _end(self, sequence: CacheSequence) -> int:
-        return min(len(sequence.tokens), sequence.num_computed_tokens + self.cache.settings.max_chunk_tokens)
+        return sequence.num_computed_tokens + self.cache.chunk(sequence, self.cache.settings.max_chunk_tokens)
 
     def generate(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> CacheSequence:
         """All of a sequence but its end."""
@@ -124,8 +158,26 @@ class Worker:
         return tuple(counts.held + counts.reserved for counts in self.manager.sessions[0].counts())
 
     def check(self) -> None:
-        """Every law of the manager holds."""
+        """Every law of the manager holds, and every snapshot is the state after the tokens that it is named for."""
         assert self.manager.check().violations == []
+        if self.cache.settings.state_grid:
+            for session in self.manager.sessions:
+                for block, tokens in self.snapshots(session).items():
+                    assert self.states[block] == tokens
+
+    def snapshots(self, session: Session | None = None) -> dict[int, tuple[int, ...]]:
+        """What the manager has as snapshots: by block, the tokens before it."""
+        pool = (session or self.manager.sessions[0]).pools[-1]
+        found: dict[int, tuple[int, ...]] = {}
+        for block in range(1, pool.num_blocks):
+            node: Node | None = pool.node(block)
+            if node is not None:
+                path: list[int] = []
+                while node is not None and node.parent is not None:
+                    path[:0] = array("I", node.tokens)
+                    node = node.parent
+                found[block] = tuple(path)
+        return found
 
 
 def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
@@ -133,3 +185,10 @@ def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
     ring = sequence.scratch[group]
     assert isinstance(ring, Ring)
     return ring
+
+
+def state_of(sequence: CacheSequence) -> RunningState:
+    """What it has in the group of the state."""
+    state = sequence.scratch[-1]
+    assert isinstance(state, RunningState)
+    return state

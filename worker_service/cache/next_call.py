@@ -171,13 +171,22 @@ def _allocate(
 
 def _targets_with(state: CacheState, targets: list[int], wanted: List[CacheSequence]) -> list[int]:
     """The size of the reserve once these sequences have their tables, so that their first decode does not wait for a call. Less if
-    that could take blocks that they need or that are hits for them, because the manager fills the reserve first."""
+    that could take blocks that they need or that are hits for them, because the manager fills the reserve first. No more if they
+    will be refused: what is returned at once would have them asked for at once, again and again."""
     size = state.settings.block_size
+    if any(_num_scratch(state, group, wanted) > state.num_evictable(group) for group in state.scratch_groups):
+        return targets
     num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
     most = state.num_spare + num_left
     joined = state.spare_targets(wanted)
     full = state.full_groups
     return [max(target, min(joined[group], most)) if group in full else target for group, target in enumerate(targets)]
+
+
+def _num_scratch(state: CacheState, group: int, wanted: List[CacheSequence]) -> int:
+    """Scratch blocks that these sequences will be granted in a group; fewer if they hit much of their prompts."""
+    most, size = state.settings.scratch_blocks(group), state.settings.block_size
+    return sum(min(most, sequence.most_blocks(size)) for sequence in wanted)
 
 
 def _update(

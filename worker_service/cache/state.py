@@ -146,6 +146,10 @@ class CacheState:
         the fewest, of those without a window."""
         return min((self._num_blank(group) for group in self.full_groups), default=0)
 
+    def num_evictable(self, group: int) -> int:
+        """Blocks that are in no table and not in the reserve, with or without content."""
+        return self._num_blank(group) + self.ledgers[group].num_idle
+
     def _num_blank(self, group: int) -> int:
         ledger, reserve = self.ledgers[group], self.reserves[group]
         num_reserved = len(reserve) + len(reserve.returning)
