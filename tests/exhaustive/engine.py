@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.running_state import RunningState, StateUse
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 
@@ -37,9 +38,10 @@ class Part(NamedTuple):
     start: int
     end: int
     tables: tuple[tuple[int, ...], ...]
-    """By group."""
+    """By group of layers that attend."""
     tokens: tuple[int, ...]
     samples: bool
+    state: StateUse | None
 
 
 def content(sequence: CacheSequence, num_tokens: int) -> Content:
@@ -57,10 +59,13 @@ class TinyEngine:
         """In the order of admission: the last is the youngest."""
         self.step: list[Part] = []
         """The step that is on the device."""
-        self.slots: list[list[Content | None]] = [
-            [None] * (count * settings.block_size) for count in settings.num_blocks
+        self.slots_per_block = [
+            1 if settings.is_state(group) else settings.block_size for group in range(len(settings.num_blocks))
         ]
-        """By group, like `generations`."""
+        """By group, like `slots` and `generations`. A state is what the slot of its last token would hold."""
+        self.slots: list[list[Content | None]] = [
+            [None] * (count * size) for count, size in zip(settings.num_blocks, self.slots_per_block, strict=True)
+        ]
         self.generations = [[0] * count for count in settings.num_blocks]
         self.failed: list[tuple[str, int, str]] = []
         """Streams that broke off since the last look: sequence, attempt, why."""
@@ -100,10 +105,11 @@ class TinyEngine:
             if sequence not in self.running:
                 continue
             start, last = sequence.num_computed_tokens, len(sequence.tokens)
-            end = min(last, start + self.cache.settings.max_chunk_tokens) if sequence.scratch else last
+            most = self.cache.settings.max_chunk_tokens if sequence.scratch else last
+            end = start + self.cache.chunk(sequence, most)
             if self.cache.extend(sequence, end):
-                tables, tokens = tuple(map(tuple, sequence.tables)), tuple(sequence.tokens)
-                self.step.append(Part(sequence, start, end, tables, tokens, end == last))
+                tables, tokens = tuple(map(tuple, sequence.block_tables)), tuple(sequence.tokens)
+                self.step.append(Part(sequence, start, end, tables, tokens, end == last, sequence.state_use(end)))
             elif self.cache.is_exhausted and len(self.running) > 1:
                 youngest = self.running.pop()
                 self.step = [part for part in self.step if part.sequence is not youngest]
@@ -126,6 +132,14 @@ class TinyEngine:
                         raise BrokenLaw(f"one writer: two sequences write slot {slot} of group {group} in one step")
                     written.add((group, slot))
                     self.slots[group][slot] = part.sequence.root.tenant_salt, part.tokens[: position + 1]
+            for block in (part.state.running, part.state.snapshot) if part.state is not None else ():
+                if block and (len(self.slots) - 1, block) in written:
+                    raise BrokenLaw(f"one writer: two sequences write their state to block {block} in one step")
+                if block and self.cache._state.ledgers[-1].content(block) is not None:
+                    raise BrokenLaw(f"sealed blocks never change: {part.sequence!r} writes block {block}, a snapshot")
+                if block:
+                    written.add((len(self.slots) - 1, block))
+                    self.slots[-1][block] = part.sequence.root.tenant_salt, part.tokens[: part.end]
         self.cache.end_step(
             [Computed(part.sequence, part.end, next_token(part.tokens) if part.samples else None) for part in step],
             0.0,
@@ -140,8 +154,18 @@ class TinyEngine:
         return table[position // size] * size + position % size
 
     def _read(self, part: Part) -> None:
-        """The device reads the KV of all tokens before those that it computes."""
+        """The device reads the KV of all tokens before those that it computes, and the state after them."""
         self._require_kv(part.sequence, part.tables, part.start, "a running step reads")
+        self._require_state(part.sequence, part.state, part.start, "a running step reads")
+
+    def _require_state(self, sequence: CacheSequence, state: StateUse | None, count: int, who: str) -> None:
+        if state is None:
+            return
+        found = self.slots[-1][state.source] if state.source else None
+        if found != (content(sequence, count) if count else None):
+            raise BrokenLaw(
+                f"exact hits, use after free: {who} {state} after {count} tokens of {sequence!r}; it is {found}"
+            )
 
     def _require_kv(self, sequence: CacheSequence, tables: Tables, count: int, who: str) -> None:
         for group, table in enumerate(tables):
@@ -180,8 +204,8 @@ class TinyEngine:
 
     def _forget_slots(self) -> None:
         """A block that was granted anew may be written by its new owner at any time; one that nobody may read holds nothing."""
-        size = self.cache.settings.block_size
         for ledger in self.cache._state.ledgers:
+            size = self.slots_per_block[ledger.group]
             before, slots = self.generations[ledger.group], self.slots[ledger.group]
             for block, generation in enumerate(ledger._generation):
                 if generation < before[block]:
@@ -197,7 +221,7 @@ class TinyEngine:
         filling: dict[tuple[int, int], CacheSequence] = {}
         in_step = [part.sequence for part in self.step]
         for part in self.step:
-            for ledger, table in zip(ledgers, part.tables, strict=True):
+            for ledger, table in zip(ledgers, part.tables, strict=False):
                 for block in table:
                     if block and not ledger._num_users[block]:
                         raise BrokenLaw(
@@ -206,14 +230,22 @@ class TinyEngine:
         for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
             if not (sequence.uses_blocks or sequence.in_step):
                 continue
-            self._require_kv(sequence, sequence.tables, sequence.num_computed_tokens, "a live table names")
-            for ledger, blocks in zip(ledgers, sequence.tables, strict=False):
+            count = sequence.num_computed_tokens
+            self._require_kv(sequence, sequence.block_tables, count, "a live table names")
+            self._require_state(sequence, sequence.state_use(count), count, "a live sequence has")
+            for ledger, blocks in zip(ledgers, [*sequence.block_tables, *_blocks_of_state(sequence)], strict=False):
                 for block in blocks:
                     place = ledger.group, block
                     if block and ledger.content(block) is None and filling.setdefault(place, sequence) is not sequence:
                         raise BrokenLaw(
                             f"one writer: block {block} is being filled by {sequence!r} and {filling[place]!r}"
                         )
+
+
+def _blocks_of_state(sequence: CacheSequence) -> list[list[int]]:
+    """Of the last group, if it has a state: the blocks that the sequence may write."""
+    state = sequence.scratch[-1] if sequence.scratch else None
+    return [[one.block for one in state.scratch()]] if isinstance(state, RunningState) else []
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

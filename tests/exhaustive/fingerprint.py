@@ -170,7 +170,17 @@ def _peer(index: int, peer: Peer) -> Form:
             [numbered[id(sequence)] for sequence in state.parked],
             [numbered[id(sequence)] for sequence in engine.waiting],
             [numbered[id(sequence)] for sequence in engine.running],
-            [(numbered[id(part.sequence)], part.start, part.end, part.tables, part.tokens) for part in engine.step],
+            [
+                (
+                    numbered[id(part.sequence)],
+                    part.start,
+                    part.end,
+                    part.tables,
+                    part.tokens,
+                    part.state and tuple(part.state),
+                )
+                for part in engine.step
+            ],
             [[reserved.block for reserved in reserve.spare()] for reserve in state.reserves],
             [[reserved.block for reserved in reserve.returning] for reserve in state.reserves],
             state.report_due_at is None,

@@ -20,9 +20,19 @@ class Start:
     windows: tuple[int, ...] = ()
     """By group: tokens that its layers see; 0: all. Empty: all groups see all."""
 
+    grid: int = 0
+    """Tokens: the last group has a state, kept at multiples of it; 0: it has none."""
+
     def begin(self) -> World:
         """The first state."""
-        return begin(self.wanted, self.budget, num_blocks=self.num_blocks, windows=self.windows, at_once=self.at_once)
+        return begin(
+            self.wanted,
+            self.budget,
+            num_blocks=self.num_blocks,
+            windows=self.windows,
+            grid=self.grid,
+            at_once=self.at_once,
+        )
 
 
 _SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 2, worker=0))
@@ -32,7 +42,7 @@ _APART = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2), 1, worker=1))
 _RIVALS = (Wanted("a", (1, 2, 3), 1, worker=0), Wanted("b", (5, 6), 2, worker=0))
 """Both on one worker, different texts: the second evicts what the first has left."""
 _PARTING = (Wanted("a", (1, 2, 3, 4, 5, 6, 7), 2, worker=0), Wanted("b", (1, 2, 8), 1, worker=0))
-"""Both on one worker; b parts from a after the first block: its window there is named for b, or has been turned."""
+"""Both on one worker; b parts from a after the first block: its window or state there is named for b, or is written again."""
 _SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
 
 STARTS: dict[str, Start] = {
@@ -42,6 +52,8 @@ STARTS: dict[str, Start] = {
     "single, restart, two groups": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 4)),
     "parting, fault, window": Start(_PARTING, Budget(faults=1), num_blocks=(8, 6), windows=(0, 3)),
     "single, restart, window": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 5), windows=(0, 3)),
+    "parting, fault, state": Start(_PARTING, Budget(faults=1), num_blocks=(8, 6), grid=2),
+    "single, restart, state": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 4), grid=2),
     "single, restart, fault": Start(_SINGLE, Budget(restarts=1, faults=1)),
     "single, restart, 2 faults, at once": Start(_SINGLE, Budget(restarts=1, faults=2), at_once=True),
     "shared, restart, 2 faults, at once": Start(_SHARED, Budget(restarts=1, faults=2), at_once=True),

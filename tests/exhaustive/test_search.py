@@ -23,6 +23,7 @@ from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.ring import Ring
+from kvpool.worker_service.cache.running_state import RunningState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
@@ -48,19 +49,20 @@ def test_every_state_of_a_small_world_is_right() -> None:
     assert found.kinds["give up Free"]
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, reached: Counter[str]) -> None:
+    """Add the calls of a function or method to `reached`."""
+    original = getattr(kind, name)
+
+    def function(*arguments: Any) -> Any:
+        reached[name] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(kind, name, function)
+
+
 def test_every_state_of_a_world_with_a_window_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt parts from another one that is being computed, at every possible moment; a long one turns its ring."""
     reached: Counter[str] = Counter()
-
-    def counted(kind: Any, name: str) -> None:
-        original = getattr(kind, name)
-
-        def method(*arguments: Any) -> Any:
-            reached[name] += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(kind, name, method)
-
     for kind, name in (
         (Ring, "name"),
         (Ring, "_release"),
@@ -68,12 +70,32 @@ def test_every_state_of_a_world_with_a_window_is_right(monkeypatch: pytest.Monke
         (BlockLedger, "accept_window"),
         (BlockPool, "release_demoted"),
     ):
-        counted(kind, name)
+        count_calls(monkeypatch, kind, name, reached)
     found = Search(STARTS["parting, fault, window"].begin(), num_processes=1).run()
     assert not found.broken, found.broken
     assert found.is_complete
     assert found.num_states > 2000
     assert set(reached) == {"name", "_release", "add_boundary", "accept_window", "release_demoted"}
+
+
+def test_every_state_of_a_world_with_recurrent_layers_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt parts from another one that is being computed, at every moment; it goes on from a snapshot, or is too late."""
+    reached: Counter[str] = Counter()
+    for kind, name in ((RunningState, "name"), (RunningState, "_release"), (naming, "add_boundary")):
+        count_calls(monkeypatch, kind, name, reached)
+    use = RunningState.use
+
+    def counted_use(state: RunningState, num_computed_tokens: int, num_slots: int) -> Any:
+        found = use(state, num_computed_tokens, num_slots)
+        reached["a hit is read"] += found.source not in (0, found.running)
+        return found
+
+    monkeypatch.setattr(RunningState, "use", counted_use)
+    found = Search(STARTS["parting, fault, state"].begin(), num_processes=1).run()
+    assert not found.broken, found.broken
+    assert found.is_complete
+    assert found.num_states > 2000
+    assert {name for name, count in reached.items() if count} == {"name", "_release", "add_boundary", "a hit is read"}
 
 
 def test_every_state_around_a_restart_is_right() -> None:

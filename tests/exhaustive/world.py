@@ -139,6 +139,7 @@ class World:
         num_blocks: tuple[int, ...],
         windows: tuple[int, ...] = (),
         *,
+        grid: int = 0,
         at_once: bool = False,
     ) -> None:
         assert budget.faults < MAX_STALE_CALLS, (
@@ -149,6 +150,7 @@ class World:
             block_size=block_size,
             num_blocks=num_blocks,
             windows=windows,
+            state_grid=grid,
             max_chunk_tokens=block_size,
             report_seconds=0.0,
             no_blocks_retry_seconds=0.0,
@@ -348,7 +350,10 @@ class World:
         config = common_pb2.KVCacheConfig(block_size=peer.settings.block_size)
         for group, num_blocks in enumerate(peer.settings.num_blocks):
             spec = config.groups.add(group=group)
-            if peer.settings.window(group):
+            if peer.settings.is_state(group):
+                spec.state.grid_tokens = peer.settings.state_grid
+                spec.state.scratch_blocks = peer.settings.scratch_blocks(group)
+            elif peer.settings.window(group):
                 spec.sliding_window.window_tokens = peer.settings.window(group)
                 spec.sliding_window.ring_blocks = peer.settings.scratch_blocks(group)
             else:
@@ -612,7 +617,7 @@ class World:
                     salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
                     data = b"".join(reversed(path))
                     tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-                    size = session.block_size
+                    size = peer.engine.slots_per_block[pool.slot]
                     for slot in range(size):
                         expected = salt, tokens[: len(tokens) - size + slot + 1]
                         found = peer.engine.slots[pool.slot][block * size + slot]
@@ -630,10 +635,11 @@ def begin(
     num_blocks: tuple[int, ...] = (3,),
     windows: tuple[int, ...] = (),
     *,
+    grid: int = 0,
     at_once: bool = False,
 ) -> World:
     """The world in which both workers have just registered."""
-    world = World(wanted, budget, block_size, num_blocks, windows, at_once=at_once)
+    world = World(wanted, budget, block_size, num_blocks, windows, grid=grid, at_once=at_once)
     for index in range(2):
         world.apply(Event("register", index))
         while world.wire:
