@@ -76,6 +76,7 @@ def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder)
         tenant_salt=request.tenant_salt,
         priority=request.priority,
         tenant=request.tenant,
+        boundaries=tuple(request.boundaries),
     )
 
 

@@ -284,6 +284,7 @@ def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSeque
             max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
+            boundaries=sequence.kept if state.scratch_groups else (),
             retention_interval_tokens=settings.retention_interval if state.scratch_groups else 0,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))

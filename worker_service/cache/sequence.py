@@ -53,6 +53,7 @@ class CacheSequence:
         max_new_tokens: int,
         max_cached_tokens: int | None = None,
         no_wait: bool = False,
+        kept: tuple[int, ...] = (),
     ) -> None:
         self.id = SequenceId(sequence_id, attempt)
         self.round = 0
@@ -63,6 +64,8 @@ class CacheSequence:
         """Length at which the engine stops; the KV of the last token is never computed."""
         self.max_cached_tokens = max_cached_tokens
         self.no_wait = no_wait
+        self.kept = kept
+        """Lengths of the prompt, in tokens, at which the request asks for boundaries."""
         self.level = 0
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
@@ -158,6 +161,7 @@ class CacheSequence:
             max_new_tokens=self.max_tokens - len(self.tokens),
             max_cached_tokens=self.max_cached_tokens,
             no_wait=self.no_wait,
+            kept=self.kept,
         )
         again.round = self.round + 1
         again.level = self.level

@@ -130,6 +130,7 @@ class Engine:
             max_new_tokens=max_tokens,
             max_cached_tokens=None if may_hit else 0,
             no_wait=not may_hit,
+            kept=params.boundaries,
         )
         decoder = None
         if self.tokenizer is not None:

@@ -48,6 +48,8 @@ class GenerationParams:
     """With the policy `priority`: smaller is served earlier, and preempted later."""
     tenant: str = ""
     """Steps are shared fairly between the tenants of one priority."""
+    boundaries: tuple[int, ...] = ()
+    """Lengths of the prompt, in tokens, from where other prompts will go on."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:

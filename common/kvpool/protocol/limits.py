@@ -21,6 +21,8 @@ MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
 """Most likely tokens whose log-probabilities are reported with each token."""
 MAX_LOGIT_BIASES: Final = 1024
+MAX_BOUNDARIES: Final = 8
+"""Lengths of a prompt from where others will go on."""
 
 
 class BadField(Exception):
@@ -40,6 +42,7 @@ def check_options(request: worker_pb2.GenerateRequest) -> None:
         _require_at_most(name, len(getattr(request, name).encode()), MAX_NAME_BYTES, "bytes")
     for name in ("logprobs", "prompt_logprobs"):
         _require_at_most(name, getattr(request, name), MAX_LOGPROBS, "tokens")
+    _require_at_most("boundaries", len(request.boundaries), MAX_BOUNDARIES, "lengths")
     stop = request.stop
     _require_at_most("stop.stop_token_ids", len(stop.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _require_at_most("stop.stop_strings", len(stop.stop_strings), MAX_STOP_STRINGS, "strings")

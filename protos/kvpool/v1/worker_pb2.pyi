@@ -133,6 +133,7 @@ class ModelFacts(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANCE_FIELD_NUMBER: _builtins.int
+    KEEPS_BOUNDARIES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     model_name: _builtins.str
     model_fingerprint: _builtins.str
@@ -148,6 +149,8 @@ class ModelFacts(_message.Message):
     max_num_seqs: _builtins.int
     """Sequences in one batch."""
     block_size: _builtins.int
+    keeps_boundaries: _builtins.bool
+    """Layers with a sliding window or a state: prompts go on from boundaries only (GenerateRequest.boundaries)."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a text."""
@@ -174,10 +177,11 @@ class ModelFacts(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         files: _abc.Iterable[Global___FileInfo] | None = ...,
         batch_invariance: Global___BatchInvariance | None = ...,
+        keeps_boundaries: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_invariance", b"batch_invariance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "keeps_boundaries", b"keeps_boundaries", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,6 +293,7 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     attempt: _builtins.int
     """See SequenceKey."""
@@ -328,6 +333,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def stop(self) -> Global___StopConditions: ...
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lengths of the prompt, in tokens, from where other prompts will go on, as the end of a system prompt. A worker whose model
+        keeps_boundaries keeps what they need there; others keep everything. At most 8.
+        """
+
     def __init__(
         self,
         *,
@@ -346,10 +357,11 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "echo", b"echo", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "boundaries", b"boundaries", "echo", b"echo", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
