@@ -96,7 +96,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
 def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
     """A LoadedModel without files."""
     model = build(shape, _DTYPE, device)
-    layers = guarded_layers(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
+    layers, mixers = guarded_layers(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
     facts = ModelFacts(
         name=shape.name,
         fingerprint="",
@@ -110,7 +110,7 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
         chat_template=None,
         special_tokens={},
     )
-    return LoadedModel(facts, layers, _DTYPE, device, ModulesRuntime(model, layers, device))
+    return LoadedModel(facts, layers, _DTYPE, device, ModulesRuntime(model, layers, device, mixers))
 
 
 @dataclass(frozen=True, slots=True)

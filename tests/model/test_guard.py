@@ -45,7 +45,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "not with transformers' AttentionInterface"),
         ("llama4_text", {}, "in chunks of"),
-        ("qwen3_next", {}, "linear_attention"),
+        ("deepseek_v32", {}, "layers of type indexed_attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("clip_text_model", {}, "no causal language model"),
         ("llama", {"rope_parameters": rope("dynamic", original_max_position_embeddings=32)}, "--max-model-len 32"),
@@ -82,7 +82,7 @@ def layers(*windows: int | None) -> list[AttentionLayer]:
 
 
 def test_a_layer_that_does_not_reach_attention_is_missed() -> None:
-    with pytest.raises(UnsupportedModel, match="has 2 layers, but 1 modules reach attention"):
+    with pytest.raises(UnsupportedModel, match="has 2 layers that attend, but 1 modules reach attention"):
         check_layers(config("llama"), layers(None), 64)
 
 

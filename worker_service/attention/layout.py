@@ -69,7 +69,7 @@ class GroupLayout:
         window = self.group.window
         for number, (part, source, table) in enumerate(zip(parts, self.sources, self.tables, strict=True)):
             tables, start = part.block_tables, part.start
-            if len(tables) != num_groups or tables[index] is not source or len(part.token_ids) != 1:
+            if len(tables) != num_groups or tables[index] is not source:
                 return None
             if window is None:
                 if source[: len(table)] != table:
@@ -106,7 +106,7 @@ class Layout:
 
     def growth(self, parts: Sequence[PackedPart], block_size: int) -> list[list[Grown]] | None:
         """If a step of these parts may keep the layout, what grows in each group. None if it may not."""
-        if len(parts) != len(self.offsets) or not self.is_decodes:
+        if len(parts) != len(self.offsets) or not self.is_decodes or any(len(part.token_ids) != 1 for part in parts):
             return None
         grown: list[list[Grown]] = []
         for index, group in enumerate(self.groups):

@@ -95,7 +95,7 @@ class LoadedModel:
     ) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None: plain torch, unless the runtime attends itself. sizes: see
         ModelRunner."""
-        cache = KVCache(plan, self.layers, self.dtype, self.device)
+        cache = KVCache(plan, self.layers, self.dtype, self.device, self.runtime.mixers)
         if isinstance(self.runtime, ModulesRuntime):
             backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
         return ModelRunner(self.runtime, cache, backend, self.device, sizes=sizes)

@@ -133,8 +133,8 @@ class RuntimeLoader:
     def _with_torch(self, model: Any) -> Loaded:
         if self.device.type == "cpu":
             pack_linears(model)
-        layers = guarded_layers(model, self.config, self.dtype, self.device, self.max_model_len)
-        return Loaded(ModulesRuntime(model, layers, self.device), layers)
+        layers, mixers = guarded_layers(model, self.config, self.dtype, self.device, self.max_model_len)
+        return Loaded(ModulesRuntime(model, layers, self.device, mixers), layers)
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -9,7 +9,9 @@ import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
+from ...engine.step import StateBlocks
 from .kv_cache import KVCache
+from .mixer import Mixer
 
 
 class Selected(NamedTuple):
@@ -25,8 +27,11 @@ class Selected(NamedTuple):
 class Forward(Protocol):
     """A model bound to a KV cache."""
 
-    def run(self, packing: Packing, rows: Sequence[int]) -> Selected:
-        """Write the KV of the packed tokens and compute the logits of the given ones. Called in inference mode."""
+    def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
+        """Write the KV of the packed tokens and compute the logits of the given ones. Called in inference mode.
+
+        states: of each part, if the model has recurrent layers; those after the part are written, too.
+        """
         ...
 
     def close(self) -> None:
@@ -40,6 +45,11 @@ class Runtime(Protocol):
     @property
     def config(self) -> Any:
         """Of transformers."""
+        ...
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        """Its recurrent layers, in the order in which they run."""
         ...
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+
+from .running import Call, following
 
 _TILE = 32
 """Rows of a product."""
@@ -36,9 +37,10 @@ def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
     if dtype != torch.float32 or device.type != "cpu":
         yield
         return
-    watch = _Watch()
-    with watch.following(), watch:
-        yield
+    with following(model) as running:
+        watch = _Watch(running)
+        with watch:
+            yield
     replacements = _Replacements()
     for module in watch.found:
         if _REPLACED not in module.__dict__:
@@ -49,30 +51,16 @@ def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
 class _Watch(TorchFunctionMode):
     """Records modules whose own forward, not that of a submodule, calls operations with a replacement."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Sequence[Call]) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self._running: list[torch.nn.Module] = []
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Track which module is running."""
-        before = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
-        after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _leave(self) -> None:
-        self._running.pop()
+        self._running = running
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OPERATIONS and self._running and self._running[-1] not in self.found:
-            self.found.append(self._running[-1])
+        if func in _OPERATIONS and self._running and self._running[-1].module not in self.found:
+            self.found.append(self._running[-1].module)
         return func(*args, **(kwargs or {}))
 
 

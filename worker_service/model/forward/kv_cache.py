@@ -14,13 +14,20 @@ from ..errors import KVCacheTooLarge
 from .kv_groups import sights
 from .kv_plan import KVCachePlan, show_bytes
 from .layers import AttentionLayer
+from .mixer import Mixer
+from .state_tensors import StateTensors
 
 
 class KVCache:
-    """The KV tensors of all layers, allocated once and zero, each with the blocks of its group."""
+    """The KV tensors of all layers, and the states of all mixers, allocated once and zero, each with the blocks of its group."""
 
     def __init__(
-        self, plan: KVCachePlan, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
+        self,
+        plan: KVCachePlan,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        device: torch.device,
+        mixers: Sequence[Mixer] = (),
     ) -> None:
         self.plan = plan
         zeros = _zeros_on_demand if device.type == "cpu" else torch.zeros
@@ -36,6 +43,8 @@ class KVCache:
                 k_cache = zeros(*shape, layer.k_head_dim, dtype=dtype, device=device)
                 v_cache = zeros(*shape, layer.v_head_dim, dtype=dtype, device=device)
                 self.layers.append(KVLayer(group.index, layer.window, k_cache, v_cache))
+            self.states = None if plan.states is None else StateTensors(mixers, plan.states.num_blocks, device, zeros)
+            """Of recurrent layers."""
         except (RuntimeError, OSError) as error:  # out of memory: torch's errors, and the kernel's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {show_bytes(plan.total_bytes)} for the KV cache: {error}. "
@@ -47,6 +56,8 @@ class KVCache:
         for layer in self.layers:
             layer.k_cache[1:].fill_(value)
             layer.v_cache[1:].fill_(value)
+        if self.states is not None:
+            self.states.fill(value)
 
 
 def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -37,24 +37,59 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StatesPlan:
+    """Size of the states of recurrent layers: the last group of a model that has some. A block has the states of all of them."""
+
+    num_blocks: int
+    """Including the null block."""
+    bytes_per_block: int
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can hold states."""
+        return self.num_blocks - 1
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    def describe(self, index: int) -> str:
+        """One line for the log. index: of the group."""
+        return (
+            f"group {index} (states): {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of "
+            f"{show_bytes(self.bytes_per_block)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class KVCachePlan:
     """Size of a KV cache before anything is allocated."""
 
     block_size: int
     """Tokens per block, in all groups."""
     groups: tuple[GroupPlan, ...]
-    """By index."""
+    """Those of attention layers, by index; none if no layer attends."""
     chunk_tokens: int | None = None
     """Most tokens of one sequence in one step, if a group has a window: its rings have room for no more."""
+    states: StatesPlan | None = None
+    """Of recurrent layers, whose group comes after all others; None: there are none."""
 
     def __post_init__(self) -> None:
         assert [group.index for group in self.groups] == list(range(len(self.groups))), self.groups
-        assert self.groups, "a model has layers"
+        assert self.groups or self.states, "a model has layers"
 
     @classmethod
-    def one_group(cls, num_blocks: int, block_size: int, bytes_per_token: int) -> Self:
-        """All layers keep all tokens, in the same blocks."""
-        return cls(block_size, (GroupPlan(0, None, num_blocks, bytes_per_token),))
+    def one_group(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        bytes_per_token: int,
+        states: StatesPlan | None = None,
+        *,
+        attends: bool = True,
+    ) -> Self:
+        """All attention layers keep all tokens, in the same blocks. attends: whether there are such layers."""
+        return cls(block_size, (GroupPlan(0, None, num_blocks, bytes_per_token),) if attends else (), states=states)
 
     @property
     def only_group(self) -> GroupPlan:
@@ -84,11 +119,13 @@ class KVCachePlan:
 
     @property
     def total_bytes(self) -> int:
-        return sum(group.num_blocks * self.block_size * group.bytes_per_token for group in self.groups)
+        kv = sum(group.num_blocks * self.block_size * group.bytes_per_token for group in self.groups)
+        return kv + (self.states.total_bytes if self.states else 0)
 
     def concurrency(self, num_tokens: int) -> float:
         """Number of sequences of `num_tokens` that the cache holds at once, if they share nothing."""
-        return min(group.capacity / group.blocks_per_sequence(num_tokens, self.block_size) for group in self.groups)
+        each = [group.capacity / group.blocks_per_sequence(num_tokens, self.block_size) for group in self.groups]
+        return min([*each, *([self.states.capacity] if self.states else [])])
 
     def group_of(self, window: int | None) -> int:
         """Index of the group of a layer whose KV is seen through this window: the one of this window, or the one that keeps all."""
@@ -101,11 +138,13 @@ class KVCachePlan:
     def describe(self, max_model_len: int) -> str:
         """For the log: one line, and one more for each group if there are several."""
         at_once = f"at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
-        if len(self.groups) > 1:
-            size = f"{show_bytes(self.total_bytes)} in {len(self.groups)} groups, blocks of {self.block_size} tokens"
-            return "\n".join(
-                [f"KV cache: {size}; {at_once}", *(group.describe(self.block_size) for group in self.groups)]
-            )
+        lines = [group.describe(self.block_size) for group in self.groups]
+        if self.states is not None:
+            lines.append(self.states.describe(len(self.groups)))
+        if len(lines) > 1 or not self.groups:
+            groups = f"{len(lines)} groups" if len(lines) > 1 else "one group"
+            size = f"{show_bytes(self.total_bytes)} in {groups}, blocks of {self.block_size} tokens"
+            return "\n".join([f"KV cache: {size}; {at_once}", *lines])
         tokens = self.capacity * self.block_size
         return (
             f"KV cache: {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of {self.block_size} tokens = {tokens:,} "

@@ -80,6 +80,15 @@ def placeholder_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
+class PlaceholderTarget:
+    """An AttentionTarget that returns placeholders: attention left out, for what only needs the shapes."""
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        return placeholder_output(query, value)
+
+
 class _Recorder:
     """An AttentionTarget that records calls and returns placeholders."""
 

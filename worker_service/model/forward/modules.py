@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from ...attention.backend import AttentionBackend
-from ...attention.layer import KVLayer
 from ...attention.packing import Packing
+from ...engine.step import StateBlocks
 from .forward import Forward, Runtime, Selected
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
+from .mixer import Mixer
+from .mixer_binding import MixerBinding, lay_out
 from .packed_linear import PackedLinear
 from .row_selector import RowSelector
 
@@ -25,6 +27,7 @@ class ModulesRuntime:
     model: Any
     layers: Sequence[AttentionLayer]
     device: torch.device
+    mixers: Sequence[Mixer] = ()
 
     @property
     def config(self) -> Any:
@@ -32,7 +35,7 @@ class ModulesRuntime:
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
         assert backend is not None
-        return ModulesForward(self.model, self.layers, cache.layers, backend, self.device)
+        return ModulesForward(self, cache, backend)
 
     def num_bytes(self) -> int:
         return tensor_bytes(self.model)
@@ -41,31 +44,36 @@ class ModulesRuntime:
 class ModulesForward:
     """The Forward of a transformers model."""
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Sequence[AttentionLayer],
-        kv_layers: Sequence[KVLayer],
-        backend: AttentionBackend,
-        device: torch.device,
-    ) -> None:
-        self._layers = layers
+    def __init__(self, runtime: ModulesRuntime, cache: KVCache, backend: AttentionBackend) -> None:
+        self._layers = runtime.layers
         self._backend = backend
-        self._device = device
-        self._selector = RowSelector(model)
-        bind_layers(layers, kv_layers, backend)
+        self._device = runtime.device
+        self._selector = RowSelector(runtime.model)
+        bind_layers(runtime.layers, cache.layers, backend)
+        self._states = cache.states
+        self._mixers = MixerBinding(runtime.mixers, cache.states)
 
-    def run(self, packing: Packing, rows: Sequence[int]) -> Selected:
+    def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
         self._backend.begin(packing)
-        return self._selector.run(
+        step = None
+        if self._states is not None:
+            step = lay_out(packing.offsets, packing.query_lens, states, self._device)
+            self._mixers.begin(step)
+        selected = self._selector.run(
             torch.tensor(rows, dtype=torch.int64, device=self._device),
             input_ids=packing.input_ids,
             position_ids=packing.position_ids,
             use_cache=False,
         )
+        if self._states is not None and step is not None and step.snapshots is not None:
+            # Others would go on from it. A running state that is not finite shows in the outputs of the sequence's next tokens.
+            rows_of_snapshots, blocks = step.snapshots.last_rows, step.snapshots.blocks
+            selected.is_finite[rows_of_snapshots] &= self._states.are_finite(blocks)
+        return selected
 
     def close(self) -> None:
         self._selector.close()
+        self._mixers.release()
         unbind_layers(self._layers)
 
 

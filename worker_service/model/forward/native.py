@@ -10,11 +10,13 @@ import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
+from ...engine.step import StateBlocks
 from ...native.program import OutOfMemory, Program
 from ...native.weights import PackedModel
 from ..errors import ModelError
 from .forward import Forward, Selected
 from .kv_cache import KVCache
+from .mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,10 @@ class NativeRuntime:
     num_threads: int
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What the model does to its logits after the head, such as a soft cap."""
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        return ()
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
         try:
@@ -44,7 +50,8 @@ class NativeForward:
         self._program = program
         self._finish = finish
 
-    def run(self, packing: Packing, rows: Sequence[int]) -> Selected:
+    def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
+        assert not states, "a native model has no recurrent layers"
         logits, is_finite = self._program.run(packing, rows)
         return Selected(logits if self._finish is None else self._finish(logits), is_finite)
 

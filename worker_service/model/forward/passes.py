@@ -47,12 +47,17 @@ def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list
 def _cut(part: SequencePart, rows: PromptRows, num_rows: int) -> tuple[SequencePart, SequencePart]:
     """Cut after the first `num_rows` prompt rows."""
     end = rows.first + num_rows
+    state = part.state
     piece = part._replace(
-        token_ids=part.token_ids[:end], sampling=None, prompt_rows=rows._replace(targets=rows.targets[:num_rows])
+        token_ids=part.token_ids[:end],
+        sampling=None,
+        prompt_rows=rows._replace(targets=rows.targets[:num_rows]),
+        state=None if state is None else state._replace(snapshot=0),
     )
     rest = part._replace(
         token_ids=part.token_ids[end:],
         start=part.start + end,
         prompt_rows=rows._replace(first=0, targets=rows.targets[num_rows:]),
+        state=None if state is None else state._replace(source=state.running),
     )
     return piece, rest

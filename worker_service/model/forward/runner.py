@@ -18,6 +18,7 @@ from ..sampling.sampler import prompt_logprobs, sample
 from .forward import Runtime
 from .kv_cache import KVCache
 from .passes import PassPart, passes
+from .state_blocks import states_of
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Logits of prompt rows in memory at a time: 64 MiB in float32."""
@@ -41,6 +42,7 @@ class ModelRunner:
         plan = kv_cache.plan
         groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
         self._packer = Packer(plan.block_size, groups, device, sizes)
+        self._num_state_blocks = 0 if plan.states is None else plan.states.num_blocks
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache
@@ -50,6 +52,7 @@ class ModelRunner:
 
         Computes logits of sampled rows and of prompt rows with requested log-probabilities, the latter in slices.
         """
+        states_of(step.parts, self._num_state_blocks)  # refuses a bad part before the first pass
         outcomes = [_Outcome() for _ in step.parts]
         all_passes = list(passes(step.parts, self._max_prompt_rows))
         if len(all_passes) > 1:
@@ -61,6 +64,7 @@ class ModelRunner:
     def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
         """Run one forward pass and add its results to the outcomes of its parts."""
         packing = self._packer.pack([part for _, part in parts])
+        states = states_of([part for _, part in parts], self._num_state_blocks)
         draws: list[tuple[int, Draw]] = []
         prompts: list[tuple[int, int, PromptRows]] = []
         rows: list[int] = []
@@ -74,7 +78,7 @@ class ModelRunner:
                 prompts.append((index, part.start, wanted))
                 prompt_rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits, is_finite = self.forward.run(packing, rows + prompt_rows)
+            logits, is_finite = self.forward.run(packing, rows + prompt_rows, states)
             first = len(draws)
             for index, start, wanted in prompts:
                 end = first + len(wanted.targets)
@@ -96,8 +100,9 @@ class ModelRunner:
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
         packing = self._packer.pack(parts)
+        states = states_of(parts, self._num_state_blocks)
         with torch.inference_mode():
-            return self.forward.run(packing, range(packing.num_tokens)).logits
+            return self.forward.run(packing, range(packing.num_tokens), states).logits
 
     def close(self) -> None:
         """Release the KV tensors and the model; the runner must not be used afterwards."""

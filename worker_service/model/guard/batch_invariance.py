@@ -11,12 +11,11 @@ from ...attention.backend import AttentionBackend
 from ...attention.invariance import Finding
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import SequencePart
 from ...native.program import PARTITION
 from ..facts import BatchInvariance
 from ..forward.forward import Runtime
 from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import KVCachePlan
+from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.layers import AttentionLayer
 from ..forward.modules import modules_of
 from ..forward.native import NativeRuntime
@@ -103,12 +102,14 @@ def _different_rows(trial: _Trial) -> int:
     lengths = [min(length, trial.max_model_len) for length in _LENGTHS]
     sequences = random_sequences(trial.runtime.config, lengths)
     per_sequence = -(-max(lengths) // _BLOCK_SIZE)
-    plan = KVCachePlan.one_group(num_blocks=1 + 2 * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
-    tables = [list(range(1 + index, plan.num_blocks, 2)) for index in range(2)]
+    num_blocks, mixers = 1 + 2 * per_sequence, trial.runtime.mixers
+    states = StatesPlan(num_blocks=3, bytes_per_block=0) if mixers else None
+    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, bytes_per_token=0, states=states, attends=bool(trial.layers))
+    cache = KVCache(plan, trial.layers, trial.dtype, trial.device, mixers)
+    tables = [list(range(1 + index, num_blocks, 2)) for index in range(2)]
     runner = ModelRunner(trial.runtime, cache, trial.backend, trial.device)
     try:
-        at_once = runner.logits([SequencePart(sequences[_TEXT], 0, (tables[_TEXT],), None)])
+        at_once = next(iter(logits_in_steps(runner, sequences, tables, [[(_TEXT, 0, lengths[_TEXT])]])))[2]
         return sum(
             int((rows != at_once[first : first + len(rows)]).any(-1).sum())
             for index, first, rows in logits_in_steps(runner, sequences, tables, _STEPS)

@@ -11,19 +11,24 @@ from typing import Any, NamedTuple
 import torch
 
 from ...attention.interface import ATTENTION_NAME
-from ...attention.packing import one_group, pack
+from ...attention.layout import BlockGroup
+from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import SequencePart
+from ...engine.step import SequencePart, StateBlocks
 from ..errors import UnsupportedModel
 from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import KVCachePlan
+from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
+from ..forward.mixer import Mixer
+from ..forward.mixer_binding import MixerBinding, lay_out
 from ..forward.modules import ModulesRuntime
 from ..forward.runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _BLOCK_SIZE = 4
+_NUM_STATE_BLOCKS = 5
+"""The null block, and one for each text."""
 _LENGTHS = (24, 14, 9, 5)
 """Lengths of the texts; the last is below every threshold of a replica."""
 _FEW_TOKENS = (12, 9, 5)
@@ -48,6 +53,7 @@ class _Trial(NamedTuple):
 
     model: Any
     layers: Sequence[AttentionLayer]
+    mixers: Sequence[Mixer]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -56,6 +62,7 @@ class _Trial(NamedTuple):
 def probe(
     model: Any,
     layers: Sequence[AttentionLayer],
+    mixers: Sequence[Mixer],
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
@@ -63,10 +70,11 @@ def probe(
 ) -> None:
     """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
-    Then one of them again with a neighbour at the last positions below max_model_len. Raises UnsupportedModel if anything differs
-    by more than rounding. The model is unbound afterwards. is_thorough: with more tokens and steps.
+    Then one of them again with a neighbour at the last positions below max_model_len, and with recurrent layers from states that
+    were kept. Raises UnsupportedModel if anything differs by more than rounding. The model is unbound afterwards. is_thorough: with
+    more tokens and steps.
     """
-    trial = _Trial(model, layers, dtype, device, max_model_len)
+    trial = _Trial(model, layers, mixers, dtype, device, max_model_len)
     lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
     sequences = random_sequences(model.config, lengths)
     alone = [eager_logits(model, tokens, device) for tokens in sequences]
@@ -78,6 +86,9 @@ def probe(
             "packed and in chunks",
             "ignores position_ids, has a mask of its own, or keeps a state",
         )
+    if mixers:
+        for index, ours, where in _logits_from_snapshots(trial, sequences):
+            _compare(trial, ours, alone[index][-len(ours) :], where, "changes a state that it was to leave as it is")
     far_start = max_model_len - lengths[_FAR]
     far = eager_logits(model, sequences[_FAR], device, far_start)
     rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
@@ -135,18 +146,18 @@ def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
     """A cache filled with NaN, and a table of scattered blocks for each sequence."""
     per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
     count = len(_LENGTHS)
-    plan = KVCachePlan.one_group(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    cache = KVCache(plan, trial.layers, trial.dtype, trial.device)
+    states = StatesPlan(_NUM_STATE_BLOCKS, 0) if trial.mixers else None
+    num_blocks = 1 + count * per_sequence
+    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, bytes_per_token=0, states=states, attends=bool(trial.layers))
+    cache = KVCache(plan, trial.layers, trial.dtype, trial.device, trial.mixers)
     cache.fill(float("nan"))
-    tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
+    tables = [list(range(1 + index, num_blocks, count)) for index in range(count)]
     return cache, [tables[0][::-1], *tables[1:]]
 
 
 def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Per sequence [T, vocab_size], through the runner."""
-    cache, tables = _new_cache(trial)
-    runtime = ModulesRuntime(trial.model, trial.layers, trial.device)
-    runner = ModelRunner(runtime, cache, TorchAttention(trial.dtype), trial.device)
+    runner, tables = _new_runner(trial)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
         for index, _, rows in logits_in_steps(runner, sequences, tables, _STEPS):
@@ -156,6 +167,63 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
     return [torch.cat(parts) for parts in logits]
 
 
+def _new_runner(trial: _Trial) -> tuple[ModelRunner, list[list[int]]]:
+    """Over a cache filled with NaN, and a table of scattered blocks for each sequence."""
+    cache, tables = _new_cache(trial)
+    runtime = ModulesRuntime(trial.model, trial.layers, trial.device, trial.mixers)
+    return ModelRunner(runtime, cache, TorchAttention(trial.dtype), trial.device), tables
+
+
+def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterator[tuple[int, torch.Tensor, str]]:
+    """Logits of the ends of two sequences: (sequence, [T, vocab_size], how they were computed).
+
+    The state of the first is kept on the way; two others go on from it, several tokens at once and a single one, while the second
+    sequence runs, and begins anew in the same blocks.
+    """
+    first, second = sequences[0], sequences[1]
+    kept_at, cut = len(first) // 2, len(second) // 2
+    if not 0 < kept_at < len(first) - 1 or not cut:
+        return  # texts of so few tokens have no state worth keeping
+    runner, tables = _new_runner(trial)
+    snapshot, running, other, own = 1, 2, 3, 4
+
+    def run(*parts: tuple[int, int, int, StateBlocks]) -> list[torch.Tensor]:
+        """parts: (sequence, first token, end, state). Logits of each."""
+        chunks = [
+            SequencePart(sequences[index][start:end], start, tables_of(index), None, state=state)
+            for index, start, end, state in parts
+        ]
+        return list(torch.split(runner.logits(chunks), [len(chunk.token_ids) for chunk in chunks]))
+
+    def tables_of(index: int) -> tuple[list[int], ...]:
+        return (tables[index],) if trial.layers else ()
+
+    def of_snapshot() -> list[torch.Tensor]:
+        states = runner.kv_cache.states
+        return [tensor[snapshot].clone() for tensor in states or ()]
+
+    try:
+        run((1, 0, cut, StateBlocks(0, own)), (0, 0, kept_at, StateBlocks(0, running, snapshot)))
+        kept = of_snapshot()
+        end = len(first)
+        _, at_once = run((1, cut, len(second), StateBlocks(own, own)), (0, kept_at, end, StateBlocks(snapshot, other)))
+        yield 0, at_once, "from a state that was kept"
+        single, _ = run(
+            (0, kept_at, kept_at + 1, StateBlocks(snapshot, running)),
+            (1, 0, 1, StateBlocks(0, own)),
+        )
+        rest, anew = run(
+            (0, kept_at + 1, end, StateBlocks(running, running)),
+            (1, 1, len(second), StateBlocks(own, own)),
+        )
+        yield 0, torch.cat([single, rest]), "from a state that was kept, token by token"
+        yield 1, anew, "again from the beginning"
+        if not all(torch.equal(then, now) for then, now in zip(kept, of_snapshot(), strict=True)):
+            raise UnsupportedModel(f"{type(trial.model).__name__} changes a state that others go on from.")
+    finally:
+        runner.close()
+
+
 def logits_in_steps(
     runner: ModelRunner,
     sequences: Sequence[list[int]],
@@ -163,13 +231,21 @@ def logits_in_steps(
     steps: Sequence[Sequence[tuple[int, int, int]]],
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Run steps of (sequence, first token, end), less the tokens that the sequences do not have. Yields (sequence, first token,
-    logits [T, vocab_size]) per part."""
+    logits [T, vocab_size]) per part. The state of a sequence is in the block after its index."""
+    plan = runner.kv_cache.plan
+
+    def state(index: int, first: int) -> StateBlocks | None:
+        return StateBlocks(1 + index if first else 0, 1 + index) if plan.states else None
+
     for step in steps:
         chunks = [(index, first, sequences[index][first:end]) for index, first, end in step if index < len(sequences)]
         chunks = [chunk for chunk in chunks if chunk[2]]
         if chunks:
             logits = runner.logits(
-                [SequencePart(tokens, first, (tables[index],), None) for index, first, tokens in chunks]
+                [
+                    SequencePart(tokens, first, (tables[index],) * len(plan.groups), None, state=state(index, first))
+                    for index, first, tokens in chunks
+                ]
             )
             rows = torch.split(logits, [len(tokens) for _, _, tokens in chunks])
             yield from ((index, first, own) for (index, first, _), own in zip(chunks, rows, strict=True))
@@ -181,8 +257,10 @@ def _near_and_far_logits(
     """Logits of `near` and _FAR in one row; the positions of _FAR start at far_start, without KV before them."""
     cache, tables = _new_cache(trial)
     order = (_FAR, near) if far_first else (near, _FAR)
-    parts = [SequencePart(sequences[index], 0, (tables[index],), None) for index in order]
-    packing = pack(parts, _BLOCK_SIZE, one_group(cache.plan.num_blocks), trial.device)
+    groups = [BlockGroup(group.num_blocks, group.window) for group in cache.plan.groups]
+    parts = [SequencePart(sequences[index], 0, (tables[index],) * len(groups), None) for index in order]
+    packing = pack(parts, _BLOCK_SIZE, groups, trial.device)
+    mixers = MixerBinding(trial.mixers, cache.states)
     shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
     packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(trial.device))
     backend = TorchAttention(trial.dtype)
@@ -190,8 +268,12 @@ def _near_and_far_logits(
     try:
         with torch.inference_mode():
             backend.begin(packing)
+            mixers.begin(
+                lay_out(packing.offsets, packing.query_lens, [StateBlocks(0, 1), StateBlocks(0, 2)], trial.device)
+            )
             output = trial.model(input_ids=packing.input_ids, position_ids=packing.position_ids, use_cache=False)
     finally:
+        mixers.release()
         unbind_layers(trial.layers)
     first, second = torch.split(output.logits[0], [len(sequences[index]) for index in order])
     return (second, first) if far_first else (first, second)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -14,11 +14,20 @@ from ...attention.interface import ATTENTION_NAME
 from ..errors import ModelError, UnsupportedModel
 from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.mixer import Mixer
+from ..forward.mixers import find_mixers
 from ..rope import original_length, rope_sets
 from .self_check import probe
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+"""Layers that attend, also those that have a state besides."""
+_STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers with a state of transformers' cache."""
+_OTHER_TYPES = frozenset({"mlp", "moe"})
+"""Layers that look at a token alone."""
+_KNOWN_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | _OTHER_TYPES
+_SLIDING_TYPES = frozenset({"sliding_attention", "hybrid_sliding"})
 # Its frequencies depend on the longest position in the packed row, so a long neighbour would change the K of all others, unless no
 # text can be that long.
 _ROPE_BY_LONGEST = "dynamic"
@@ -44,8 +53,8 @@ def check_config(config: Any, max_model_len: int) -> None:
     others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if others:
         raise UnsupportedModel(
-            f"{kind} has layers of type {', '.join(sorted(others))}, whose state is not KV per token; "
-            "only models of full_attention and sliding_attention layers are served."
+            f"{kind} has layers of type {', '.join(sorted(others))}; "
+            "only layers of full and sliding-window attention, and those with a state of transformers' cache, are served."
         )
     _check_dispatch(config)
     _check_rope(kind, text, max_model_len)
@@ -116,16 +125,24 @@ def _length_that_works(config: Any, max_model_len: int) -> int | None:
     return None
 
 
+class GuardedLayers(NamedTuple):
+    """The layers of a model that may be served."""
+
+    attention: list[AttentionLayer]
+    mixers: list[Mixer]
+
+
 def guarded_layers(
     model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
-) -> list[AttentionLayer]:
-    """The attention layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
+) -> GuardedLayers:
+    """The layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
     started = time.monotonic()
     try:
         with replacing(model, dtype, device):
             layers = find_attention_layers(model, device)
-        check_layers(config, layers, max_model_len)
-        probe(model, layers, dtype, device, max_model_len, is_thorough)
+            mixers = find_mixers(model, device)
+        check_layers(config, layers, max_model_len, mixers)
+        probe(model, layers, mixers, dtype, device, max_model_len, is_thorough)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # models raise all kinds of errors for input that they do not support
@@ -133,24 +150,31 @@ def guarded_layers(
             f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
         ) from error
     _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
-    return layers
+    return GuardedLayers(layers, mixers)
 
 
-def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: int) -> None:
+def check_layers(
+    config: Any, layers: Sequence[AttentionLayer], max_model_len: int, mixers: Sequence[Mixer] = ()
+) -> None:
     """Check that every layer of the config was found, with the config's window. Raises UnsupportedModel."""
     text = config.get_text_config(decoder=True)
     kind = config.model_type
     # Layers that attend only to an image are skipped without one.
     absent = set(getattr(text, "cross_attention_layers", None) or ())
-    expected = [index for index in range(text.num_hidden_layers) if index not in absent]
+    types = getattr(text, "layer_types", None)
+    _check_mixers(kind, types or (), mixers)
+    expected = [
+        index
+        for index in range(text.num_hidden_layers)
+        if index not in absent and (types is None or types[index] in _ATTENTION_TYPES)
+    ]
     modules = list(dict.fromkeys(layer.module for layer in layers))
     window = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
     # If layers run several times, a config counts either modules or runs.
     is_each_seen = len(expected) in (len(modules), len(layers)) or (types is None and len(modules) > len(expected))
     if not is_each_seen:
         raise UnsupportedModel(
-            f"{kind} has {len(expected)} layers, but {len(modules)} modules reach attention through transformers' "
+            f"{kind} has {len(expected)} layers that attend, but {len(modules)} modules reach attention through transformers' "
             "AttentionInterface; every layer must, in every forward pass."
         )
     for index, layer in enumerate(layers):
@@ -158,9 +182,20 @@ def check_layers(config: Any, layers: Sequence[AttentionLayer], max_model_len: i
             wanted = window if window is not None and window < max_model_len else layer.window
         else:
             position = index if len(layers) == len(expected) else modules.index(layer.module)
-            wanted = window if types[expected[position]] == "sliding_attention" else None
+            wanted = window if types[expected[position]] in _SLIDING_TYPES else None
         if layer.window != wanted:
             raise UnsupportedModel(
                 f"{kind}: {layer.name} should have the window {wanted} by the config, but passes the window {layer.window} to "
                 "attention; the window would be in the mask only."
             )
+
+
+def _check_mixers(kind: str, types: Sequence[str], mixers: Sequence[Mixer]) -> None:
+    """Every layer with a state must keep it in transformers' cache, where it can be replaced. Raises UnsupportedModel."""
+    expected = {index for index, layer_type in enumerate(types) if layer_type in _STATE_TYPES}
+    found = {mixer.layer_idx for mixer in mixers}
+    if expected - found:
+        raise UnsupportedModel(
+            f"{kind} has {len(expected)} layers with a state, but {len(expected - found)} of them do not keep it in transformers' "
+            "cache; every layer must."
+        )

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
-from ...attention.layer import AttentionCall
 from ..errors import UnsupportedModel
-from ..forward.layers import AttentionLayer, find_attention_layers, placeholder_output
+from ..forward.layers import AttentionLayer, PlaceholderTarget, find_attention_layers
 from ..forward.packed_linear import packing_works
 from ..progress import quiet_transformers
 
@@ -66,7 +65,7 @@ class MetaModel:
         """
         meter = _LiveBytes(self.model)
         for layer in self.layers:
-            bind(layer.module, _Passing())
+            bind(layer.module, PlaceholderTarget())
         selected: list[torch.utils.hooks.RemovableHandle] = []
         try:
             tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=META)
@@ -111,15 +110,6 @@ def _unknown(config: Any, error: Exception) -> UnsupportedModel:
 
 def _select(rows: torch.Tensor) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
     return lambda _, inputs: (inputs[0][:, rows], *inputs[1:])
-
-
-class _Passing:
-    """An AttentionTarget that returns placeholders."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        return placeholder_output(query, value)
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from ...native.weights import PackedModel
 from ..control_groups import cpu_quota
 from ..errors import ModelError
 from ..forward.layers import AttentionLayer, find_attention_layers
+from ..forward.mixers import find_mixers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
@@ -54,8 +55,10 @@ def try_native(
     """
     if device.type != "cpu" or dtype not in NATIVE_DTYPES:
         raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
-    layers = find_attention_layers(model, device)
-    check_layers(model.config, layers, max_model_len)
+    layers, mixers = find_attention_layers(model, device), find_mixers(model, device)
+    check_layers(model.config, layers, max_model_len, mixers)
+    if mixers:
+        raise NotNative("it has recurrent layers")
     started = time.monotonic()
     with _reasons(NotNative):
         description = describe(model, layers, dtype, max_model_len)

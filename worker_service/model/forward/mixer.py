@@ -1,0 +1,161 @@
+"""One recurrent layer of a model, and calls of it for pieces of a packed row."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+StateKind = Literal["conv", "recurrent"]
+
+
+class StateSpec(NamedTuple):
+    """One tensor of a mixer's state."""
+
+    kind: StateKind
+    state_idx: int
+    """The cache's `state_idx`."""
+    shape: tuple[int, ...]
+    """Of one sequence."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Mixer(NamedTuple):
+    """A module with a state that each token changes."""
+
+    name: str
+    module: Any
+    layer_idx: int
+    """Of the model's layer that it belongs to, as it names itself to the cache."""
+    num_states: int
+    """State indices that the cache has for the layer."""
+    states: tuple[StateSpec, ...]
+    cache_argument: str
+    """The parameter of its forward that takes the cache."""
+    by_token: frozenset[str]
+    """Parameters of its forward with tensors of [1, tokens, …]."""
+    is_serial: bool = False
+    """Given several tokens it does not go on from its state: after the first piece of a text it gets them one by one."""
+
+
+def state_bytes(mixers: Sequence[Mixer], dtype: torch.dtype | None = None) -> int:
+    """Bytes of the states of one sequence in all mixers. dtype: of the model, if it differs from the one that it was found in."""
+    return sum(
+        math.prod(spec.shape) * (spec.dtype if dtype is None or spec.dtype == torch.float32 else dtype).itemsize
+        for mixer in mixers
+        for spec in mixer.states
+    )
+
+
+class Piece(NamedTuple):
+    """Sequences of a packed row that are computed in one call, each with the same number of tokens."""
+
+    rows: slice | torch.Tensor
+    """Of the packed row: those of one sequence, or [N] int64, one of each of N sequences."""
+    num_sequences: int
+    num_tokens: int
+    """Of each."""
+    sources: torch.Tensor | None = None
+    """[N] int64, blocks of the states to go on from; None: they begin."""
+
+    @classmethod
+    def of_one(cls, first: int, end: int, sources: torch.Tensor | None = None) -> Self:
+        """The rows first … end − 1, of one sequence."""
+        return cls(slice(first, end), 1, end - first, sources)
+
+
+def has_tokens(value: Any, num_tokens: int) -> bool:
+    """Whether an argument is, or contains, a tensor [1, num_tokens, …]."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() >= 2 and value.shape[:2] == (1, num_tokens)
+    if isinstance(value, dict):
+        return any(has_tokens(entry, num_tokens) for entry in value.values())
+    return isinstance(value, list | tuple) and any(has_tokens(entry, num_tokens) for entry in value)
+
+
+class MixerCall:
+    """A call of a mixer with a packed row, made piece by piece."""
+
+    def __init__(
+        self, mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+    ) -> None:
+        """forward: of the module as it was; None: it is."""
+        self._mixer = mixer
+        self._forward = forward or mixer.module.forward
+        self._signature = inspect.signature(self._forward)
+        self._arguments = self._signature.bind(*args, **kwargs).arguments
+        first = next(iter(self._arguments.values()))
+        self._num_tokens, self._device = first.shape[1], first.device
+
+    def run(self, piece: Piece, before: Sequence[torch.Tensor] | None) -> tuple[Any, list[torch.Tensor]]:
+        """The output for the piece, tensors [sequences, tokens, …], and the states after it, [sequences, …] each.
+
+        before: the states to go on from; they may be changed. None: the state that the layer begins with.
+        """
+        cache = self._cache(piece, before)
+        if before is None or not self._mixer.is_serial or piece.num_tokens == 1:
+            return self._call(piece.rows, cache), self._states(cache)
+        assert isinstance(piece.rows, slice)
+        outputs = [self._call(slice(row, row + 1), cache) for row in range(piece.rows.start, piece.rows.stop)]
+        return join(outputs, lambda tensors: torch.cat(tensors, dim=1)), self._states(cache)
+
+    def _call(self, rows: slice | torch.Tensor, cache: Cache) -> Any:
+        def of_rows(value: Any) -> Any:
+            if not has_tokens(value, self._num_tokens):
+                return value
+            return value[:, rows] if isinstance(rows, slice) else value[0].index_select(0, rows)[:, None]
+
+        arguments = {
+            name: tree_map(of_rows, value) if name in self._mixer.by_token else value
+            for name, value in self._arguments.items()
+        }
+        arguments[self._mixer.cache_argument] = cache
+        bound = inspect.BoundArguments(self._signature, arguments)
+        return self._forward(*bound.args, **bound.kwargs)
+
+    def _cache(self, piece: Piece, states: Sequence[torch.Tensor] | None) -> Cache:
+        """A cache that the mixer changes in place. transformers would make the tensors later, and mark them for compilers."""
+        layer = LinearAttentionLayer(number_of_states=self._mixer.num_states)
+        layer.device = self._device
+        for number, spec in enumerate(self._mixer.states):
+            if states is None:
+                tensor = torch.zeros(piece.num_sequences, *spec.shape, dtype=spec.dtype, device=self._device)
+            else:
+                tensor = states[number]
+                layer.has_previous_state[spec.state_idx] = True
+            if spec.kind == "conv":
+                layer.dtype = spec.dtype
+                layer.conv_states[spec.state_idx] = tensor
+                layer.is_conv_states_initialized[spec.state_idx] = True
+                layer.conv_kernel_size[spec.state_idx] = spec.shape[-1]
+            else:
+                layer.recurrent_states[spec.state_idx] = tensor
+                layer.is_recurrent_states_initialized[spec.state_idx] = True
+        return Cache(layers=[layer] * (self._mixer.layer_idx + 1))
+
+    def _states(self, cache: Cache) -> list[torch.Tensor]:
+        layer = cache.layers[self._mixer.layer_idx]
+        return [
+            (layer.conv_states if spec.kind == "conv" else layer.recurrent_states)[spec.state_idx]
+            for spec in self._mixer.states
+        ]
+
+
+def join(outputs: Sequence[Any], how: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
+    """Outputs of the same structure as one; what is no tensor is that of the first."""
+    flat = [tree_flatten(output) for output in outputs]
+    leaves = [
+        how(list(of_all)) if isinstance(of_all[0], torch.Tensor) else of_all[0]
+        for of_all in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return tree_unflatten(leaves, flat[0][1])

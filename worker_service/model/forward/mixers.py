@@ -1,0 +1,175 @@
+"""The recurrent layers of a model: gated delta nets, Mamba, short convolutions. Found by what they ask of transformers' cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...attention.interface import UnsupportedAttention, bind, unbind
+from ..errors import UnsupportedModel
+from .layers import PlaceholderTarget
+from .mixer import Mixer, MixerCall, Piece, StateKind, StateSpec, has_tokens
+from .running import Call, following
+
+_WATCHED_TOKENS = 11
+"""Of the recorded pass; not a size that tensors have for other reasons."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+_FIRST, _MORE = 5, 3
+"""Tokens of the two pieces by which a mixer's use of its state is tried."""
+_MOST_DIFFERENCE = 0.1
+"""Between the outputs of a token alone and as the first of several, as a share of the effect of the state. Rounding is far below; a
+state that is not used makes it about 1."""
+
+
+def has_state_layers(config: Any) -> bool:
+    """Whether transformers' cache for this config has layers with a state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
+    """All modules that use states of the cache, in the order of the calls. On the meta device, `is_serial` is not found out.
+
+    Runs a few tokens with attention left out. Raises UnsupportedModel.
+    """
+    if not has_state_layers(model.config):
+        return []
+    cache = _WatchedCache(config=model.config)
+    target = PlaceholderTarget()
+    for module in model.modules():
+        bind(module, target)
+    try:
+        with following(model) as cache.running, torch.inference_mode():
+            tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **{_cache_argument(model): cache})
+    except UnsupportedAttention as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
+    finally:
+        for module in model.modules():
+            unbind(module)
+    names = {module: name for name, module in model.named_modules()}
+    mixers = [_mixer(names[module], uses, cache) for module, uses in cache.uses.items()]
+    _check_distinct(mixers)
+    if device.type == "meta":
+        return mixers
+    forgetful: dict[type, bool] = {}
+    with torch.inference_mode():
+        for mixer in mixers:
+            kind = type(mixer.module)
+            if kind not in forgetful:
+                forgetful[kind] = _forgets(mixer, cache.uses[mixer.module][0].call)
+    return [mixer._replace(is_serial=forgetful[type(mixer.module)]) for mixer in mixers]
+
+
+class _Use(NamedTuple):
+    """A module's use of a state."""
+
+    call: Call
+    kind: StateKind
+    layer_idx: int
+    state_idx: int
+
+
+class _WatchedCache(DynamicCache):  # type: ignore[misc]
+    """Notes which module asks for which state."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.running: list[Call] = []
+        self.uses: dict[Any, list[_Use]] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self._note("conv", layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        self._note("conv", layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self._note("recurrent", layer_idx, state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        self._note("recurrent", layer_idx, state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _note(self, kind: StateKind, layer_idx: int, state_idx: int) -> None:
+        call = self.running[-1]
+        self.uses.setdefault(call.module, []).append(_Use(call, kind, layer_idx, state_idx))
+
+
+def _cache_argument(module: Any) -> str:
+    parameters = inspect.signature(module.forward).parameters
+    found = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    if found is None:
+        raise UnsupportedModel(f"{type(module).__name__} has a state, but no parameter for a cache.")
+    return found
+
+
+def _mixer(name: str, uses: Sequence[_Use], cache: Cache) -> Mixer:
+    first = uses[0]
+    if any(use.call is not first.call or use.layer_idx != first.layer_idx for use in uses):
+        raise UnsupportedModel(f"Its module {name} has the states of several layers, or runs several times.")
+    layer = cache.layers[first.layer_idx]
+    states: list[StateSpec] = []
+    for kind, index in dict.fromkeys((use.kind, use.state_idx) for use in uses):
+        tensor = (layer.conv_states if kind == "conv" else layer.recurrent_states)[index]
+        if tensor is not None:  # short convolutions have no recurrent state
+            states.append(StateSpec(kind, index, tuple(tensor.shape[1:]), tensor.dtype))
+    module = first.call.module
+    arguments = inspect.signature(module.forward).bind(*first.call.args, **first.call.kwargs).arguments
+    by_token = {name for name, value in arguments.items() if has_tokens(value, _WATCHED_TOKENS)}
+    return Mixer(
+        name,
+        module,
+        first.layer_idx,
+        len(layer.has_previous_state),
+        tuple(states),
+        _cache_argument(module),
+        frozenset(by_token),
+    )
+
+
+def _check_distinct(mixers: Sequence[Mixer]) -> None:
+    owners: dict[tuple[int, StateKind, int], str] = {}
+    for mixer in mixers:
+        for spec in mixer.states:
+            other = owners.setdefault((mixer.layer_idx, spec.kind, spec.state_idx), mixer.name)
+            if other != mixer.name:
+                raise UnsupportedModel(f"Its modules {other} and {mixer.name} share a state.")
+
+
+def _forgets(mixer: Mixer, recorded: Call) -> bool:
+    """Whether the mixer, given several tokens, does not use one of its states as it does with a single one.
+
+    Its state is replaced by another one, so that the effect is large; then the next token alone must have the same output as when
+    more tokens come after it.
+    """
+    call = MixerCall(mixer, recorded.args, recorded.kwargs)
+    _, before = call.run(Piece.of_one(0, _FIRST), None)
+    alone, several = Piece.of_one(_FIRST, _FIRST + 1), Piece.of_one(_FIRST, _FIRST + _MORE)
+    unchanged = _output(call.run(alone, _copies(before))[0])
+    for number in range(len(before)):
+        changed = _copies(before)
+        changed[number] = changed[number].roll(1, dims=1) + max(1.0, float(changed[number].abs().max()))
+        expected = _output(call.run(alone, _copies(changed))[0])
+        found = _output(call.run(several, changed)[0])[:, :1]
+        if float((found - expected).norm()) > _MOST_DIFFERENCE * float((expected - unchanged).norm()):
+            return True
+    return False
+
+
+def _copies(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [state.clone() for state in states]
+
+
+def _output(output: Any) -> torch.Tensor:
+    """All numbers of the first tensors of a mixer's output, [1, tokens, …]."""
+    tensors = [leaf.flatten(2).double() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return torch.cat(tensors, dim=-1)
