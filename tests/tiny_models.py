@@ -37,6 +37,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_NO_ATTENTION: dict[str, Any] = dict.fromkeys(
+    ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+)
 # What differs from _COMMON; None takes a field away.
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -69,6 +72,34 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = tuple(_ARCHITECTURES)
+# With recurrent layers: short convolutions, gated delta nets, Mamba and Mamba-2, alone, between or inside layers that attend.
+_WITH_STATES: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "qwen3_next": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8} | _NO_ATTENTION,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "mamba": {"state_size": 8} | _NO_ATTENTION,
+}
+STATE_ARCHITECTURES = tuple(_WITH_STATES)
 # Standard deviation of the weights where 0.2 gives texts that repeat one token.
 _STD = {"gpt2": 0.4, "opt": 0.5, "gpt_neox": 0.5}
 _MIN_DISTINCT_TOKENS = 6
@@ -88,6 +119,13 @@ SEEDS: dict[str, int] = {
     "mistral": 0,
     "gpt_oss": 1,
     "deepseek_v3": 0,
+    "lfm2": 1,
+    "qwen3_next": 0,
+    "mamba2": 0,
+    "jamba": 0,
+    "falcon_h1": 1,
+    "bamba": 1,
+    "mamba": 0,
 }
 
 
@@ -160,7 +198,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 def build_model(architecture: str, seed: int, eos_token_id: int | None = None) -> PreTrainedModel:
     """The model with random weights of a standard deviation of 0.2 and more."""
-    fields = {**_COMMON, **_ARCHITECTURES[architecture], "eos_token_id": eos_token_id}
+    fields = {**_COMMON, **(_ARCHITECTURES | _WITH_STATES)[architecture], "eos_token_id": eos_token_id}
     config = AutoConfig.for_model(architecture, **{k: v for k, v in fields.items() if v is not None or "_id" in k})
     with torch.random.fork_rng(devices=[]):
         # Some models draw even vectors at random (the sinks of gpt_oss); those stay, so the draw must be the same each time.
@@ -209,5 +247,5 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in ARCHITECTURES:
+    for name in (*ARCHITECTURES, *STATE_ARCHITECTURES):
         print(f'    "{name}": {find_seed(name)},', flush=True)

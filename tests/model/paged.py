@@ -18,8 +18,9 @@ from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
-from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
+from kvpool.worker_service.engine.step import SampledToken, SequencePart, StateBlocks, Step
+from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
+from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.packed_linear import packing_works
 from kvpool.worker_service.model.forward.runner import ModelRunner
@@ -28,6 +29,7 @@ from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 
 BLOCK_SIZE = 4
+_NUM_STATE_BLOCKS = 64
 NUM_THREADS = int(os.environ.get("KVPOOL_TEST_THREADS", "1"))
 """Of torch. One by default: products are tiny, and tests that run beside others should not wait for their cores."""
 NEEDS_PACKING = pytest.mark.skipif(
@@ -103,6 +105,12 @@ class Request:
     sampling: SamplingParams = GREEDY
     sampled: list[SampledToken] = field(default_factory=list)
     computed: int = -1
+    running: int = 0
+    """Block of its running state, if the model has recurrent layers."""
+    source: int = 0
+    """Block with the state after the tokens before `start`."""
+    snapshots: dict[int, int] = field(default_factory=dict)
+    """By number of tokens before it: the block that is to get the state there. A chunk ends there."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -114,7 +122,7 @@ class Request:
 
 
 class PagedModel:
-    """A loaded model with a cache whose unwritten slots are NaN and whose blocks come in random order."""
+    """A loaded model with a cache whose unwritten slots and states are NaN and whose blocks come in random order."""
 
     def __init__(
         self,
@@ -136,20 +144,45 @@ class PagedModel:
             shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
             self.partition = shapes.partition
             backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
-        plan = KVCachePlan.one_group(num_blocks, block_size, kv_bytes_per_token(loaded.layers, loaded.dtype))
+        mixers = loaded.runtime.mixers
+        self._free_states = list(range(_NUM_STATE_BLOCKS - 1, 0, -1)) if mixers else []
+        states = StatesPlan(_NUM_STATE_BLOCKS, state_bytes(mixers)) if mixers else None
+        num_bytes = kv_bytes_per_token(loaded.layers, loaded.dtype)
+        plan = KVCachePlan.one_group(num_blocks, block_size, num_bytes, states, attends=bool(loaded.layers))
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
     def request(
-        self, prompt: Sequence[int], num_new: int, shared: Sequence[int] = (), sampling: SamplingParams = GREEDY
+        self,
+        prompt: Sequence[int],
+        num_new: int,
+        shared: Sequence[int] = (),
+        sampling: SamplingParams = GREEDY,
+        source: int = 0,
     ) -> Request:
-        """A request with blocks of its own behind `shared`, full blocks that hold the beginning of its prompt."""
+        """A request with blocks of its own behind `shared`, full blocks that hold the beginning of its prompt. source: its
+        state."""
         needed = -(-(len(prompt) + num_new) // self._block_size) - len(shared)
         own = [self._free.pop() for _ in range(needed)]
-        return Request(prompt, [*shared, *own], num_new, start=len(shared) * self._block_size, sampling=sampling)
+        return Request(
+            prompt,
+            [*shared, *own],
+            num_new,
+            start=len(shared) * self._block_size,
+            sampling=sampling,
+            running=self.state_block() if self.runner.kv_cache.states is not None else 0,
+            source=source,
+        )
+
+    def state_block(self) -> int:
+        """A block of states that nobody uses."""
+        return self._free_states.pop()
 
     def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
-        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger."""
+        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger.
+
+        A request that has generated tokens already is computed again from its start, as after a preemption.
+        """
         for request in requests:
             request.computed = request.start
         step_no = 0
@@ -159,7 +192,7 @@ class PagedModel:
                 for index, request in enumerate(requests)
                 if index * stagger <= step_no and len(request.sampled) < request.num_new
             ]
-            parts = [_next_part(request, chunk) for request in running]
+            parts = [self._next_part(request, chunk) for request in running]
             for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
                 request.computed += len(part.token_ids)
                 assert (result.token is None) == (part.sampling is None)
@@ -173,9 +206,13 @@ class PagedModel:
         caches = [cache for layer in self.runner.kv_cache.layers for cache in (layer.k_cache, layer.v_cache)]
         return [cache[index].clone() for cache in caches]
 
-
-def _next_part(request: Request, chunk: int) -> SequencePart:
-    known = [*request.prompt, *request.token_ids]
-    tokens = known[request.computed : request.computed + chunk]
-    reaches_end = request.computed + len(tokens) == len(known)
-    return SequencePart(tokens, request.computed, (request.table,), request.sampling if reaches_end else None)
+    def _next_part(self, request: Request, chunk: int) -> SequencePart:
+        start, known = request.computed, [*request.prompt, *request.token_ids]
+        end = min([start + chunk, len(known), *(place for place in request.snapshots if place > start)])
+        tables = (request.table,) * len(self.runner.kv_cache.plan.groups)
+        sampling = request.sampling if end == len(known) else None
+        state = None
+        if request.running:
+            source = request.source if start == request.start else request.running
+            state = StateBlocks(source, request.running, request.snapshots.get(end, 0))
+        return SequencePart(known[start:end], start, tables, sampling, state=state)

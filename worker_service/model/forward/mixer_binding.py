@@ -11,6 +11,9 @@ from ...engine.step import StateBlocks
 from .mixer import Mixer, MixerCall, Piece, join
 from .state_tensors import StateTensors
 
+_REPLACED = "kvpool_replaced_forward"
+"""Attribute of a bound module: its own `forward` attribute before, None if it had none."""
+
 
 class Snapshots(NamedTuple):
     """Sequences whose states after the step are kept, too. Tensors [S] int64."""
@@ -71,7 +74,7 @@ def lay_out(
 
 
 class MixerBinding:
-    """Binds the mixers of a model to the states of a cache, until `release`."""
+    """Binds the mixers of a model to the states of a cache, until `release`; replaces earlier bindings."""
 
     def __init__(self, mixers: Sequence[Mixer], states: StateTensors | None) -> None:
         self._step: StepStates | None = None
@@ -101,15 +104,22 @@ class _BoundMixer:
         self._mixer = mixer
         self._tensors = tensors
         self._step = step
-        self._replaced = mixer.module.__dict__.get("forward")
+        self.release()
+        own = mixer.module.__dict__
+        own[_REPLACED] = own.get("forward")
         self._forward = mixer.module.forward
-        mixer.module.__dict__["forward"] = self._run
+        own["forward"] = self._run
 
     def release(self) -> None:
-        if self._replaced is None:
-            self._mixer.module.__dict__.pop("forward", None)
+        """The module is as it was; no error if it is not bound."""
+        own = self._mixer.module.__dict__
+        if _REPLACED not in own:
+            return
+        replaced = own.pop(_REPLACED)
+        if replaced is None:
+            del own["forward"]
         else:
-            self._mixer.module.__dict__["forward"] = self._replaced
+            own["forward"] = replaced
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward for a packed row. States are written after all have been read."""

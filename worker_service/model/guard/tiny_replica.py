@@ -100,7 +100,7 @@ def thresholds(config: Any) -> set[int]:
 def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
-    kept = _kept_layers(fields)
+    kept = _kept_layers(fields, _derived_kinds(config, fields))
     sizes = _Sizes(fields, len(kept), max_model_len)
     for name, value in list(fields.items()):
         if name in nested:
@@ -129,20 +129,40 @@ def _num_layers(fields: dict[str, Any]) -> int:
     return 0
 
 
-def _kept_layers(fields: dict[str, Any]) -> list[int]:
-    """The first layer of each kind, at least two; a kind is the combination of all per-layer lists' entries."""
+def _derived_kinds(config: Any, fields: dict[str, Any]) -> list[str]:
+    """The kind of each layer by lists that the config's class derives from a period, or from others of its fields; empty if all
+    layers are alike by these, or the fields have the same lists."""
+    count, cls = _num_layers(fields), type(config)
+    names = (name for name in dir(cls) if isinstance(getattr(cls, name, None), property) and name not in fields)
+    found = [value for name in names if isinstance(value := getattr(config, name, None), list) and len(value) == count]
+    stated = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
+    kinds = [str(entries) for entries in zip(*(value for value in found if value not in stated), strict=True)]
+    return kinds if len(set(kinds)) > 1 else []
+
+
+def _kept_layers(fields: dict[str, Any], derived: Sequence[str] = ()) -> list[int]:
+    """The first layer of each kind, at least two; a kind is the combination of all per-layer lists' entries.
+
+    derived: see _derived_kinds. Such layers cannot be chosen: all are kept up to the last one that is the first of its kind.
+    """
     count = _num_layers(fields)
+    if derived:
+        return list(range(max(derived.index(kind) for kind in set(derived)) + 1))
     per_layer = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     ascending = [value for value in fields.values() if isinstance(value, list) and _is_indices(value, count)]
     first_shared = count - (fields.get("num_kv_shared_layers") or 0)
     overrides = fields.get("per_layer_config") or {}
     by_layer = {int(index): str(override) for index, override in overrides.items()}
     first_of: dict[str, int] = {}
+    seconds: dict[str, int] = {}
     for index in range(count):
         kind = [str(value[index]) for value in per_layer if not _is_indices(value, count)]
         kind += [str(index in value) for value in ascending] + [by_layer.get(index, "")]
-        first_of.setdefault(str((kind, index >= first_shared)), index)
-    kept = sorted(first_of.values())
+        key = str((kind, index >= first_shared))
+        # Layers that attend and have a state may share weights with each other: two of them show it.
+        if first_of.setdefault(key, index) != index and "hybrid" in key:
+            seconds.setdefault(key, index)
+    kept = sorted([*first_of.values(), *seconds.values()])
     return kept if len(kept) > 1 or count < 2 else [*kept, count - 1]
 
 
@@ -216,9 +236,22 @@ class _Sizes:
         self._hidden = next((fields[n] for n in fields if _HIDDEN_SIZES.fullmatch(n) and isinstance(fields[n], int)), 0)
         heads = next((fields[n] for n in fields if _RULES[0][0].fullmatch(n) and isinstance(fields[n], int)), 0)
         self._heads = heads
+        self._inner = self._inner_sizes()
         # If the head size is not hidden size / heads, it is not in the replica either.
         plain = fields.get("head_dim") in (None, self._hidden // heads if heads else None)
         self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
+
+    def _inner_sizes(self) -> dict[str, int]:
+        """Sizes of Mamba's heads, which together are a multiple of the hidden size."""
+        fields, sizes = self._fields, dict[str, int]()
+        factor = next((fields[name] for name in _EXPANSIONS if isinstance(fields.get(name), int)), None)
+        if factor is None:
+            return sizes
+        inner = fields.get(_INNER_SIZE) or factor * self._hidden
+        for heads, dim in _INNER_HEADS:
+            if isinstance(fields.get(heads), int) and fields.get(dim) == inner // fields[heads]:
+                sizes |= {heads: factor * _HIDDEN // _HEAD_DIM, dim: _HEAD_DIM, _INNER_SIZE: factor * _HIDDEN}
+        return sizes
 
     def rotary_pairs(self, share: Any) -> int:
         if "qk_rope_head_dim" in self._fields:
@@ -235,6 +268,8 @@ class _Sizes:
 
     def _known(self, name: str, value: int) -> int | None:
         """The small value of a size; None if the number is, or may be, a threshold."""
+        if name in self._inner:
+            return self._inner[name]
         if _TOKEN_IDS.fullmatch(name):
             return value if value < NUM_PLAIN_TOKENS else NUM_PLAIN_TOKENS + value % (VOCAB_SIZE - NUM_PLAIN_TOKENS)
         if _LAYER_COUNTS.fullmatch(name):
@@ -250,6 +285,11 @@ class _Sizes:
                 return rule(self, value)
         if value == self._hidden and value > _SMALL:
             return _HIDDEN
+        times = value // self._hidden if self._hidden and value % self._hidden == 0 else 0
+        if times and name.endswith("hidden_size"):
+            return times * _HIDDEN
+        if name == "attention_head_dim" and self._heads and value * self._heads % self._hidden == 0:
+            return value * self._heads // self._hidden * _HIDDEN // _HEADS
         if re.search(r"(dim|size|width|rank)$", name):
             return min(value, _SMALL)
         return None if value > _LARGE and name != "rope_theta" else value
@@ -258,11 +298,25 @@ class _Sizes:
         # With latent attention, the head size is that of the rotated part.
         return _ROPE_HEAD_DIM if value == self._fields.get("qk_rope_head_dim") else self.head_dim
 
+    def linear_heads(self, value: int) -> int:
+        """Heads of linear attention: two, and as many times as many values as there were."""
+        fewest = min(int(self._fields.get(f"linear_num_{kind}_heads") or value) for kind in ("key", "value"))
+        return 2 * (value // fewest)
+
     def kv_heads(self, value: int) -> int:
         return {1: 1, self._heads: _HEADS}.get(value, _HEADS // 2)
 
 
 _ROPE_HEAD_DIM = 8
+_EXPANSIONS = ("expand", "mamba_expand")
+_INNER_SIZE = "mamba_d_ssm"
+_INNER_HEADS = (
+    ("num_heads", "head_dim"),
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("mamba_num_heads", "mamba_head_dim"),
+)
+"""Number of heads, and size of each."""
 _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
     (
         re.compile(
@@ -275,6 +329,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
         re.compile(r"head_dim|\w*_head_dim_\w*|global_head_dim|swa_head_dim|kv_channels"),
         lambda sizes, value: sizes.dims(value),
     ),
+    (re.compile(r"linear_num_(key|value)_heads"), lambda sizes, value: sizes.linear_heads(value)),
     (re.compile(r"query_pre_attn_scalar"), lambda sizes, value: sizes.head_dim),
     (re.compile(r"qk_rope_head_dim|qk_nope_head_dim"), lambda sizes, value: _ROPE_HEAD_DIM),
     (re.compile(r"qk_head_dim"), lambda sizes, value: 2 * _ROPE_HEAD_DIM),
