@@ -64,15 +64,18 @@ def _memory_table(budget: MemoryBudget) -> Table:
 
 def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
-    if len(plan.groups) == 1:
+    if len(plan.groups) == 1 and plan.states is None:
         table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
         table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
         table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
         table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
-    for group in plan.groups if len(plan.groups) > 1 else ():
+    for group in plan.groups if len(plan.groups) > 1 or plan.states else ():
         sight = "full attention" if group.window is None else f"window {group.window:,}"
         size = f"{plan.block_size * group.bytes_per_token:,} bytes, {plan.block_size} tokens"
         table.add_row(f"blocks of group {group.index}, {sight}", f"{group.num_blocks:,} of {size}")
+    if plan.states is not None:
+        states = f"{plan.states.num_blocks:,} of {plan.states.bytes_per_block:,} bytes"
+        table.add_row(f"blocks of group {len(plan.groups)}, states", states)
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
         table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")
     return table

@@ -84,6 +84,12 @@ class WorkerSettings(ServerSettings):
         description="For models with sliding windows: blocks of each group of layers with one, the null block 0 included. Default: "
         "for each of --max-num-seqs sequences a ring and two windows, but at most half of the KV cache.",
     )
+    state_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="For models with recurrent layers: blocks of their states, the null block 0 included. Default: for each of "
+        "--max-num-seqs sequences two, and two that are kept for others, but at most half of the KV cache.",
+    )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
@@ -241,6 +247,7 @@ class WorkerSettings(ServerSettings):
             num_blocks=self.num_blocks,
             kv_cache_memory=self.kv_cache_memory,
             window_blocks=self.window_blocks,
+            state_blocks=self.state_blocks,
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

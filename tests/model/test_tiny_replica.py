@@ -112,6 +112,34 @@ def test_published_models_have_a_replica_that_runs(name: str) -> None:
         assert small.sliding_window == THRESHOLD < replica_length(large, length)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("jamba", {}),
+        ("recurrent_gemma", {}),
+        ("bamba", {"attn_layer_indices": [9, 18, 27]}),
+        (
+            "granitemoehybrid",
+            {"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 5 + ["linear_attention"] * 2},
+        ),
+        ("falcon_h1", {}),
+        ("mamba2", {}),
+        ("zamba", {}),
+        ("nemotron_h", {}),
+        ("qwen3_next", {}),
+        ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
+    ],
+)
+def test_a_replica_with_recurrent_layers_has_every_kind_of_layer(kind: str, fields: dict[str, Any]) -> None:
+    """Also where a period in the config says which layers attend, and where Mamba's heads must add up to a multiple of the size."""
+    large = config(kind, **fields)
+    small = replica_config(large, 4096)
+    assert set(small.layer_types) == set(large.layer_types)
+    assert sum(parameter.numel() for parameter in build_replica(small).parameters()) < 1_000_000
+    if kind != "recurrent_gemma":
+        check_replica(large, 4096)
+
+
 def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> None:
     """A window of 4,096 tokens plays no part in texts of 2,048; but several of them make a longer row."""
     windowed = config("mistral", sliding_window=4096)
@@ -123,8 +151,8 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     ("kind", "fields"),
     [
         ("bloom", {}),
-        ("qwen3_next", {}),
-        ("falcon_mamba", {}),
+        ("recurrent_gemma", {}),
+        ("zamba2", {}),
         ("doge", {}),
         ("llama4_text", {}),
         ("deepseek_v32", {}),
@@ -133,7 +161,8 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     ],
 )
 def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) -> None:
-    """Own attention code, recurrent layers, masks of their own, chunks, an indexer, positions that cannot be given, no causality:
+    """Own attention code, states on the module, single tokens computed otherwise than several, masks of their own, chunks, an
+    indexer, positions that cannot be given, no causality:
     whatever check_config would say."""
     large = config(kind, **fields)
     # BART's decoder counts positions from 0 in every call: alone it is right, packed it is not.

@@ -125,7 +125,7 @@ class KVCachePlan:
     def concurrency(self, num_tokens: int) -> float:
         """Number of sequences of `num_tokens` that the cache holds at once, if they share nothing."""
         each = [group.capacity / group.blocks_per_sequence(num_tokens, self.block_size) for group in self.groups]
-        return min([*each, *([self.states.capacity] if self.states else [])])
+        return min([*each, *([float(self.states.capacity)] if self.states else [])])
 
     def group_of(self, window: int | None) -> int:
         """Index of the group of a layer whose KV is seen through this window: the one of this window, or the one that keeps all."""

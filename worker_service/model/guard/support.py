@@ -20,13 +20,10 @@ from ..rope import original_length, rope_sets
 from .self_check import probe
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
-"""Layers that attend, also those that have a state besides."""
 _STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layers with a state of transformers' cache."""
-_OTHER_TYPES = frozenset({"mlp", "moe"})
-"""Layers that look at a token alone."""
-_KNOWN_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | _OTHER_TYPES
+_TYPES_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
+_KNOWN_LAYER_TYPES = _STATE_TYPES | _TYPES_WITHOUT_ATTENTION | {"full_attention", "sliding_attention"}
 _SLIDING_TYPES = frozenset({"sliding_attention", "hybrid_sliding"})
 # Its frequencies depend on the longest position in the packed row, so a long neighbour would change the K of all others, unless no
 # text can be that long.
@@ -166,7 +163,7 @@ def check_layers(
     expected = [
         index
         for index in range(text.num_hidden_layers)
-        if index not in absent and (types is None or types[index] in _ATTENTION_TYPES)
+        if index not in absent and (types is None or types[index] not in _TYPES_WITHOUT_ATTENTION)
     ]
     modules = list(dict.fromkeys(layer.module for layer in layers))
     window = getattr(text, "sliding_window", None)

@@ -11,6 +11,7 @@ from ..errors import UnsupportedModel
 from ..forward.forward import Runtime
 from ..forward.kv_groups import groups_of
 from ..forward.layers import AttentionLayer
+from ..forward.mixer import state_bytes
 from .cpu import read_cpu_memory
 from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings
@@ -47,7 +48,7 @@ def facts_of_loaded(
 
     Raises ModelError if the batch does not fit, or the memory is unknown.
     """
-    bytes_per_token = kv_bytes_per_token(layers, dtype)
+    bytes_per_token, of_states = kv_bytes_per_token(layers, dtype), state_bytes(runtime.mixers)
     if device.type != "cuda":
         num_bytes = runtime.num_bytes()
         activations, origin = _estimated(runtime.config, dtype, settings)
@@ -59,10 +60,11 @@ def facts_of_loaded(
             weight_bytes=num_bytes,
             activation_bytes=activations,
             bytes_per_token=bytes_per_token,
+            state_bytes=of_states,
             activations_from=origin,
         )
     weights = torch.cuda.memory_allocated(device)
-    needs = measure_batch(make_runner, CUDAMeter(device), settings, max_model_len, bytes_per_token)
+    needs = measure_batch(make_runner, CUDAMeter(device), settings, max_model_len, bytes_per_token, of_states)
     free, total = torch.cuda.mem_get_info(device)
     return MemoryFacts(
         device=str(device),
@@ -72,6 +74,7 @@ def facts_of_loaded(
         weight_bytes=weights,
         activation_bytes=needs.activations,
         bytes_per_token=bytes_per_token,
+        state_bytes=of_states,
         workspace_bytes_per_token=needs.workspace_per_token,
     )
 
@@ -95,6 +98,7 @@ def facts_of_meta_model(
         weight_bytes=meta_model.weight_bytes(dtype, device, is_quantized),
         activation_bytes=meta_model.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs),
         bytes_per_token=kv_bytes_per_token(meta_model.layers, dtype),
+        state_bytes=state_bytes(meta_model.mixers, dtype),
         activations_from=_ESTIMATED,
     )
 

@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
 from ..errors import UnsupportedModel
 from ..forward.layers import AttentionLayer, PlaceholderTarget, find_attention_layers
+from ..forward.mixer import Mixer
+from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
 from ..progress import quiet_transformers
 
@@ -36,6 +38,7 @@ class MetaModel:
     model: Any
     """On the meta device, where it can run."""
     layers: list[AttentionLayer]
+    mixers: list[Mixer]
 
     @property
     def num_parameters(self) -> int:
@@ -95,7 +98,7 @@ def build_meta_model(config: Any) -> MetaModel:
             model = AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME
             ).eval()
-        return MetaModel(model, find_attention_layers(model, META))
+        return MetaModel(model, find_attention_layers(model, META), find_mixers(model, META))
     except UnsupportedModel:
         raise
     except Exception as error:  # not all models' code supports tensors without values

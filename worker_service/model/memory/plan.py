@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ...cache.windows import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import GroupPlan, KVCachePlan, show_bytes, size_setting
-from .split import KEPT_WINDOWS, GroupNeeds, Split
+from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from .split import KEPT_STATES, KEPT_WINDOWS, SCRATCH_STATES, GroupNeeds, Split, StateNeeds
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -35,6 +35,8 @@ class MemorySettings:
     """Share of a GPU's memory for all its processes together, this worker included."""
     window_blocks: int | None = None
     """Blocks of each group with a window, the null block included; None: computed."""
+    state_blocks: int | None = None
+    """Blocks of the group of recurrent layers, the null block included; None: computed."""
     max_num_seqs: int = 64
     """Sequences of a maximum batch."""
     max_num_batched_tokens: int = 2048
@@ -61,6 +63,8 @@ class MemoryFacts:
     """Largest sum of intermediate results in a maximum batch."""
     bytes_per_token: int
     """K and V of all layers."""
+    state_bytes: int = 0
+    """The states of all recurrent layers for one sequence."""
     workspace_bytes_per_token: int = 0
     """Attention's workspace for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
     graph_bytes: int = 0
@@ -119,15 +123,19 @@ class MemoryBudget:
         if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        if len(kv_cache.groups) == 1:
+        if len(kv_cache.groups) == 1 and kv_cache.states is None:
             (group,) = kv_cache.groups
             block_bytes = kv_cache.block_size * group.bytes_per_token
             blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
-            yield BudgetLine("KV cache", kv_cache.total_bytes, f"{len(kv_cache.groups)} groups, {self._size_from()}")
+            num_groups = len(kv_cache.groups) + (kv_cache.states is not None)
+            groups = f"{num_groups} groups" if num_groups > 1 else "one group"
+            yield BudgetLine("KV cache", kv_cache.total_bytes, f"{groups}, {self._size_from()}")
             for group in kv_cache.groups:
                 yield BudgetLine(*self._line_of(group))
+            if kv_cache.states is not None:
+                yield self._line_of_states(len(kv_cache.groups), kv_cache.states)
         yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
 
     def _line_of(self, group: GroupPlan) -> tuple[str, int, str]:
@@ -144,6 +152,15 @@ class MemoryBudget:
             num_sequences = group.capacity // (ring + KEPT_WINDOWS * kept)
             blocks += f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {kept} that are kept"
         return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
+
+    def _line_of_states(self, index: int, states: StatesPlan) -> BudgetLine:
+        blocks = f"{states.num_blocks:,} blocks of {show_bytes(states.bytes_per_block)}"
+        if self.settings.state_blocks is not None:
+            blocks += ", --state-blocks"
+        else:
+            num_sequences = states.capacity // (SCRATCH_STATES + KEPT_STATES)
+            blocks += f": for {num_sequences} sequences {SCRATCH_STATES} each, and {KEPT_STATES} that are kept"
+        return BudgetLine(f"· group {index}, states", states.total_bytes, blocks)
 
     def _size_from(self) -> str:
         if self.settings.num_blocks is not None:
@@ -168,7 +185,11 @@ def plan_memory(
         raise ModelError(f"The block size must be a power of two, not {block_size}.")
     if settings.num_blocks is not None and settings.kv_cache_memory is not None:
         raise ModelError("Give the size of the KV cache as a number of blocks or in bytes, not both.")
-    groups = groups or [GroupNeeds(None, facts.bytes_per_token)]
+    if groups is None:
+        groups = [GroupNeeds(None, facts.bytes_per_token)]
+    states = StateNeeds(facts.state_bytes, settings.state_blocks) if facts.state_bytes else None
+    if settings.state_blocks is not None and states is None:
+        raise ModelError("This model has no recurrent layers: leave out --state-blocks.")
     if settings.window_blocks is not None and all(group.window is None for group in groups):
         raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
     split = Split(
@@ -177,6 +198,7 @@ def plan_memory(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         window_blocks=settings.window_blocks,
+        states=states,
     )
     if settings.num_blocks is not None:
         plan = split.of_blocks(settings.num_blocks)
@@ -184,7 +206,7 @@ def plan_memory(
         plan = split.of_bytes(settings.kv_cache_memory)
     else:
         plan = split.of_bytes(_budget_bytes(facts, settings), facts.workspace_bytes_per_token)
-    smallest = min(group.num_blocks for group in plan.groups)
+    smallest = _fewest_blocks(plan)
     if smallest < _MIN_BLOCKS:
         raise _too_small(facts, settings, smallest)
     if plan.total_bytes + _workspace_bytes(facts, plan) > facts.room_bytes:
@@ -194,11 +216,17 @@ def plan_memory(
 
 def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
     """Of attention, if a step reads all that the cache holds."""
-    return plan.block_size * facts.workspace_bytes_per_token * max(group.num_blocks for group in plan.groups)
+    most = max([group.num_blocks for group in plan.groups], default=0)
+    return plan.block_size * facts.workspace_bytes_per_token * most
+
+
+def _fewest_blocks(plan: KVCachePlan) -> int:
+    return min([*(group.num_blocks for group in plan.groups), *([plan.states.num_blocks] if plan.states else [])])
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:
-    return block_size * (facts.bytes_per_token + facts.workspace_bytes_per_token)
+    """Of a block in each group, in bytes."""
+    return block_size * (facts.bytes_per_token + facts.workspace_bytes_per_token) + facts.state_bytes
 
 
 def _usable_bytes(facts: MemoryFacts, utilization: float) -> int:
@@ -214,7 +242,7 @@ def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
 
 
 def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int) -> ModelError:
-    smallest = _MIN_BLOCKS * settings.block_size * facts.bytes_per_token
+    smallest = _MIN_BLOCKS * (settings.block_size * facts.bytes_per_token + facts.state_bytes)
     needs = (
         f"at least {_MIN_BLOCKS} are needed (block 0 stays empty), {show_bytes(smallest)} at "
         f"{show_bytes(smallest // _MIN_BLOCKS)} per block of {settings.block_size} tokens"
@@ -259,20 +287,29 @@ def _too_large(facts: MemoryFacts, plan: KVCachePlan, fitting: KVCachePlan) -> K
     asked = f"A KV cache of {_blocks_of(plan)} blocks needs {show_bytes(plan.total_bytes)}"
     if workspace := _workspace_bytes(facts, plan):
         asked += f" and {show_bytes(workspace)} for attention over it"
-    if min(group.num_blocks for group in fitting.groups) < _MIN_BLOCKS:
+    if _fewest_blocks(fitting) < _MIN_BLOCKS:
         return KVCacheTooLarge(
             f"{asked}, but none fits on {facts.device}: {_what_there_is(facts)}. Give a smaller --max-num-batched-tokens or "
             "--max-num-seqs, end other processes, or take a smaller model or a device with more memory."
         )
     return KVCacheTooLarge(
         f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most "
-        f"{_blocks_of(fitting)} blocks fit (--num-blocks {fitting.groups[0].num_blocks}, or --kv-cache-memory "
+        f"{_blocks_of(fitting)} blocks fit (--num-blocks {_first_group(fitting)}, or --kv-cache-memory "
         f"{size_setting(fitting.total_bytes)})."
     )
 
 
 def _blocks_of(plan: KVCachePlan) -> str:
-    return " + ".join(str(group.num_blocks) for group in plan.groups)
+    states = [] if plan.states is None else [plan.states.num_blocks]
+    return " + ".join(str(count) for count in [*(group.num_blocks for group in plan.groups), *states])
+
+
+def _first_group(plan: KVCachePlan) -> int:
+    """Blocks that --num-blocks is about."""
+    if plan.groups:
+        return plan.groups[0].num_blocks
+    assert plan.states is not None, "a model has layers"
+    return plan.states.num_blocks
 
 
 def _what_there_is(facts: MemoryFacts) -> str:

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...engine.sampling_params import SamplingParams
-from ...engine.step import PromptRows, SequencePart, Step
+from ...engine.step import PromptRows, SequencePart, StateBlocks, Step
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import KVCachePlan
+from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
 from .plan import MemorySettings
 
@@ -54,7 +54,12 @@ MakeRunner = Callable[[KVCachePlan], ModelRunner]
 
 
 def measure_batch(
-    make_runner: MakeRunner, meter: PeakMeter, settings: MemorySettings, max_model_len: int, bytes_per_token: int
+    make_runner: MakeRunner,
+    meter: PeakMeter,
+    settings: MemorySettings,
+    max_model_len: int,
+    bytes_per_token: int,
+    state_bytes: int = 0,
 ) -> BatchNeeds:
     """Run the largest batches that the engine may schedule. Blocking, some seconds on a GPU.
 
@@ -64,7 +69,7 @@ def measure_batch(
 
     def run(num_tokens: int) -> BatchNeeds | None:
         try:
-            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token)
+            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token, state_bytes)
         except (torch.OutOfMemoryError, KVCacheTooLarge):
             return None
 
@@ -104,11 +109,14 @@ def _run(
     settings: MemorySettings,
     max_model_len: int,
     bytes_per_token: int,
+    state_bytes: int,
 ) -> BatchNeeds:
     block_size, num_seqs = settings.block_size, min(settings.max_num_seqs, num_tokens)
-    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
+    batches = MaximumBatches(
+        num_tokens, num_seqs, max_model_len, block_size, attends=bytes_per_token > 0, has_states=state_bytes > 0
+    )
     meter.release()
-    runner = make_runner(KVCachePlan.one_group(batches.num_blocks, block_size, bytes_per_token))
+    runner = make_runner(batches.plan(bytes_per_token, state_bytes))
     try:
         activations = 0
         for step in (batches.prompts(), batches.late_chunk(), batches.prompt_with_logprobs()):
@@ -132,16 +140,31 @@ def _run(
 class MaximumBatches:
     """The steps that need the most memory. Their sequences read the same block repeatedly, so that a small cache is enough."""
 
-    def __init__(self, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        attends: bool = True,
+        has_states: bool = False,
+    ) -> None:
         self._num_tokens = num_tokens
         self._num_seqs = num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._attends, self._has_states = attends, has_states
         self.num_blocks = 3 + num_tokens // block_size + num_seqs
         """Blocks of their cache: the null block, the one that is read, and those that are written."""
         each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
         self.decode_context = each // block_size * block_size
         """Tokens that each measured decode reads."""
+
+    def plan(self, bytes_per_token: int, state_bytes: int) -> KVCachePlan:
+        """Of their cache: its states are the null block, the one that is read, and one for each sequence."""
+        states = StatesPlan(2 + self._num_seqs, state_bytes) if self._has_states else None
+        return KVCachePlan.one_group(self.num_blocks, self._block_size, bytes_per_token, states, attends=self._attends)
 
     def prompts(self) -> Step:
         """The most tokens and rows of logits."""
@@ -174,7 +197,9 @@ class MaximumBatches:
             num_own = -(-(start + length) // self._block_size) - num_read
             table = [1] * num_read + list(range(next_block, next_block + num_own))
             next_block += num_own
-            parts.append(SequencePart([0] * length, start, (table,), _GREEDY_OF_MEMORY))
+            state = StateBlocks(1 if start else 0, 2 + len(parts)) if self._has_states else None
+            tables = (table,) if self._attends else ()
+            parts.append(SequencePart([0] * length, start, tables, _GREEDY_OF_MEMORY, state=state))
         return Step(parts)
 
 

@@ -4,6 +4,9 @@ A group with a window needs the same few blocks for each sequence, however long 
 are kept for others. So it gets what --max-num-seqs sequences need, and the groups without a window get the rest, because their
 blocks bound the text that can be held. Where that would leave them less than half, windows are made for fewer sequences. A group
 with a window never has more blocks than one without: they would be of no use.
+
+The states of recurrent layers are such a need, too: of the same size after any number of tokens. Only in a model without attention
+they get everything.
 """
 
 from __future__ import annotations
@@ -12,10 +15,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...cache.windows import largest_chunk, ring_blocks, span
-from ..forward.kv_plan import GroupPlan, KVCachePlan
+from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 
 KEPT_WINDOWS = 2
 """Kept for others, for each sequence: the one at the end of its prompt, and the one at the end of its text."""
+
+
+SCRATCH_STATES = 2
+"""Of a running sequence: the state that it goes on from, and the copy that may be kept."""
+KEPT_STATES = 2
+"""As KEPT_WINDOWS."""
 
 
 class GroupNeeds(NamedTuple):
@@ -27,8 +36,20 @@ class GroupNeeds(NamedTuple):
     """K and V of its layers; those of all groups are the facts' bytes_per_token."""
 
 
+class StateNeeds(NamedTuple):
+    """The group of recurrent layers, before its size is known."""
+
+    bytes_per_block: int
+    """The states of all of them for one sequence."""
+    num_blocks: int | None = None
+    """The null block included; None: by need."""
+
+
 class Split:
-    """Splits blocks or bytes between groups. window_blocks: of each group with a window, the null block included; None: by need."""
+    """Splits blocks or bytes between groups.
+
+    window_blocks: of each group with a window, the null block included; None: by need. states: None: no layer is recurrent.
+    """
 
     def __init__(
         self,
@@ -38,11 +59,13 @@ class Split:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window_blocks: int | None,
+        states: StateNeeds | None = None,
     ) -> None:
         self._groups = groups
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._window_blocks = window_blocks
+        self._states = states
         windows = [group.window for group in groups if group.window is not None]
         self._chunk = largest_chunk(windows, max_num_batched_tokens) if windows else None
         self._each = [self._blocks_per_sequence(group) for group in groups]
@@ -51,25 +74,33 @@ class Split:
         """Of a block in each group without a window, in bytes."""
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
-        """Groups without a window get so many blocks, the null block included; without such groups all of them."""
+        """Groups without a window get so many blocks, the null block included; without such groups all of them, and in a model
+        without attention the states."""
+        num_states = self._of_states(self._max_num_seqs) if self._groups else num_blocks
         if not self._full_cost:
-            return self._plan([self._window_blocks or num_blocks for _ in self._groups])
+            return self._plan([self._window_blocks or num_blocks for _ in self._groups], num_states)
         return self._plan(
             [
                 num_blocks if group.window is None else self._of_window(each, self._max_num_seqs, num_blocks)
                 for group, each in zip(self._groups, self._each, strict=True)
-            ]
+            ],
+            num_states,
         )
 
     def of_bytes(self, num_bytes: int, workspace_per_token: int = 0) -> KVCachePlan:
         """The largest cache of at most so many bytes, with attention's workspace for each token that it holds; its groups may have
         too few blocks to be of use."""
         workspace = self._block_size * workspace_per_token
-        if not self._full_cost:
-            return self._of_windows_only(num_bytes, workspace)
+        if not self._groups:
+            return self._of_states_only(num_bytes)
         wanted = self._max_num_seqs
-        while wanted > 1 and self._window_bytes(wanted) > num_bytes // 2:
+        if not self._full_cost:
+            while wanted > 1 and self._state_bytes(wanted) > num_bytes // 2:
+                wanted -= 1
+            return self._of_windows_only(num_bytes, workspace, wanted)
+        while wanted > 1 and self._window_bytes(wanted) + self._state_bytes(wanted) > num_bytes // 2:
             wanted -= 1
+        num_bytes -= self._state_bytes(wanted)
         num_full = (num_bytes - self._window_bytes(wanted)) // (self._full_cost + workspace)
         if self._window_blocks is None:
             # With little memory as many in each group: more of a group with a window would never be used.
@@ -78,15 +109,30 @@ class Split:
             [
                 num_full if group.window is None else self._of_window(each, wanted, num_full)
                 for group, each in zip(self._groups, self._each, strict=True)
-            ]
+            ],
+            self._of_states(wanted),
         )
 
-    def _of_windows_only(self, num_bytes: int, workspace: int) -> KVCachePlan:
+    def _of_windows_only(self, num_bytes: int, workspace: int, num_sequences: int) -> KVCachePlan:
         if self._window_blocks is not None:
-            return self.of_blocks(self._window_blocks)
+            return self._plan([self._window_blocks for _ in self._groups], self._of_states(num_sequences))
+        num_bytes -= self._state_bytes(num_sequences)
         groups = zip(self._groups, self._each, strict=True)
         each = sum((self._block_size * group.bytes_per_token + workspace) * blocks for group, blocks in groups)
-        return self._plan([num_bytes * blocks // each for blocks in self._each])
+        return self._plan([num_bytes * blocks // each for blocks in self._each], self._of_states(num_sequences))
+
+    def _of_states_only(self, num_bytes: int) -> KVCachePlan:
+        assert self._states is not None, "a model has layers"
+        return self._plan([], self._states.num_blocks or num_bytes // self._states.bytes_per_block)
+
+    def _of_states(self, num_sequences: int) -> int:
+        """Blocks of states."""
+        if self._states is None:
+            return 0
+        return self._states.num_blocks or num_sequences * (SCRATCH_STATES + KEPT_STATES) + 1
+
+    def _state_bytes(self, num_sequences: int) -> int:
+        return 0 if self._states is None else self._of_states(num_sequences) * self._states.bytes_per_block
 
     def _of_window(self, each: int, num_sequences: int, most: int | None = None) -> int:
         """Blocks of a group with a window, of which a sequence has `each`."""
@@ -112,9 +158,10 @@ class Split:
         ring = ring_blocks(group.window, self._chunk, self._block_size)
         return ring + KEPT_WINDOWS * span(group.window, self._block_size)
 
-    def _plan(self, num_blocks: Sequence[int]) -> KVCachePlan:
+    def _plan(self, num_blocks: Sequence[int], num_states: int) -> KVCachePlan:
         groups = (
             GroupPlan(index, group.window, count, group.bytes_per_token)
             for index, (group, count) in enumerate(zip(self._groups, num_blocks, strict=True))
         )
-        return KVCachePlan(self._block_size, tuple(groups), self._chunk)
+        states = None if self._states is None else StatesPlan(num_states, self._states.bytes_per_block)
+        return KVCachePlan(self._block_size, tuple(groups), self._chunk, states)
