@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from kvpool.worker_service.model.guard.tiny_replica import (
 from kvpool.worker_service.model.length import choose_max_model_len
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.rope import fix_longrope, longest_exact
-from tests.model.paged import NEVER, PagedModel, load
+from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
 from tests.tiny_models import Oracle
 
 from .outcome import NATIVE, Outcome, Result
@@ -199,13 +200,48 @@ def _check_attention_matters(oracle: Oracle, prompt: list[int], logits: torch.Te
 
 
 def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: int) -> str | None:
-    """Run all prompts at once over the paged KV; returns the first difference from the truth, if any."""
+    """Run all prompts at once over the paged KV; returns the first difference from the truth, if any. With recurrent layers, once
+    more from states that were kept on the way, and computed again from the beginning with the tokens that were generated."""
     paged = PagedModel(loaded)
     everything = SamplingParams(num_logprobs=truths[0].logprobs.shape[-1])
     requests = [paged.request(truth.prompt, _NUM_NEW, sampling=everything) for truth in truths]
-    paged.run(requests, chunk, stagger)
-    paged.runner.close()
+    if loaded.runtime.mixers:
+        for request in requests:
+            request.snapshots[_kept_at(request)] = paged.state_block()
     way = f"chunks of {chunk}" if chunk != NEVER else "whole prompts"
+    try:
+        paged.run(requests, chunk, stagger)
+        wrong = _unlike(requests, truths, way)
+        if wrong is not None or not loaded.runtime.mixers:
+            return wrong
+        hits = [
+            paged.request(
+                request.prompt,
+                _NUM_NEW,
+                request.table[: _kept_at(request) // BLOCK_SIZE],
+                everything,
+                source=request.snapshots[_kept_at(request)],
+            )
+            for request in requests
+        ]
+        paged.run(hits, chunk, stagger)
+        if (wrong := _unlike(hits, truths, f"{way}, from a state that was kept")) is not None:
+            return wrong
+        for request in requests:
+            request.sampled = request.sampled[: _NUM_NEW // 2]
+        paged.run(requests, chunk, stagger)
+        return _unlike(requests, truths, f"{way}, computed again")
+    finally:
+        paged.runner.close()
+
+
+def _kept_at(request: Request) -> int:
+    """Tokens of a prompt after which its state is kept: a multiple of the block, with tokens after it."""
+    return max(BLOCK_SIZE, len(request.prompt) // 2 // BLOCK_SIZE * BLOCK_SIZE)
+
+
+def _unlike(requests: Sequence[Request], truths: Sequence[_Truth], way: str) -> str | None:
+    """The first difference from the truth, if any."""
     for request, truth in zip(requests, truths, strict=True):
         where = f"{way}, prompt of {len(truth.prompt)} tokens"
         if request.token_ids != truth.tokens:

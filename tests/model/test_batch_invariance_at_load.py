@@ -175,3 +175,11 @@ def test_the_log_and_get_model_say_what_was_found(promised: bool, loaded: Loaded
     assert "as it was found" in entry["event"]
     message = encode_batch_invariance(said)
     assert (message.promised, message.attention_partition, message.reason) == (promised, 192, "as it was found")
+
+
+def test_nothing_is_promised_where_layers_are_recurrent(tmp_path: Path) -> None:
+    """Also for short convolutions, in which a short text shows no difference."""
+    loaded = load(make_tiny_model("lfm2", tmp_path).path)
+    found = loaded.try_batch_invariance(loaded.attention_backend("torch", 4, lambda _: None)).facts.batch_invariance
+    assert not found.is_promised
+    assert "recurrent layers sum in an order that depends on how a text is cut" in found.reason

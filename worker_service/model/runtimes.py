@@ -14,6 +14,7 @@ from ..attention.interface import ATTENTION_NAME, register
 from .errors import ModelError
 from .forward.forward import Runtime
 from .forward.layers import AttentionLayer
+from .forward.mixer import describe_mixers
 from .forward.modules import ModulesRuntime
 from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
@@ -134,6 +135,8 @@ class RuntimeLoader:
         if self.device.type == "cpu":
             pack_linears(model)
         layers, mixers = guarded_layers(model, self.config, self.dtype, self.device, self.max_model_len)
+        if mixers:
+            self.progress(describe_mixers(mixers))
         return Loaded(ModulesRuntime(model, layers, self.device, mixers), layers)
 
 

@@ -57,6 +57,15 @@ def state_bytes(mixers: Sequence[Mixer], dtype: torch.dtype | None = None) -> in
     )
 
 
+def describe_mixers(mixers: Sequence[Mixer]) -> str:
+    """One line for the log."""
+    num_serial = sum(mixer.is_serial for mixer in mixers)
+    line = f"recurrent layers: {len(mixers)}, with transformers' modules"
+    if num_serial:
+        line += f"; {num_serial} of them forget their state when they get several tokens, and get later chunks token by token"
+    return line
+
+
 class Piece(NamedTuple):
     """Sequences of a packed row that are computed in one call, each with the same number of tokens."""
 

@@ -27,6 +27,7 @@ SAMPLER_BYTES_PER_LOGIT = 24
 """Besides the model's own logit: the float32 copy, its sorted copy with int64 ranks, and probabilities twice."""
 
 
+_MOST_SCANNED = 256
 _DRAWN_IN = torch.bfloat16
 """Some operators run on the meta device only in this dtype; shapes do not depend on it."""
 
@@ -71,7 +72,9 @@ class MetaModel:
             bind(layer.module, PlaceholderTarget())
         selected: list[torch.utils.hooks.RemovableHandle] = []
         try:
-            tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=META)
+            # Scans of recurrent layers may go token by token, which takes as long without values: their needs are scaled up.
+            num_run = min(num_tokens, _MOST_SCANNED) if self.mixers else num_tokens
+            tokens = torch.zeros(1, num_run, dtype=torch.int64, device=META)
             rows = torch.zeros(min(num_sequences, num_tokens), dtype=torch.int64, device=META)
             selected.append(self.model.get_output_embeddings().register_forward_pre_hook(_select(rows)))
             with torch.inference_mode(), meter:
@@ -83,7 +86,7 @@ class MetaModel:
                 hook.remove()
             for layer in self.layers:
                 unbind(layer.module)
-        results = meter.peak_bytes * dtype.itemsize // _DRAWN_IN.itemsize
+        results = meter.peak_bytes * num_tokens // num_run * dtype.itemsize // _DRAWN_IN.itemsize
         return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
 
 
