@@ -26,6 +26,9 @@ from ..forward.runner import ModelRunner
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
+_TOLERANCE_OF_STATES = 1e-4
+"""The same of a replica with recurrent layers, for tokens that go on from a state. Rounding makes less than 1e-5. Some of them clamp a
+step's length in chunks only, which is off by about 1e-3: a text would depend on where it is cut."""
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
 """The null block, and one for each text."""
@@ -88,7 +91,11 @@ def probe(
         )
     if mixers:
         for index, ours, where in _logits_from_snapshots(trial, sequences):
-            _compare(trial, ours, alone[index][-len(ours) :], where, "changes a state that it was to leave as it is")
+            _compare(
+                trial, ours, alone[index][-len(ours) :], where,
+                "computes a single token otherwise than several, as its own decoding after a prefill does, or uses another state",
+                _TOLERANCE_OF_STATES if is_thorough else None,
+            )  # fmt: skip
     far_start = max_model_len - lengths[_FAR]
     far = eager_logits(model, sequences[_FAR], device, far_start)
     rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
@@ -133,12 +140,15 @@ def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length:
     return drawn
 
 
-def _compare(trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str) -> None:
-    difference, tolerance = relative_difference(ours, reference), _TOLERANCE[trial.dtype]
+def _compare(
+    trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
+) -> None:
+    """tolerance: None: of the dtype."""
+    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[trial.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
             f"{type(trial.model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
-            f"they differ by {difference:.1%}, rounding in {trial.dtype} explains {tolerance:.1%}. It probably {why}."
+            f"they differ by {difference:.2%}, rounding in {trial.dtype} explains {tolerance:.2%}. It probably {why}."
         )
 
 
