@@ -23,7 +23,10 @@ Every type with a causal language model in `transformers`, tried as a tiny rando
 * **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
   same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and
   longer than every window, packed together, whole and in chunks, prefill is mixed with decode, and blocks are in random order.
-* **native**: the native step of a CPU recognises it, and equals `generate` in the same way. Other types run with torch.
+  With recurrent layers they are run again from states that were kept in the middle of the prompt, and again from the beginning with
+  half of the generated tokens, as after a preemption.
+* **native**: the native step of a CPU recognises it, and equals `generate` in the same way. Other types run with torch: among
+  them all with recurrent layers, which run with transformers' modules.
 * **refused**: load_model refuses it before it reads weights, for the given reason: by the config, by the way in which layers call
   attention, or because a tiny model of the same kind computes other logits; never by a list of names.
 * **not built here**: transformers cannot build or run the type in this environment.

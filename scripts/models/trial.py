@@ -173,6 +173,7 @@ def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:
 def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_Truth]:
     """The oracle's answers to prompts for which they do not depend on rounding."""
     oracle = Oracle.of(folder, use_cache)
+    why = "its greedy tokens always depend on rounding"
     for seed in _SEEDS:
         numbers = random.Random(seed)
         lengths = [min(length, loaded.facts.max_model_len - _NUM_NEW) for length in _PROMPT_LENGTHS]
@@ -180,23 +181,23 @@ def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_
         answers = [oracle.logits(tuple(prompt), _NUM_NEW) for prompt in prompts]
         margins = [logits.topk(2, dim=-1).values.diff(dim=-1).abs().min() / logits.std() for _, logits in answers]
         if all(float(margin) >= _MIN_MARGIN for margin in margins):
-            break
+            if _effect(oracle, prompts[-1], answers[-1][1]) >= _MIN_EFFECT:
+                break
+            why = "its logits hardly depend on earlier tokens"
     else:
-        raise Meaningless("its greedy tokens always depend on rounding")
-    _check_attention_matters(oracle, prompts[-1], answers[-1][1])
+        raise Meaningless(why)
     return [
         _Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
         for prompt, (tokens, logits) in zip(prompts, answers, strict=True)
     ]
 
 
-def _check_attention_matters(oracle: Oracle, prompt: list[int], logits: torch.Tensor) -> None:
-    """Other tokens shortly before the end of the prompt must change the next logits."""
+def _effect(oracle: Oracle, prompt: list[int], logits: torch.Tensor) -> float:
+    """Of other tokens shortly before the end of the prompt on the next logits: the largest, as a share of their deviation."""
     other = list(prompt)
     other[-THRESHOLD:-1] = reversed(other[-THRESHOLD:-1])
     _, changed = oracle.logits(tuple(other), 1)
-    if float((changed[0] - logits[0]).abs().max() / logits.std()) < _MIN_EFFECT:
-        raise Meaningless("its logits hardly depend on earlier tokens")
+    return float((changed[0] - logits[0]).abs().max() / logits.std())
 
 
 def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: int) -> str | None:
