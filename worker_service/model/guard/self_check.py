@@ -27,8 +27,8 @@ from ..forward.runner import ModelRunner
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""
 _TOLERANCE_OF_STATES = 1e-4
-"""The same of a replica with recurrent layers, for tokens that go on from a state. Rounding makes less than 1e-5. Some of them clamp a
-step's length in chunks only, which is off by about 1e-3: a text would depend on where it is cut."""
+"""The same of a replica with recurrent layers, for tokens that go on from a state. Rounding makes less than 1e-5. Some types clamp
+the time step in chunks only, which is off by about 1e-3: a text would depend on where it is cut."""
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
 """The null block, and one for each text."""
