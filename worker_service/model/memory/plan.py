@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...cache.windows import ring_blocks, span
+from ...cache.running_state import SCRATCH_BLOCKS
+from ...cache.windows import grid_tokens, ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
-from .split import KEPT_STATES, KEPT_WINDOWS, SCRATCH_STATES, GroupNeeds, Split, StateNeeds
+from .split import KEPT_STATES, KEPT_WINDOWS, GroupNeeds, Split, StateNeeds
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -148,7 +149,11 @@ class MemoryBudget:
         if self.settings.window_blocks is not None:
             blocks += ", --window-blocks"
         else:
-            ring, kept = ring_blocks(group.window, self.kv_cache.chunk_tokens or 0, size), span(group.window, size)
+            grid = 1 if self.kv_cache.states is None else grid_tokens(size) // size
+            ring, kept = (
+                ring_blocks(group.window, self.kv_cache.chunk_tokens or 0, size, grid),
+                span(group.window, size),
+            )
             num_sequences = group.capacity // (ring + KEPT_WINDOWS * kept)
             blocks += f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {kept} that are kept"
         return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
@@ -158,8 +163,8 @@ class MemoryBudget:
         if self.settings.state_blocks is not None:
             blocks += ", --state-blocks"
         else:
-            num_sequences = states.capacity // (SCRATCH_STATES + KEPT_STATES)
-            blocks += f": for {num_sequences} sequences {SCRATCH_STATES} each, and {KEPT_STATES} that are kept"
+            num_sequences = states.capacity // (SCRATCH_BLOCKS + KEPT_STATES)
+            blocks += f": for {num_sequences} sequences {SCRATCH_BLOCKS} each, and {KEPT_STATES} that are kept"
         return BudgetLine(f"· group {index}, states", states.total_bytes, blocks)
 
     def _size_from(self) -> str:

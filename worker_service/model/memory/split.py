@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...cache.windows import largest_chunk, ring_blocks, span
+from ...cache.running_state import SCRATCH_BLOCKS
+from ...cache.windows import grid_tokens, largest_chunk, ring_blocks, span
 from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 
 KEPT_WINDOWS = 2
 """Kept for others, for each sequence: the one at the end of its prompt, and the one at the end of its text."""
 
 
-SCRATCH_STATES = 2
-"""Of a running sequence: the state that it goes on from, and the copy that may be kept."""
 KEPT_STATES = 2
 """As KEPT_WINDOWS."""
 
@@ -129,7 +128,7 @@ class Split:
         """Blocks of states."""
         if self._states is None:
             return 0
-        return self._states.num_blocks or num_sequences * (SCRATCH_STATES + KEPT_STATES) + 1
+        return self._states.num_blocks or num_sequences * (SCRATCH_BLOCKS + KEPT_STATES) + 1
 
     def _state_bytes(self, num_sequences: int) -> int:
         return 0 if self._states is None else self._of_states(num_sequences) * self._states.bytes_per_block
@@ -155,7 +154,8 @@ class Split:
     def _blocks_per_sequence(self, group: GroupNeeds) -> int:
         if group.window is None or self._chunk is None:
             return 0
-        ring = ring_blocks(group.window, self._chunk, self._block_size)
+        grid = 1 if self._states is None else grid_tokens(self._block_size) // self._block_size
+        ring = ring_blocks(group.window, self._chunk, self._block_size, grid)
         return ring + KEPT_WINDOWS * span(group.window, self._block_size)
 
     def _plan(self, num_blocks: Sequence[int], num_states: int) -> KVCachePlan:
