@@ -26,6 +26,7 @@ from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
+from .cache.windows import grid_tokens
 from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
@@ -348,10 +349,15 @@ def _build_engine(
 
 def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
     windows = [group.window or 0 for group in plan.groups]
+    num_blocks = [group.num_blocks for group in plan.groups]
+    if plan.states is not None:
+        windows.append(0)
+        num_blocks.append(plan.states.num_blocks)
     return CacheSettings(
         block_size=plan.block_size,
-        num_blocks=tuple(group.num_blocks for group in plan.groups),
+        num_blocks=tuple(num_blocks),
         windows=tuple(windows),
+        state_grid=0 if plan.states is None else grid_tokens(plan.block_size),
         max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
         retention_interval=settings.retention_interval,
         report_seconds=settings.report_seconds,
@@ -369,6 +375,12 @@ def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCa
             spec.sliding_window.window_tokens = group.window
             spec.sliding_window.ring_blocks = cache.scratch_blocks(group.index)
         config.pools.add(group=group.index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
+    if plan.states is not None:
+        index = len(plan.groups)
+        spec = config.groups.add(group=index, bytes_per_block=plan.states.bytes_per_block)
+        spec.state.scratch_blocks = cache.scratch_blocks(index)
+        spec.state.grid_tokens = cache.state_grid
+        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=plan.states.num_blocks)
     return config
 
 
