@@ -30,6 +30,8 @@ class BlockMap:
     """Of the worker."""
     window_tokens: int = 0
     """Tokens that the group's layers see; 0: all."""
+    has_states: bool = False
+    """Its layers are recurrent: a block has their state after a number of tokens."""
 
 
 async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
@@ -67,6 +69,7 @@ async def fetch_block_map(
                 group=group,
                 num_groups=len(pools),
                 window_tokens=worker.kv_cache_config.groups[group].sliding_window.window_tokens,
+                has_states=worker.kv_cache_config.groups[group].HasField("state"),
             )
 
 
@@ -76,9 +79,9 @@ def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
 
 
 def sequence_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of each group that sequences can have: those of the smallest pool, without its null block. Of groups with a window a
-    sequence needs a few only, however long it is."""
+    """Blocks of each group that sequences can have: those of the smallest pool, without its null block. Of groups with a window
+    or a state a sequence needs a few only, however long it is."""
     config = worker.kv_cache_config
     pools = [pool for pool in config.pools if pool.tier == common_pb2.TIER_DEVICE]
-    full = [pool for pool in pools if not config.groups[pool.group].HasField("sliding_window")]
+    full = [pool for pool in pools if config.groups[pool.group].WhichOneof("spec") not in ("sliding_window", "state")]
     return min((pool.num_blocks for pool in full or pools), default=1) - 1

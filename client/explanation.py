@@ -27,13 +27,15 @@ class MissCause(StrEnum):
     BEING_COMPUTED = "being_computed"
     """A sequence is computing them now."""
     PARTIAL_TAIL = "partial_tail"
-    """The rest does not fill a block."""
+    """The rest does not fill a block or, with recurrent layers, what lies between two snapshots."""
     LAST_TOKEN = "last_token"
     """It is always computed, and its block with it."""
     ON_ANOTHER_WORKER = "on_another_worker"
     """Another worker has them, this one does not."""
     WINDOW_NOT_KEPT = "window_not_kept"
     """The layers that see everything have them; of those with a sliding window no window is kept that ends there."""
+    SNAPSHOT_NOT_KEPT = "snapshot_not_kept"
+    """The layers that attend have them; of the recurrent ones no snapshot of the state is kept there."""
 
 
 _CAUSES: Final = {
@@ -45,7 +47,9 @@ _CAUSES: Final = {
     cache_pb2.MISS_CAUSE_LAST_TOKEN: MissCause.LAST_TOKEN,
     cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ON_ANOTHER_WORKER,
     cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT: MissCause.WINDOW_NOT_KEPT,
+    cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT: MissCause.SNAPSHOT_NOT_KEPT,
 }
+_NOT_KEPT: Final = frozenset({MissCause.WINDOW_NOT_KEPT, MissCause.SNAPSHOT_NOT_KEPT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Miss:
     other_salt: bool = False
     """OTHER_ROOT: the salts differ; only where the manager may say so (--explain-across-salts)."""
     num_passed_tokens: int | None = None
-    """WINDOW_NOT_KEPT: tokens of the prompt that the layers without a window have."""
+    """WINDOW_NOT_KEPT and SNAPSHOT_NOT_KEPT: tokens of the prompt that the other layers have."""
 
     @classmethod
     def from_proto(cls, miss: cache_pb2.Miss) -> Self:
@@ -94,7 +98,7 @@ class Miss:
             other_adapter=miss.other_root.adapter if is_other else None,
             other_block_size=miss.other_block_size if is_other else None,
             other_salt=miss.other_salt,
-            num_passed_tokens=miss.num_passed_tokens if cause is MissCause.WINDOW_NOT_KEPT else None,
+            num_passed_tokens=miss.num_passed_tokens if cause in _NOT_KEPT else None,
         )
 
 
@@ -218,7 +222,7 @@ class Explanation:
                 where = f" on {elsewhere}" if elsewhere else ""
                 return f"{miss.leader} is computing the tokens from {miss.position:,} to {miss.leader_position:,} now{where}"
             case MissCause.PARTIAL_TAIL:
-                return "the rest does not fill a block, and only full blocks are cached"
+                return "the rest does not fill a block or, with recurrent layers, what lies between two snapshots"
             case MissCause.LAST_TOKEN:
                 return "the last token is always computed, and its block with it"
             case MissCause.ON_ANOTHER_WORKER:
@@ -226,6 +230,9 @@ class Explanation:
             case MissCause.WINDOW_NOT_KEPT:
                 held = f"layers that see everything have {miss.num_passed_tokens:,} tokens"
                 return f"{held}, but no sliding window that ends after token {miss.position:,} is kept whole"
+            case MissCause.SNAPSHOT_NOT_KEPT:
+                held = f"layers that attend have {miss.num_passed_tokens:,} tokens"
+                return f"{held}, but no snapshot of the recurrent layers' state after token {miss.position:,} is kept"
             case MissCause.UNKNOWN:
                 return f"{block} is not served, for a reason that this client does not know: update it"
 

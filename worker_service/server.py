@@ -127,7 +127,8 @@ class Server:
         plan = runner.kv_cache.plan
         self.engine = _build_engine(settings, loaded.facts, runner, model_thread)
         files = _model_files(loaded.facts)
-        facts = _encode_facts(settings, loaded.facts, self.worker_id, files)
+        keeps_boundaries = bool(self.engine.cache.settings.scratch_groups)
+        facts = _encode_facts(settings, loaded.facts, self.worker_id, files, keeps_boundaries=keeps_boundaries)
         self._servicer = WorkerServicer(
             self.engine,
             facts,
@@ -417,7 +418,7 @@ def _model_files(facts: ModelFacts) -> codec.ModelFiles:
 
 
 def _encode_facts(
-    settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles
+    settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles, *, keeps_boundaries: bool
 ) -> worker_pb2.ModelFacts:
     return worker_pb2.ModelFacts(
         worker_id=worker_id,
@@ -433,4 +434,5 @@ def _encode_facts(
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
         batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
+        keeps_boundaries=keeps_boundaries,
     )

@@ -24,8 +24,11 @@ export function rate(value) {
   return value >= 10 ? whole.format(Math.round(value)) : tenths.format(value);
 }
 
-/** A group of layers of a worker, as in "1 (window 512)". */
+/** A group of layers of a worker, as in "1 (window 512)" or "1 (states)". */
 export function groupName(group, info) {
-  const window = info.groups[group]?.window_tokens ?? 0;
+  const { window_tokens: window = 0, has_states: hasStates = false } = info.groups[group] ?? {};
+  if (hasStates) {
+    return `${group} (states)`;
+  }
   return window ? `${group} (window ${count(window)})` : String(group);
 }

@@ -65,6 +65,14 @@ def said(response: cache_pb2.ExplainResponse, tokenizer: Tokenizer | None = None
         (answered(cache_pb2.MISS_CAUSE_PARTIAL_TAIL), "the rest does not fill a block"),
         (answered(cache_pb2.MISS_CAUSE_LAST_TOKEN), "the last token is always computed"),
         (answered(cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER, other_worker_id="v"), "is cached on v, not here"),
+        (
+            answered(cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT, num_passed_tokens=32),
+            "layers that see everything have 32 tokens, but no sliding window that ends after token 16 is kept whole",
+        ),
+        (
+            answered(cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT, num_passed_tokens=32),
+            "layers that attend have 32 tokens, but no snapshot of the recurrent layers' state after token 16 is kept",
+        ),
         (answered(cache_pb2.MISS_CAUSE_UNSPECIFIED), "update it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models with recurrent layers in a cluster: in float32 the tokens are those of transformers' generate, with snapshots and without."""
+"""Models with recurrent layers in a cluster: in float32 the tokens are those of transformers' generate, snapshots or not."""
 
 from __future__ import annotations
 
