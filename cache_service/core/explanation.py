@@ -3,7 +3,7 @@ order.
 
 Of the blocks of a prompt of n tokens, a worker serves the first h. The first line that holds says why it does not serve block h:
 
-    h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block
+    h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block, or with a state not the next part of the grid
     h = ⌊(n−1)/B⌋, B divides n            last token: it is always computed, and with it its block, cached or not
     a sequence here computes it           being computed: Allocate would let the prompt wait for it
     its groups that keep all have it      window not kept: no window ends after it, or not all of one is left;
@@ -235,7 +235,8 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     index = prompt.num_hits(session)
     position = index * prompt.block_size
     if index == session.on_grid(prompt.max_hits):
-        return Miss(position, MissCause.LAST_TOKEN if prompt.is_whole else MissCause.PARTIAL_TAIL)
+        is_the_last_tokens = prompt.is_whole and session.on_grid(prompt.max_hits + 1) > index
+        return Miss(position, MissCause.LAST_TOKEN if is_the_last_tokens else MissCause.PARTIAL_TAIL)
     leader = prompt.in_flight(index, session.holder)
     if leader is not None:
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)

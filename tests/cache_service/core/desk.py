@@ -60,10 +60,13 @@ class Desk:
         hash_function: HashFunction | None = None,
         limits: Limits | None = None,
         windows: Sequence[tuple[int, int]] = (),
+        grids: Sequence[int] = (),
     ) -> None:
         self.lockstep = lockstep or Lockstep(hash_function, limits)
         self.manager = self.lockstep.manager
-        introduction = registration(worker_id, num_blocks=num_blocks, block_size=block_size, windows=windows)
+        introduction = registration(
+            worker_id, num_blocks=num_blocks, block_size=block_size, windows=windows, grids=grids
+        )
         number = self.lockstep.register(introduction)
         assert isinstance(number, int)
         self.number = number

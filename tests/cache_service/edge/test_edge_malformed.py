@@ -95,6 +95,19 @@ async def test_a_window_that_cannot_be_is_named(stub: Stub, window: int, ring: i
 
 
 @pytest.mark.parametrize(
+    ("grid", "scratch", "field"),
+    [(0, 2, "grid_tokens"), (6, 2, "grid_tokens"), (1 << 21, 2, "grid_tokens"), (8, 0, "scratch_blocks")],
+)
+async def test_a_state_that_cannot_be_is_named(stub: Stub, grid: int, scratch: int, field: str) -> None:
+    """The grid is a multiple of the block size, four tokens, and a sequence has a running state."""
+    recurrent = registration()
+    spec = recurrent.kv_cache_config.groups[0].state
+    spec.grid_tokens, spec.scratch_blocks = grid, scratch
+    found = await refused(stub.Register(recurrent), INVALID, "BAD_FIELD")
+    assert field_of(found) == f"kv_cache_config.groups[0].state.{field}"
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("key", None),
