@@ -3,7 +3,7 @@ order.
 
 Of the blocks of a prompt of n tokens, a worker serves the first h. The first line that holds says why it does not serve block h:
 
-    h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block, or with a state not the next part of the grid
+    h = ⌊(n−1)/B⌋, B does not divide n    partial tail: the rest does not fill a block (with a state, not a part of the grid)
     h = ⌊(n−1)/B⌋, B divides n            last token: it is always computed, and with it its block, cached or not
     a sequence here computes it           being computed: Allocate would let the prompt wait for it
     its groups that keep all have it      window not kept: no window ends after it, or not all of one is left;
