@@ -17,8 +17,12 @@ from scripts.models.subjects import all_types
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
-# Latent attention twice a layer, windows with sinks, learned positions, several calls of a module, code of its own, a state.
-HANDFUL = ("longcat_flash", "gpt_oss", "opt", "diffllama", "bloom", "qwen3_next")
+# Latent attention twice a layer, windows with sinks, learned positions, several calls of a module, code of its own, states that go
+# on, that are forgotten, that two layers' shared weights change, on the module, and in a cache of the model's own.
+HANDFUL = (
+    *("longcat_flash", "gpt_oss", "opt", "diffllama", "bloom", "qwen3_next"),
+    *("jamba", "zamba", "recurrent_gemma", "minimax"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def test_the_document_counts_its_own_table(summary: document.Summary) -> None:
 
 def test_none_is_silently_wrong_and_most_run(summary: document.Summary) -> None:
     assert summary.counts[Result.WRONG.value] == 0
-    assert summary.counts[Result.RUNS.value] >= 110
+    assert summary.counts[Result.RUNS.value] >= 132
 
 
 @pytest.mark.parametrize("kind", HANDFUL)

@@ -49,6 +49,10 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **{_cache_argument(model): cache})
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
+    except AttributeError as error:
+        if error.obj is not cache:
+            raise
+        raise UnsupportedModel(f"{type(model).__name__} needs a cache of its own, with {error.name}.") from error
     finally:
         for module in model.modules():
             unbind(module)

@@ -29,6 +29,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 _TOLERANCE_OF_STATES = 1e-4
 """The same of a replica with recurrent layers, for tokens that go on from a state. Rounding makes less than 1e-5. Some types clamp
 the time step in chunks only, which is off by about 1e-3: a text would depend on where it is cut."""
+_SINGLE_TOKENS = 3
+"""Of each sequence after a kept state, or after its beginning."""
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
 """The null block, and one for each text."""
@@ -218,16 +220,19 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
         end = len(first)
         _, at_once = run((1, cut, len(second), StateBlocks(own, own)), (0, kept_at, end, StateBlocks(snapshot, other)))
         yield 0, at_once, "from a state that was kept"
-        single, _ = run(
-            (0, kept_at, kept_at + 1, StateBlocks(snapshot, running)),
-            (1, 0, 1, StateBlocks(0, own)),
-        )
-        rest, anew = run(
-            (0, kept_at + 1, end, StateBlocks(running, running)),
-            (1, 1, len(second), StateBlocks(own, own)),
-        )
-        yield 0, torch.cat([single, rest]), "from a state that was kept, token by token"
-        yield 1, anew, "again from the beginning"
+        # Single tokens of both in one call, then what is left at once.
+        num_single = min(_SINGLE_TOKENS, end - kept_at - 1, len(second) - 1)
+        ours: list[list[torch.Tensor]] = [[], []]
+        for place in range(num_single + 1):
+            last = place == num_single
+            places = (kept_at + place, place)
+            ends = (end, len(second)) if last else (places[0] + 1, places[1] + 1)
+            states = (StateBlocks(running if place else snapshot, running), StateBlocks(own if place else 0, own))
+            rows = run((0, places[0], ends[0], states[0]), (1, places[1], ends[1], states[1]))
+            for known, new in zip(ours, rows, strict=True):
+                known.append(new)
+        yield 0, torch.cat(ours[0]), "from a state that was kept, token by token"
+        yield 1, torch.cat(ours[1]), "again from the beginning"
         if not all(torch.equal(then, now) for then, now in zip(kept, of_snapshot(), strict=True)):
             raise UnsupportedModel(f"{type(trial.model).__name__} changes a state that others go on from.")
     finally:
