@@ -13,7 +13,7 @@ from kvpool.client import Completion
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.live.proof import Settings, prove
-from tests.live.workload import TINY, WINDOWS
+from tests.live.workload import STATES, TINY, WINDOWS
 
 SETTINGS = Settings(
     model=TINY,
@@ -35,7 +35,7 @@ STEP_SECONDS = 0.01
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [TINY, WINDOWS])
+@pytest.mark.parametrize("model", [TINY, WINDOWS, STATES])
 async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(model: str, tmp_path: Path) -> None:
     """A kill of the manager and each fault of a worker once, under load."""
     result = await prove(replace(SETTINGS, model=model), tmp_path, lambda what, done, of: None)

@@ -1,6 +1,7 @@
 """Faults on a live cluster: a manager, workers and clients as real processes, and no text disturbed.
 
-python -m tests.live [--kills 100] [--worker-faults 50] [--outage 10] [--model tiny|tiny-windows|smollm2] [--seed N] [--json]
+python -m tests.live [--kills 100] [--worker-faults 50] [--outage 10] [--model tiny|tiny-windows|tiny-states|smollm2] [--seed N]
+                     [--json]
 
 Manager and workers are killed, frozen and told to leave at random moments while streams run, half greedy and half drawn. Every
 stream must tell exactly what the same request tells alone, and after every fault every law of the manager must hold.
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from bench.report import facts
 from tests.live.proof import Result, Settings, prove
-from tests.live.workload import SMOLLM2, TINY, WINDOWS
+from tests.live.workload import SMOLLM2, STATES, TINY, WINDOWS
 from tests.telling import tell_result, told
 
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--reserve-seconds", type=float, default=15.0, help="reserve in the outage (default 15)")
     parser.add_argument(
-        "--model", choices=(TINY, WINDOWS, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)"
+        "--model", choices=(TINY, WINDOWS, STATES, SMOLLM2), default=TINY, help="in fp32 (default tiny, a random llama)"
     )
     parser.add_argument("--workers", type=int, default=3, help="(default 3)")
     parser.add_argument("--streams", type=int, default=9, help="that run at any time (default 9)")

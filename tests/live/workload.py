@@ -17,6 +17,9 @@ from tests.load.workload import Call, Reference, Request, make_prompts
 TINY: Final = "tiny"
 WINDOWS: Final = "tiny-windows"
 """Every other layer has a sliding window."""
+STATES: Final = "tiny-states"
+"""Every other layer is recurrent."""
+_ARCHITECTURES: Final = {TINY: "llama", WINDOWS: "gemma2", STATES: "lfm2"}
 SMOLLM2: Final = "smollm2"
 
 
@@ -33,11 +36,10 @@ class Model:
 
     @classmethod
     def make(cls, name: str, folder: Path) -> Model:
-        """TINY or WINDOWS, made in the folder; or SMOLLM2, converted at the very first time."""
-        if name in (TINY, WINDOWS):
+        """TINY, WINDOWS or STATES, made in the folder; or SMOLLM2, converted at the very first time."""
+        if name in _ARCHITECTURES:
             # One token per byte: most characters are incomplete, so the text shows where a stream was joined wrongly.
-            architecture = "llama" if name == TINY else "gemma2"
-            path = make_endless_model(folder / name, architecture=architecture, tokenizer=True).path
+            path = make_endless_model(folder / name, architecture=_ARCHITECTURES[name], tokenizer=True).path
             return cls(path, range(256), 800, 3_000, block_size=4)
         path = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
         return cls(path, range(1_000, 40_000), 24, 64, block_size=16)

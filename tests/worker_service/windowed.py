@@ -96,9 +96,7 @@ class Worker:
 
     # -- sequences
 
-    def sequence(
-        self, name: str, prompt: Sequence[int], num_new: int = 1, kept: tuple[int, ...] = ()
-    ) -> CacheSequence:
+    def sequence(self, name: str, prompt: Sequence[int], num_new: int = 1, kept: tuple[int, ...] = ()) -> CacheSequence:
         """One that waits."""
         return CacheSequence(name, 1, ROOT, list(prompt), max_new_tokens=num_new, kept=kept)
 
