@@ -13,7 +13,7 @@ from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
-from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.core.messages import TOKEN_BYTES, Root
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
@@ -160,7 +160,27 @@ class Laws:
                 world.counts["windows hit"] += sum(bool(one.scratch and one.num_cached_tokens) for one in granted)
             session = manager.core._sessions.get(request.uplink.session)
             if session is not None:
+                if method == "Allocate":
+                    self._count_boundaries(session, request, response)
                 self.of_session(manager, session)
+
+    def _count_boundaries(self, session: Session, request: Any, response: Any) -> None:
+        """What kinds of boundaries sequences were granted."""
+        step = session.grid_blocks * session.block_size
+        for item, result in zip(request.items, response.results, strict=True):
+            num_tokens = len(item.tokens) // TOKEN_BYTES
+            asked = {boundary // step * step for boundary in item.boundaries}
+            interval = -(-item.retention_interval_tokens // step) * step
+            for boundary in result.granted.boundaries:
+                if boundary == (num_tokens - 1) // step * step:
+                    kind = "at the end of a prompt"
+                elif boundary in asked:
+                    kind = "that a request asked for"
+                elif interval and boundary % interval == 0:
+                    kind = "at an interval"
+                else:
+                    kind = "where prompts part"
+                self.world.counts[f"boundaries {kind}"] += 1
 
     def _first_stays(self, request: Any, response: Any, caller: Process) -> None:
         """A process whose session lives is fenced by itself only, or when it has ended."""

@@ -30,10 +30,13 @@ from kvpool.cache_service.core.session import SessionEnd
 from kvpool.client import answer_streams
 from kvpool.process import durable_file
 from kvpool.worker_service import generate_many
+from kvpool.worker_service.cache import naming
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import Entry
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.state import CacheState
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -114,6 +117,11 @@ def installed(world: World) -> Iterator[None]:
             world.laws.on_hit(ledger, entry.block)
         return last
 
+    def name_end(state: CacheState, sequence: CacheSequence, original: Any = naming.name_end) -> None:
+        before = state.num_windows_named
+        original(state, sequence)
+        world.counts["windows named at the end of a text"] += state.num_windows_named - before
+
     def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
         for entry in entries:
@@ -158,6 +166,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(EngineCache, "lose", lose))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_window", accept_window))
         stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))
+        stack.enter_context(mock.patch.object(naming, "name_end", name_end))
         stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
         before = deadline_init.__defaults__
         deadline_init.__defaults__ = (_loop_time,)
