@@ -56,3 +56,50 @@ async def test_cold_warm_and_in_company_the_tokens_are_those_of_generate(archite
             alone = await cluster.complete(truth.prompt, max_tokens=NUM_NEW, logprobs=NUM_TOP)
             truth.check(alone)
             assert alone.num_cached_tokens == (len(truth.prompt) - 1) // GRID * GRID
+
+
+@pytest.mark.parametrize("architecture", STATE_ARCHITECTURES)
+@pytest.mark.parametrize("pressure", [{"num_blocks": 18, "state_blocks": 6}, {"state_blocks": 4}], ids=str)
+async def test_pressure_in_any_pool_changes_no_token(
+    architecture: str, pressure: dict[str, int], tmp_path: Path
+) -> None:
+    """Attention has room for one long prompt and a little; the states for one sequence and a snapshot, or for two."""
+    tiny = make_tiny_model(architecture, tmp_path / architecture)
+    truths = truths_of(tiny.path)
+    asked = [truth.prompt for truth in truths]
+    async with in_process_cluster(tiny.path, tmp_path, runtime="auto", **SETTINGS | pressure) as cluster:
+        for salt in ("", "a", "a"):
+            found = await cluster.all_at_once(asked, max_tokens=NUM_NEW, logprobs=NUM_TOP, tenant_salt=salt)
+            check_all(truths, found)
+        totals = (await cluster.describe()).totals
+        assert totals.num_evicted_blocks > 0
+
+
+async def test_a_preempted_sequence_begins_again_with_no_state(tmp_path: Path) -> None:
+    """Two long texts in a pool for one: one of them gives its blocks back in the middle, and is computed again."""
+    tiny = make_tiny_model("lfm2", tmp_path / "lfm2")
+    oracle = Oracle.of(tiny.path)
+    numbers = random.Random(3)
+    asked = [tuple(numbers.randrange(VOCAB_SIZE) for _ in range(70)) for _ in range(2)]
+    truths = [Truth.of(oracle, prompt, 60) for prompt in asked]
+    async with in_process_cluster(
+        tiny.path, tmp_path, **SETTINGS | {"num_blocks": 15, "prefix_caching": False}
+    ) as cluster:
+        found = await cluster.all_at_once(asked, max_tokens=60, logprobs=NUM_TOP)
+        check_all(truths, found)
+        assert sum(completion.num_preemptions for completion in found) > 0
+
+
+async def test_the_third_prompt_with_a_shared_beginning_hits_it_and_the_second_if_a_boundary_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """They share 150 tokens, after 128 of which is a place of the grid; each ends after 192."""
+    tiny = make_tiny_model("qwen3_next", tmp_path / "qwen3_next")
+    numbers = random.Random(4)
+    shared = [numbers.randrange(VOCAB_SIZE) for _ in range(150)]
+    prompts = [shared + [numbers.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
+    async with in_process_cluster(tiny.path, tmp_path, **SETTINGS) as cluster:
+        found = [(await cluster.complete(prompt, max_tokens=2)).num_cached_tokens for prompt in prompts]
+        assert found == [0, 0, 128, 128]
+        together = await cluster.all_at_once(prompts, max_tokens=2, tenant_salt="together")
+        assert sorted(completion.num_cached_tokens for completion in together)[1:] == [128, 128, 128]

@@ -74,8 +74,9 @@ class Split:
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
         """Groups without a window get so many blocks, the null block included; without such groups all of them, and in a model
-        without attention the states."""
-        num_states = self._of_states(self._max_num_seqs) if self._groups else num_blocks
+        without attention the states, unless their number is set."""
+        has_own_number = bool(self._groups) or (self._states is not None and self._states.num_blocks is not None)
+        num_states = self._of_states(self._max_num_seqs) if has_own_number else num_blocks
         if not self._full_cost:
             return self._plan([self._window_blocks or num_blocks for _ in self._groups], num_states)
         return self._plan(
