@@ -70,6 +70,15 @@ def test_the_number_of_blocks_can_be_set() -> None:
     assert states(plan_memory(FACTS, replace(SETTINGS, num_blocks=50, state_blocks=9), FULL).kv_cache).num_blocks == 9
 
 
+def test_without_attention_the_number_of_blocks_is_that_of_states_unless_that_is_set() -> None:
+    facts = replace(FACTS, bytes_per_token=0)
+    for settings, count in (
+        (replace(SETTINGS, num_blocks=50), 50),
+        (replace(SETTINGS, num_blocks=50, state_blocks=9), 9),
+    ):
+        assert states(plan_memory(facts, settings, []).kv_cache).num_blocks == count
+
+
 def test_a_setting_for_states_that_there_are_not_is_refused() -> None:
     with pytest.raises(ModelError, match="no recurrent layers: leave out --state-blocks"):
         plan_memory(replace(FACTS, state_bytes=0), replace(SETTINGS, state_blocks=5), FULL)
