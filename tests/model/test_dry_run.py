@@ -243,3 +243,23 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> No
         last = done.stderr.splitlines()[-1]
         assert last.startswith("kvpool worker: ")
         assert "knows no model 'org/other'" in last
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+@pytest.mark.parametrize("architecture", ["lfm2", "qwen3_next", "mamba2"])
+def test_the_states_of_recurrent_layers_are_in_the_plan_of_a_start(architecture: str, tmp_path: Path) -> None:
+    """The same bytes as those of the loaded model, found without its weights."""
+    path = make_tiny_model(architecture, tmp_path / architecture).path
+    more = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 64, "block_size": 4}
+    table = rows(printed(settings(path, **more)))
+    loaded = load(path, max_model_len=MAX_MODEL_LEN)
+    states = loaded.plan(MemorySettings(block_size=4, num_blocks=64)).kv_cache.states
+    assert states is not None
+    assert states.bytes_per_block > 0
+    index = 0 if architecture == "mamba2" else 1
+    assert table[f"blocks of group {index}, states"] == f"{states.num_blocks:,} of {states.bytes_per_block:,} bytes"
+    assert states.num_blocks == (64 if architecture == "mamba2" else 64 * 4 + 1)
+    assert table["runtime"].startswith("torch")
+    if architecture != "mamba2":
+        table = rows(printed(settings(path, **more, state_blocks=9)))
+        assert table["blocks of group 1, states"].startswith("9 of ")

@@ -63,6 +63,6 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
         dtype=dtype,
         max_model_len=prepared.max_model_len,
         meta_model=meta_model,
-        runtime=expected_runtime(settings, prepared.device, dtype),
+        runtime=expected_runtime(settings, prepared.device, dtype, is_recurrent=bool(meta_model.mixers)),
         is_quantized=settings.quantize != "none",
     )

@@ -116,12 +116,16 @@ class Comparison:
         return ChoiceFile(self.cache_dir, key)
 
 
-def expected_runtime(settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> str:
-    """What a start can be expected to choose, without a compiled step and weights: for a user."""
+def expected_runtime(
+    settings: ModelSettings, device: torch.device, dtype: torch.dtype, *, is_recurrent: bool = False
+) -> str:
+    """What a start can be expected to choose, without a compiled step and weights: for a user. is_recurrent: some layers are."""
     if device.type != "cpu" or settings.runtime == "torch":
         return "torch"
     if settings.runtime == "native" or settings.quantize != "none":
         return "native"
+    if is_recurrent:
+        return "torch: the native step does not compute recurrent layers"
     if dtype not in NATIVE_DTYPES:
         return f"torch: the native step does not compute {dtype_name(dtype)}"
     unit = matrix_unit(dtype)
