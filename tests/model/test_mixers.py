@@ -17,7 +17,7 @@ from kvpool.worker_service.model.forward import mixers as finding
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.layers import find_attention_layers
-from kvpool.worker_service.model.forward.mixer import MixerCall, Piece, StateSpec, state_bytes
+from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, Piece, StateSpec, state_bytes
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
 from kvpool.worker_service.model.guard.support import check_layers, guarded_layers
@@ -136,7 +136,7 @@ def test_decodes_as_one_batch_equal_each_alone() -> None:
     (mixer,) = find_mixers(model, CPU)
     hidden = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        call = MixerCall(mixer, (), {"hidden_states": hidden})
+        call = MixerCall(mixer, MixerForward.of(mixer), (), {"hidden_states": hidden})
         before = [call.run(Piece.of_one(first, first + 3), None)[1] for first in (0, 3, 6)]
         together = [torch.cat(states) for states in zip(*before, strict=True)]
         output, after = call.run(Piece(torch.tensor([9, 10, 11]), 3, 1), together)

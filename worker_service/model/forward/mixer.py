@@ -92,17 +92,26 @@ def has_tokens(value: Any, num_tokens: int) -> bool:
     return isinstance(value, list | tuple) and any(has_tokens(entry, num_tokens) for entry in value)
 
 
+class MixerForward(NamedTuple):
+    """The module's own forward of a mixer."""
+
+    run: Callable[..., Any]
+    signature: inspect.Signature
+    """Kept: to find it takes longer than to use it."""
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> Self:
+        """As it is now."""
+        return cls(mixer.module.forward, inspect.signature(mixer.module.forward))
+
+
 class MixerCall:
     """A call of a mixer with a packed row, made piece by piece."""
 
-    def __init__(
-        self, mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
-    ) -> None:
-        """forward: of the module as it was; None: it is."""
+    def __init__(self, mixer: Mixer, forward: MixerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mixer = mixer
-        self._forward = forward or mixer.module.forward
-        self._signature = inspect.signature(self._forward)
-        self._arguments = self._signature.bind(*args, **kwargs).arguments
+        self._forward = forward
+        self._arguments = forward.signature.bind(*args, **kwargs).arguments
         first = next(iter(self._arguments.values()))
         self._num_tokens, self._device = first.shape[1], first.device
 
@@ -129,8 +138,8 @@ class MixerCall:
             for name, value in self._arguments.items()
         }
         arguments[self._mixer.cache_argument] = cache
-        bound = inspect.BoundArguments(self._signature, arguments)
-        return self._forward(*bound.args, **bound.kwargs)
+        bound = inspect.BoundArguments(self._forward.signature, arguments)
+        return self._forward.run(*bound.args, **bound.kwargs)
 
     def _cache(self, piece: Piece, states: Sequence[torch.Tensor] | None) -> Cache:
         """A cache that the mixer changes in place. transformers would make the tensors later, and mark them for compilers."""

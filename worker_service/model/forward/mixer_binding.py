@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine.step import StateBlocks
-from .mixer import Mixer, MixerCall, Piece, join
+from .mixer import Mixer, MixerCall, MixerForward, Piece, join
 from .state_tensors import StateTensors
 
 _REPLACED = "kvpool_replaced_forward"
@@ -107,7 +107,7 @@ class _BoundMixer:
         self.release()
         own = mixer.module.__dict__
         own[_REPLACED] = own.get("forward")
-        self._forward = mixer.module.forward
+        self._forward = MixerForward.of(mixer)
         own["forward"] = self._run
 
     def release(self) -> None:
@@ -124,7 +124,7 @@ class _BoundMixer:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward for a packed row. States are written after all have been read."""
         step = self._step()
-        call = MixerCall(self._mixer, args, kwargs, self._forward)
+        call = MixerCall(self._mixer, self._forward, args, kwargs)
         outputs, after = [], []
         for piece in step.pieces:
             before = None if piece.sources is None else [tensor[piece.sources] for tensor in self._tensors]

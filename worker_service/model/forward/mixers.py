@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...attention.interface import UnsupportedAttention, bind, unbind
 from ..errors import UnsupportedModel
 from .layers import PlaceholderTarget
-from .mixer import Mixer, MixerCall, Piece, StateKind, StateSpec, has_tokens
+from .mixer import Mixer, MixerCall, MixerForward, Piece, StateKind, StateSpec, has_tokens
 from .running import Call, following
 
 _WATCHED_TOKENS = 11
@@ -155,7 +155,7 @@ def _forgets(mixer: Mixer, recorded: Call) -> bool:
     Its state is replaced by another one, so that the effect is large; then the next token alone must have the same output as when
     more tokens come after it.
     """
-    call = MixerCall(mixer, recorded.args, recorded.kwargs)
+    call = MixerCall(mixer, MixerForward.of(mixer), recorded.args, recorded.kwargs)
     _, before = call.run(Piece.of_one(0, _FIRST), None)
     alone, several = Piece.of_one(_FIRST, _FIRST + 1), Piece.of_one(_FIRST, _FIRST + _MORE)
     unchanged = _output(call.run(alone, _copies(before))[0])
