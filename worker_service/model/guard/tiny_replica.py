@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from ...attention.interface import ATTENTION_NAME, register
+from .replica_layers import derived_kinds, is_indices, kept_layers, num_layers
 
 VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256
@@ -100,7 +100,7 @@ def thresholds(config: Any) -> set[int]:
 def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
-    kept = _kept_layers(fields, _derived_kinds(config, fields))
+    kept = kept_layers(fields, derived_kinds(config, fields))
     sizes = _Sizes(fields, len(kept), max_model_len)
     for name, value in list(fields.items()):
         if name in nested:
@@ -110,10 +110,10 @@ def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
         elif isinstance(value, dict):
             fields[name] = _shrunk_rope(value, fields, sizes) if "rope" in name else value
         elif isinstance(value, list):
-            fields[name] = _shrunk_list(name, value, kept, _num_layers(fields), sizes)
+            fields[name] = _shrunk_list(name, value, kept, num_layers(fields), sizes)
     num_shared = fields.get("num_kv_shared_layers") or 0
     if num_shared:
-        fields["num_kv_shared_layers"] = sum(index >= _num_layers(fields) - num_shared for index in kept)
+        fields["num_kv_shared_layers"] = sum(index >= num_layers(fields) - num_shared for index in kept)
     for name, value in list(fields.items()):
         if isinstance(value, int) and not isinstance(value, bool):
             fields[name] = sizes.of(name, value)
@@ -122,61 +122,8 @@ def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
     return fields
 
 
-def _num_layers(fields: dict[str, Any]) -> int:
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"):
-        if isinstance(fields.get(name), int):
-            return int(fields[name])
-    return 0
-
-
-def _derived_kinds(config: Any, fields: dict[str, Any]) -> list[str]:
-    """The kind of each layer by lists that the config's class derives from a period, or from others of its fields; empty if all
-    layers are alike by these, or the fields have the same lists."""
-    count, cls = _num_layers(fields), type(config)
-    names = (name for name in dir(cls) if isinstance(getattr(cls, name, None), property) and name not in fields)
-    found = [value for name in names if isinstance(value := getattr(config, name, None), list) and len(value) == count]
-    stated = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
-    kinds = [str(entries) for entries in zip(*(value for value in found if value not in stated), strict=True)]
-    return kinds if len(set(kinds)) > 1 else []
-
-
-def _kept_layers(fields: dict[str, Any], derived: Sequence[str] = ()) -> list[int]:
-    """The first layer of each kind, at least two; a kind is the combination of all per-layer lists' entries.
-
-    derived: see _derived_kinds. Such layers cannot be chosen: all are kept up to the last one that is the first of its kind.
-    """
-    count = _num_layers(fields)
-    if derived:
-        return list(range(max(derived.index(kind) for kind in set(derived)) + 1))
-    per_layer = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
-    ascending = [value for value in fields.values() if isinstance(value, list) and _is_indices(value, count)]
-    first_shared = count - (fields.get("num_kv_shared_layers") or 0)
-    overrides = fields.get("per_layer_config") or {}
-    by_layer = {int(index): str(override) for index, override in overrides.items()}
-    first_of: dict[str, int] = {}
-    seconds: dict[str, int] = {}
-    for index in range(count):
-        kind = [str(value[index]) for value in per_layer if not _is_indices(value, count)]
-        kind += [str(index in value) for value in ascending] + [by_layer.get(index, "")]
-        key = str((kind, index >= first_shared))
-        # Layers that attend and have a state may share weights with each other: two of them show it.
-        if first_of.setdefault(key, index) != index and "hybrid" in key:
-            seconds.setdefault(key, index)
-    kept = sorted([*first_of.values(), *seconds.values()])
-    return kept if len(kept) > 1 or count < 2 else [*kept, count - 1]
-
-
-def _is_indices(value: Sequence[Any], count: int) -> bool:
-    """Whether a list consists of layer indices, not of one entry per layer."""
-    return (
-        bool(value)
-        and all(isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < count for entry in value)
-        and all(before < after for before, after in pairwise(value))
-    )
-
-
 def _shrunk_list(name: str, value: list[Any], kept: list[int], count: int, sizes: _Sizes) -> Any:
-    if _is_indices(value, count):
+    if is_indices(value, count):
         return [new for new, old in enumerate(kept) if old in value]
     if count and len(value) == count:
         value = [value[index] for index in kept]
