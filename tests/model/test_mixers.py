@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,51 @@ def test_a_scan_that_forgets_is_refused_if_it_is_taken_for_one_that_goes_on(monk
     monkeypatch.setattr(finding, "_forgets", lambda *_: False)
     with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
         check(model)
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "mamba"])
+def test_a_scan_from_a_state_equals_token_by_token(architecture: str) -> None:
+    """Also of more tokens than are added at once, and for several sequences."""
+    model = model_of(architecture)
+    mixer = find_mixers(model, CPU)[0]
+    assert mixer.forgets
+    assert mixer.scan is not None
+    hidden = torch.randn(1, 200, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        results = []
+        for one in (mixer, mixer._replace(scan=None)):
+            call = MixerCall(one, MixerForward.of(one), (), {"hidden_states": hidden})
+            _, before = call.run(Piece.of_one(0, 40), None)
+            results.append(call.run(Piece.of_one(40, 200), before))
+    for ours, expected in zip(*((output, *states) for output, states in results), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("returns_two", [True, False])
+def test_a_scan_that_does_not_go_on_as_single_tokens_do_is_not_used(
+    returns_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function of that name may be another one: then tokens go one by one."""
+    module = inspect.unwrap(JambaMambaMixer.forward).__globals__
+    scan = module["mamba_selective_scan"]
+
+    def of_another_kind(*args: Any, **kwargs: Any) -> Any:
+        output, last = scan(*args, **kwargs)
+        # transformers gives five arguments by position.
+        return (output, last * last) if returns_two or len(args) == 5 else output
+
+    monkeypatch.setitem(module, "mamba_selective_scan", of_another_kind)
+    (mixer,) = find_mixers(model_of("jamba"), CPU)
+    assert mixer.is_serial
+
+
+def test_transformers_own_scan_is_left_as_it_is() -> None:
+    module = inspect.unwrap(JambaMambaMixer.forward).__globals__
+    before = module["mamba_selective_scan"]
+    model = model_of("jamba")
+    check(model)
+    assert module["mamba_selective_scan"] is before
+    assert all("forward" not in layer.__dict__ or hasattr(layer.forward, "__wrapped__") for layer in model.modules())
 
 
 _jamba: Callable[..., torch.Tensor] = JambaMambaMixer.forward

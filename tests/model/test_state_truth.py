@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from kvpool.worker_service.attention.packing import PackingError
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, StateBlocks, Step
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, PagedModel, Place, Request, load
 from tests.model.test_model_truth import assert_true
@@ -45,10 +46,17 @@ class Subject:
             assert_true(request, truth, CPU)
 
 
-@pytest.fixture(scope="module", params=STATE_ARCHITECTURES)
+@pytest.fixture(scope="module", params=[*STATE_ARCHITECTURES, "jamba token by token"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    tiny = make_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-    return Subject(tiny, load(tiny.path, max_model_len=MAX_MODEL_LEN))
+    architecture, _, serial = request.param.partition(" ")
+    tiny = make_tiny_model(architecture, tmp_path_factory.mktemp(architecture))
+    loaded = load(tiny.path, max_model_len=MAX_MODEL_LEN)
+    if serial:
+        assert isinstance(loaded.runtime, ModulesRuntime)
+        mixers = [mixer._replace(scan=None) for mixer in loaded.runtime.mixers]
+        assert all(mixer.is_serial for mixer in mixers)
+        loaded = replace(loaded, runtime=replace(loaded.runtime, mixers=mixers))
+    return Subject(tiny, loaded)
 
 
 def states_of(paged: PagedModel, block: int) -> list[torch.Tensor]:
@@ -77,7 +85,7 @@ def test_oracle_is_beyond_doubt_and_varies(subject: Subject) -> None:
 def test_who_forgets_is_found_by_what_it_computes(subject: Subject) -> None:
     mixers = subject.loaded.runtime.mixers
     assert mixers
-    assert {mixer.is_serial for mixer in mixers} == {subject.tiny.architecture in FORGETFUL}
+    assert {mixer.forgets for mixer in mixers} == {subject.tiny.architecture in FORGETFUL}
 
 
 @pytest.mark.parametrize("chunk", [NEVER, 7, 16])

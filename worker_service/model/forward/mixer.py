@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
+from .scan import ScanFromState
+
 StateKind = Literal["conv", "recurrent"]
 
 
@@ -44,8 +46,14 @@ class Mixer(NamedTuple):
     """The parameter of its forward that takes the cache."""
     by_token: frozenset[str]
     """Parameters of its forward with tensors of [1, tokens, …]."""
-    is_serial: bool = False
-    """Given several tokens it does not go on from its state: after the first piece of a text it gets them one by one."""
+    forgets: bool = False
+    """Given several tokens it does not go on from its state."""
+    scan: ScanFromState | None = None
+    """If it forgets: how it goes on all the same. None: after the first piece of a text it gets its tokens one by one."""
+
+    @property
+    def is_serial(self) -> bool:
+        return self.forgets and self.scan is None
 
 
 def state_bytes(mixers: Sequence[Mixer], dtype: torch.dtype | None = None) -> int:
@@ -59,10 +67,12 @@ def state_bytes(mixers: Sequence[Mixer], dtype: torch.dtype | None = None) -> in
 
 def describe_mixers(mixers: Sequence[Mixer]) -> str:
     """One line for the log."""
+    num_scans = sum(mixer.scan is not None for mixer in mixers)
     num_serial = sum(mixer.is_serial for mixer in mixers)
     line = f"recurrent layers: {len(mixers)}, with transformers' modules"
-    if num_serial:
-        line += f"; {num_serial} of them forget their state when they get several tokens, and get later chunks token by token"
+    if num_scans or num_serial:
+        line += f"; {num_scans + num_serial} of them forget their state when they get several tokens"
+        line += ": it is added afterwards" if not num_serial else f": {num_serial} get later chunks token by token"
     return line
 
 
@@ -121,13 +131,20 @@ class MixerCall:
         before: the states to go on from; they may be changed. None: the state that the layer begins with.
         """
         cache = self._cache(piece, before)
-        if before is None or not self._mixer.is_serial or piece.num_tokens == 1:
-            return self._call(piece.rows, cache), self._states(cache)
-        assert isinstance(piece.rows, slice)
-        outputs = [self._call(slice(row, row + 1), cache) for row in range(piece.rows.start, piece.rows.stop)]
-        return join(outputs, lambda tensors: torch.cat(tensors, dim=1)), self._states(cache)
+        if before is None or not self._mixer.forgets or piece.num_tokens == 1:
+            output = self._call(piece.rows, cache, self._forward.run)
+        elif self._mixer.scan is not None:
+            specs = zip(self._mixer.states, before, strict=True)
+            with self._mixer.scan.beginning([state for spec, state in specs if spec.kind == "recurrent"]):
+                output = self._call(piece.rows, cache, self._mixer.scan.forward)
+        else:
+            assert isinstance(piece.rows, slice)
+            rows = range(piece.rows.start, piece.rows.stop)
+            outputs = [self._call(slice(row, row + 1), cache, self._forward.run) for row in rows]
+            output = join(outputs, lambda tensors: torch.cat(tensors, dim=1))
+        return output, self._states(cache)
 
-    def _call(self, rows: slice | torch.Tensor, cache: Cache) -> Any:
+    def _call(self, rows: slice | torch.Tensor, cache: Cache, forward: Callable[..., Any]) -> Any:
         def of_rows(value: Any) -> Any:
             if not has_tokens(value, self._num_tokens):
                 return value
@@ -139,7 +156,7 @@ class MixerCall:
         }
         arguments[self._mixer.cache_argument] = cache
         bound = inspect.BoundArguments(self._forward.signature, arguments)
-        return self._forward.run(*bound.args, **bound.kwargs)
+        return forward(*bound.args, **bound.kwargs)
 
     def _cache(self, piece: Piece, states: Sequence[torch.Tensor] | None) -> Cache:
         """A cache that the mixer changes in place. transformers would make the tensors later, and mark them for compilers."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache
@@ -16,6 +17,9 @@ from ..errors import UnsupportedModel
 from .layers import PlaceholderTarget
 from .mixer import Mixer, MixerCall, MixerForward, Piece, StateKind, StateSpec, has_tokens
 from .running import Call, following
+from .scan import ScanFromState
+
+_log = structlog.get_logger("kvpool.model")
 
 _WATCHED_TOKENS = 11
 """Of the recorded pass; not a size that tensors have for other reasons."""
@@ -33,7 +37,7 @@ def has_state_layers(config: Any) -> bool:
 
 
 def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
-    """All modules that use states of the cache, in the order of the calls. On the meta device, `is_serial` is not found out.
+    """All modules that use states of the cache, in the order of the calls. On the meta device it is not found out who forgets.
 
     Runs a few tokens with attention left out. Raises UnsupportedModel.
     """
@@ -61,13 +65,12 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
     _check_distinct(mixers)
     if device.type == "meta":
         return mixers
-    forgetful: dict[type, bool] = {}
     with torch.inference_mode():
-        for mixer in mixers:
-            kind = type(mixer.module)
-            if kind not in forgetful:
-                forgetful[kind] = _forgets(mixer, cache.uses[mixer.module][0].call)
-    return [mixer._replace(is_serial=forgetful[type(mixer.module)]) for mixer in mixers]
+        return _with_ways(mixers, {mixer.module: cache.uses[mixer.module][0].call for mixer in mixers})
+
+
+_TOLERANCE_OF_SCANS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Largest difference between several tokens at once and one by one, by the dtype of the convolution: the model's."""
 
 
 class _Use(NamedTuple):
@@ -149,6 +152,53 @@ def _check_distinct(mixers: Sequence[Mixer]) -> None:
                 raise UnsupportedModel(f"Its modules {other} and {mixer.name} share a state.")
 
 
+def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, Call]) -> list[Mixer]:
+    """The mixers with the way in which each goes on from its state, tried once for each class."""
+    forgetful: dict[type, bool] = {}
+    scanning: dict[type, bool] = {}
+    found: list[Mixer] = []
+    for mixer in mixers:
+        kind, call = type(mixer.module), recorded[mixer.module]
+        if kind not in forgetful:
+            forgetful[kind] = _forgets(mixer, call)
+        if forgetful[kind]:
+            mixer = mixer._replace(forgets=True)
+            scanning_mixer = mixer._replace(scan=ScanFromState.of(mixer.module))
+            if kind not in scanning:
+                scanning[kind] = scanning_mixer.scan is not None and _scans_as(scanning_mixer, mixer, call)
+            mixer = scanning_mixer if scanning[kind] else mixer
+        found.append(mixer)
+    return found
+
+
+def _scans_as(scanning: Mixer, serial: Mixer, recorded: Call) -> bool:
+    """Whether several tokens come out the same, and leave the same states, as one by one. Again from another state."""
+    expected = _from_another_state(serial, recorded)
+    try:
+        found = _from_another_state(scanning, recorded)
+    except Exception as error:  # a function of the same name may take and return anything
+        _log.debug("a scan does not go on from a state", error=f"{type(error).__name__}: {error}")
+        return False
+    tolerance = _TOLERANCE_OF_SCANS[serial.states[0].dtype]
+    return all(
+        float((ours - wanted).norm()) <= tolerance * float(wanted.norm())
+        for ours, wanted in zip(found, expected, strict=True)
+    )
+
+
+def _from_another_state(mixer: Mixer, recorded: Call) -> list[torch.Tensor]:
+    """Output and states after several tokens."""
+    call = MixerCall(mixer, MixerForward.of(mixer), recorded.args, recorded.kwargs)
+    _, before = call.run(Piece.of_one(0, _FIRST), None)
+    output, states = call.run(Piece.of_one(_FIRST, _WATCHED_TOKENS), [_changed(state) for state in before])
+    return [_output(output), *(state.double() for state in states)]
+
+
+def _changed(state: torch.Tensor) -> torch.Tensor:
+    """Another state, with a large effect."""
+    return state.roll(1, dims=1) + max(1.0, float(state.abs().max()))
+
+
 def _forgets(mixer: Mixer, recorded: Call) -> bool:
     """Whether the mixer, given several tokens, does not use one of its states as it does with a single one.
 
@@ -161,7 +211,7 @@ def _forgets(mixer: Mixer, recorded: Call) -> bool:
     unchanged = _output(call.run(alone, _copies(before))[0])
     for number in range(len(before)):
         changed = _copies(before)
-        changed[number] = changed[number].roll(1, dims=1) + max(1.0, float(changed[number].abs().max()))
+        changed[number] = _changed(changed[number])
         expected = _output(call.run(alone, _copies(changed))[0])
         found = _output(call.run(several, changed)[0])[:, :1]
         if float((found - expected).norm()) > _MOST_DIFFERENCE * float((expected - unchanged).norm()):

@@ -1,0 +1,90 @@
+"""Mamba's selective scan, going on from a state.
+
+transformers' function, and the kernel that replaces it on a GPU, begin with zeros whatever the state is. But the scan is linear in
+its state: what an earlier state h adds to the output of token t is C_t · exp(A · (Δ_0 + … + Δ_t)) · h, and to the state after the
+last token the same without C. So it is added afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_NAME = "mamba_selective_scan"
+"""Of the function, in the modules of transformers that have such layers. Whether it is what it seems is tried: see find_mixers."""
+_TOKENS = 64
+"""That the addition is made for at once: it has a number for each of them, channel and state."""
+
+
+class ScanFromState:
+    """A module's forward in which the scan goes on from given states. transformers' own stays as it is."""
+
+    def __init__(self, module: torch.nn.Module, function: Any) -> None:
+        """function: the module's forward, without what wraps it."""
+        self._scan: Callable[..., Any] = function.__globals__[_NAME]
+        self._states: list[torch.Tensor] = []
+        copy = FunctionType(
+            function.__code__,
+            {**function.__globals__, _NAME: self._go_on},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        self.forward: Callable[..., Any] = MethodType(copy, module)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ScanFromState | None:
+        """None if the module's code does not have the function."""
+        function = inspect.unwrap(type(module).forward)
+        return cls(module, function) if callable(getattr(function, "__globals__", {}).get(_NAME)) else None
+
+    @contextmanager
+    def beginning(self, states: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The calls of `forward` inside go on from these states: [sequences, channels, state size], or the same for each head,
+        [sequences, heads, channels, state size], for which the scan is called in turn."""
+        self._states = [part for state in states for part in (state.unbind(1) if state.dim() == 4 else [state])]
+        try:
+            yield
+        finally:
+            self._states = []
+
+    def _go_on(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The scan's arguments: hidden_states, dt and z [sequences, channels, tokens], A [channels, state size], B and C
+        [sequences, state size, tokens], D and delta_bias [channels]."""
+        state = self._states.pop(0).float()
+        output, last = self._scan(
+            hidden_states, dt, A, B, C, D, None, delta_bias, delta_softplus, return_last_state=True, **kwargs
+        )
+        if delta_bias is not None:
+            dt = dt + delta_bias.to(dt.dtype)[..., None]
+        if delta_softplus:
+            dt = F.softplus(dt)
+        passed = dt.float().cumsum(-1)
+        for first in range(0, dt.shape[-1], _TOKENS):
+            piece = slice(first, first + _TOKENS)
+            carried = torch.exp(A[:, None] * passed[:, :, piece, None]).mul_(state[:, :, None])
+            output[:, :, piece] += torch.einsum("bctn,bnt->bct", carried, C[:, :, piece].float()).to(output.dtype)
+        last = last + torch.exp(A * passed[:, :, -1:]) * state
+        if z is not None:
+            output = output * F.silu(z)
+        return (output, last) if return_last_state else output
