@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvpool.worker_service.attention.packing import PackingError
+from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, PagedModel, Place, Request, load
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, PagedModel, Place, Request, load, quiet
 from tests.model.test_model_truth import assert_true
 from tests.tiny_models import MAX_MODEL_LEN, MIN_MARGIN, STATE_ARCHITECTURES, Oracle, TinyModel, make_tiny_model
 
@@ -258,3 +260,9 @@ def _lfm2(folders: pytest.TempPathFactory) -> LoadedModel:
     if not _LOADED:
         _LOADED.append(load(make_tiny_model("lfm2", folders.mktemp("lfm2")).path))
     return _LOADED[0]
+
+
+def test_a_model_without_attention_needs_no_backend_that_runs_here(tmp_path: Path) -> None:
+    loaded = load(make_tiny_model("mamba2", tmp_path).path, max_model_len=MAX_MODEL_LEN)
+    assert loaded.layers == []
+    assert isinstance(loaded.attention_backend("flash", BLOCK_SIZE, quiet), TorchAttention)

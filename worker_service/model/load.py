@@ -66,6 +66,8 @@ class LoadedModel:
         itself. Raises ModelError."""
         if isinstance(self.runtime, NativeRuntime):
             return None
+        if not self.layers:  # nothing attends: there is nothing to test a backend with, and none is called
+            return make_torch(self.dtype, self.device, ())
         setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
