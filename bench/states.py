@@ -2,9 +2,9 @@
 
 python -m bench.states [--json]
 
-The worker's cache side and the manager's core as they are, without a model: a step computes nothing. Blocks have 16 tokens, the grid
-64. Four requests begin with the same 1,500 tokens, as chats with one system prompt do, and go on with 200 of their own; each has 20
-tokens generated. Found at most: 1,472 tokens, the last place of the grid.
+The worker's cache side and the manager's core as they are, without a model: a step computes nothing. Blocks have 16 tokens, the
+grid 64. Four requests begin with the same 1,500 tokens, as chats with one system prompt do, and go on with 200 of their own; each
+generates 20. Found at most: 1,472 tokens, the last place of the grid.
 
 * One after the other, and the client says where the system prompt ends, as it does for chats by itself.
 * One after the other, and nobody says so.
